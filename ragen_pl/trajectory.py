@@ -1,0 +1,87 @@
+"""Plain data that flows from the rollout to the update: Observation, Turn, Trajectory.
+
+Nothing here knows about tensors, tokenizers or environments, so that a trajectory can be pickled,
+written as JSON and read by any part of the project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import numpy as np
+
+
+class Span(IntEnum):
+    """What a sampled token belongs to, by its place in `<think>…</think><answer>…</answer>`."""
+
+    OTHER = 0
+    THINK = 1
+    ACTION = 2
+    TAG = 3
+    END = 4
+
+
+class Ending(StrEnum):
+    """Why a trajectory ended.
+
+    `TERMINATED` and `TURN_LIMIT` belong to the task (the agent is told the limit), `TRUNCATED` is a cut
+    from outside (token budget, the environment's own truncation), `FAILED` an error of the environment.
+    """
+
+    TERMINATED = "terminated"
+    TURN_LIMIT = "turn_limit"
+    TRUNCATED = "truncated"
+    FAILED = "failed"
+
+
+@dataclass(kw_only=True, slots=True)
+class Observation:
+    """What the environment shows at the start of a turn."""
+
+    text: str
+    images: list[np.ndarray] = field(default_factory=list)  # each uint8 [height, width, 3]
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One observation and one reply, with the exact tokens the policy saw and sampled."""
+
+    observation: Observation
+    prompt_ids: np.ndarray  # int64 [prompt]: all ids the engine was given, image slots expanded
+    prompt_images: list[np.ndarray]  # pictures of the prompt's image slots, in order
+    reply_ids: np.ndarray  # int64 [reply]: sampled ids, the sampled end-of-turn token included
+    reply_logprobs: np.ndarray  # float32 [reply]: of the distribution sampled from
+    reply_entropy: float  # nats, mean over the reply's tokens
+    spans: np.ndarray  # int8 [reply]: a Span per sampled token
+    reply_text: str
+    think: str | None  # None where the reply has no valid think block
+    actions: list[str]  # names of the actions that were carried out
+    action_is_valid: bool
+    action_is_effective: bool
+    cut: bool  # the reply hit its length limit before an end-of-turn token
+    reward: float  # of this turn, format penalty included
+    temperature: float
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    """The turns of one episode and how it ended."""
+
+    group: int  # index of the group in the iteration, the same on any number of ranks
+    member: int
+    seed: int  # of the environment's reset
+    turns: list[Turn]
+    ending: Ending
+    success: bool
+    difficulty: int | None = None
+    error: str | None = None  # of the environment, where ending is FAILED
+    final_prompt_ids: np.ndarray | None = None  # state after the last turn, where it is bootstrapped
+    final_images: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def reward(self) -> float:
+        """Undiscounted return: the sum of the turns' rewards."""
+        return float(sum(turn.reward for turn in self.turns))
