@@ -1,0 +1,7 @@
+"""Masks, rewards, advantages and losses: pure functions of tensors, one idea a file.
+
+This layer imports torch and nothing else of the project. Two layouts are used. *Credit layout*
+`[trajectories, tokens]`: a row is one trajectory's sampled tokens in order, padding allowed, with
+the turn's index per token (-1 off the mask). *Sample layout* `[batch, time]`: a row is what the
+policy reads in one forward pass.
+"""

@@ -1,0 +1,1 @@
+"""Advantage estimators as pure functions; `algorithms.estimators` wraps them for Hydra."""

@@ -1,0 +1,52 @@
+"""Generalised advantage estimation that steps over tokens outside the mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
+
+
+def masked_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages over the tokens of the mask as if the others did not exist.
+
+    `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`, where t+1 is the
+    next token inside the mask (Schulman et al., 2016, eqs. 11 and 16). Tokens outside are neither
+    read nor discounted over. The accumulation runs in float32.
+
+    Args:
+        rewards: `[trajectories, tokens]`.
+        values: `[trajectories, tokens]`, the value of the state in which the token is sampled.
+        mask: bool `[trajectories, tokens]`.
+        gamma: discount per token of the mask.
+        lam: decay of the trace per token of the mask.
+        bootstrap: `[trajectories]`, the value after the last token; 0 where the task ended. None
+            stands for 0 everywhere.
+
+    Returns:
+        Advantages and returns (advantage plus value), each float32 `[trajectories, tokens]`, 0 off
+        the mask.
+
+    >>> rewards, values = torch.tensor([[0.0, 7.0, 1.0]]), torch.tensor([[0.5, 7.0, 0.25]])
+    >>> mask = torch.tensor([[True, False, True]])
+    >>> masked_gae(rewards, values, mask, gamma=1.0, lam=0.5)[0]
+    tensor([[0.1250, 0.0000, 0.7500]])
+    """
+    mask = mask.bool()
+    rewards, values = rewards.float(), values.float()
+    last = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.float()
+    following = next_on_mask(values, mask=mask, last=last)
+    # where, not a product: a value off the mask may be anything, NaN included.
+    delta = torch.where(mask, rewards + gamma * following - values, 0.0)
+    decay = torch.where(mask, torch.full_like(values, gamma * lam), 1.0)
+    advantages = torch.where(mask, reverse_scan(delta, decay=decay), 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)

@@ -1,0 +1,95 @@
+"""Baselines from the other trajectories of a group: GRPO, Dr. GRPO, RLOO.
+
+A group is the trajectories that began from the same environment seed. Its members are counted as
+trajectories, never as turns or rows, and a group must be whole when it comes here.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def _same_group(group: Tensor) -> Tensor:
+    return (group[:, None] == group[None, :]).float()
+
+
+def _deviation(returns: Tensor, same: Tensor) -> Tensor:
+    # The mean of the pairwise differences is the distance to the mean, and exactly 0 where all
+    # returns agree; rounding of the mean would otherwise be blown up by the division by the std.
+    differences = returns[:, None] - returns[None, :]
+    return (same * differences).sum(1) / same.sum(1)
+
+
+def group_std(returns: Tensor, group: Tensor) -> Tensor:
+    """Measure the spread of returns within each trajectory's group.
+
+    Args:
+        returns: `[trajectories]`.
+        group: int `[trajectories]`.
+
+    Returns:
+        float32 `[trajectories]`: unbiased standard deviation, 0 for a group of one.
+
+    >>> import torch
+    >>> group_std(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([1.4142, 1.4142, 0.0000])
+    """
+    same = _same_group(group)
+    squares = _deviation(returns.float(), same).square()
+    return ((same * squares[None, :]).sum(1) / (same.sum(1) - 1).clamp(min=1)).sqrt()
+
+
+def grpo(returns: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Standardise returns within the group (GRPO; Shao et al., 2024).
+
+    `(R - mean) / (std + eps)` with the unbiased std; a group of one gets 0.
+
+    Args:
+        returns: `[trajectories]`.
+        group: int `[trajectories]`.
+        eps: added to the deviation.
+
+    Returns:
+        float32 `[trajectories]`.
+
+    >>> import torch
+    >>> grpo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([-0.7071,  0.7071,  0.0000])
+    """
+    return dr_grpo(returns, group) / (group_std(returns, group) + eps)
+
+
+def dr_grpo(returns: Tensor, group: Tensor) -> Tensor:
+    """Centre returns within the group, without the deviation (Dr. GRPO; Liu et al., 2025).
+
+    Args:
+        returns: `[trajectories]`.
+        group: int `[trajectories]`.
+
+    Returns:
+        float32 `[trajectories]`.
+
+    >>> import torch
+    >>> dr_grpo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([-1.,  1.,  0.])
+    """
+    return _deviation(returns.float(), _same_group(group))
+
+
+def rloo(returns: Tensor, group: Tensor) -> Tensor:
+    """Subtract the mean return of the group's other members (RLOO; Ahmadian et al., 2024).
+
+    Args:
+        returns: `[trajectories]`.
+        group: int `[trajectories]`.
+
+    Returns:
+        float32 `[trajectories]`; 0 for a group of one, which has no other member.
+
+    >>> import torch
+    >>> rloo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([-2.,  2.,  0.])
+    """
+    same = _same_group(group)
+    count = same.sum(1)
+    return _deviation(returns.float(), same) * count / (count - 1).clamp(min=1)

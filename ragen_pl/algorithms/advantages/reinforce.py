@@ -1,0 +1,89 @@
+"""Critic-free advantages without groups: REINFORCE++, raw returns (ARPO), batch scale (BRPO)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.scan import reverse_scan
+from ragen_pl.algorithms.whitening import AllReduce, masked_moments, whiten
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Sum what is still to come, discounted once per token of the mask.
+
+    Args:
+        rewards: `[trajectories, tokens]`; those off the mask are not read.
+        mask: bool `[trajectories, tokens]`.
+        gamma: discount per token of the mask.
+
+    Returns:
+        float32 `[trajectories, tokens]`, 0 off the mask.
+
+    >>> mask = torch.tensor([[True, False, True]])
+    >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), mask, gamma=0.5)
+    tensor([[0.5000, 0.0000, 1.0000]])
+    """
+    mask = mask.bool()
+    inside = torch.where(mask, rewards.float(), 0.0)
+    decay = torch.where(mask, torch.full_like(inside, gamma), 1.0)
+    return torch.where(mask, reverse_scan(inside, decay=decay), 0.0)
+
+
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, *, gamma: float, all_reduce: AllReduce | None = None
+) -> tuple[Tensor, Tensor]:
+    """Whiten discounted returns-to-go over the whole batch (REINFORCE++; Hu, 2025).
+
+    Args:
+        rewards: `[trajectories, tokens]`.
+        mask: bool `[trajectories, tokens]`.
+        gamma: discount per token of the mask.
+        all_reduce: sums a tensor over the ranks; None on one rank.
+
+    Returns:
+        Advantages and returns, each float32 `[trajectories, tokens]`, 0 off the mask.
+
+    >>> rewards, mask = torch.tensor([[1.0], [3.0]]), torch.ones(2, 1, dtype=torch.bool)
+    >>> reinforce_plus_plus(rewards, mask, gamma=1.0)[0]
+    tensor([[-0.7071],
+            [ 0.7071]])
+    """
+    returns = discounted_returns(rewards, mask, gamma=gamma)
+    return whiten(returns, mask, all_reduce=all_reduce), returns
+
+
+def raw(returns: Tensor) -> Tensor:
+    """Take trajectory returns as they are (ARPO in RAGEN's ladder of normalisations).
+
+    Args:
+        returns: `[trajectories]`.
+
+    Returns:
+        float32 `[trajectories]`.
+
+    >>> raw(torch.tensor([1, 3]))
+    tensor([1., 3.])
+    """
+    return returns.float()
+
+
+def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = None) -> Tensor:
+    """Standardise trajectory returns over the whole batch (BRPO in RAGEN's ladder).
+
+    `(R - mean) / (std + eps)` with the unbiased std; a batch of one gets 0.
+
+    Args:
+        returns: `[trajectories]`.
+        eps: added to the deviation.
+        all_reduce: sums a tensor over the ranks; None on one rank.
+
+    Returns:
+        float32 `[trajectories]`.
+
+    >>> batch(torch.tensor([1.0, 3.0]))
+    tensor([-0.7071,  0.7071])
+    """
+    everywhere = torch.ones_like(returns, dtype=torch.bool)
+    mean, variance = masked_moments(returns, everywhere, all_reduce=all_reduce)
+    return (returns.float() - mean) / (variance.sqrt() + eps)

@@ -1,0 +1,50 @@
+"""Turn-level advantages: a turn is one step, its tokens share the estimate (turn-level PPO)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.advantages.gae import masked_gae
+from ragen_pl.algorithms.scan import index_from
+from ragen_pl.algorithms.turns import nearest_in_turn, sum_at_turn_end, turn_ends, turn_starts
+
+
+def turn_gae(
+    rewards: Tensor,
+    values: Tensor,
+    turn: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Estimate one advantage per turn and give it to all the turn's tokens.
+
+    The step of the decision process is the turn: its value is read before its first token, its
+    reward is the sum of its tokens' rewards, and generalised advantage estimation runs over turns.
+
+    Args:
+        rewards: `[trajectories, tokens]`.
+        values: `[trajectories, tokens]`; only those at the turns' first tokens are read.
+        turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
+        gamma: discount per turn.
+        lam: decay of the trace per turn.
+        bootstrap: `[trajectories]`, the value after the last turn; 0 where the task ended.
+
+    Returns:
+        Advantages and returns, each float32 `[trajectories, tokens]`, constant over a turn, 0 off
+        the mask.
+
+    >>> rewards, values = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[0.5, 9.0, 0.0]])
+    >>> turn_gae(rewards, values, torch.tensor([[0, 0, 1]]), gamma=0.5, lam=1.0)[0]
+    tensor([[1.5000, 1.5000, 2.0000]])
+    """
+    starts, ends, mask = turn_starts(turn), turn_ends(turn), turn >= 0
+    totals = sum_at_turn_end(rewards.float(), turn=turn)
+    # From each first token, the first end that follows is that of its own turn.
+    at_start = totals.gather(1, index_from(ends).clamp(max=turn.shape[1] - 1))
+    steps = masked_gae(at_start, values, starts, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    source = nearest_in_turn(starts, turn=turn).clamp(min=0)
+    advantages, returns = (torch.where(mask, step.gather(1, source), 0.0) for step in steps)
+    return advantages, returns

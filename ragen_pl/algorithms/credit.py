@@ -1,0 +1,131 @@
+"""What an advantage estimator is given and what it hands back, checked once at the border."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.turns import nearest_in_turn
+
+
+@dataclass(kw_only=True, slots=True)
+class Credit:
+    """A batch of trajectories in the credit layout.
+
+    Raises:
+        ValueError: shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
+            mask has no turn, or turn indices fall along a row.
+    """
+
+    rewards: Tensor  # [trajectories, tokens], nonzero only inside advantage_mask
+    values: Tensor | None  # [trajectories, tokens]
+    advantage_mask: Tensor  # bool [trajectories, tokens]
+    loss_mask: Tensor  # bool [trajectories, tokens]
+    turn: Tensor  # int64 [trajectories, tokens], -1 off the sampled tokens
+    group: Tensor  # int64 [trajectories]
+    bootstrap: Tensor  # [trajectories], value after the last turn, 0 where the task ended
+    returns: Tensor  # [trajectories], undiscounted
+
+    def __post_init__(self) -> None:
+        """Check shapes, masks, turns and rewards."""
+        self.advantage_mask, self.loss_mask = self.advantage_mask.bool(), self.loss_mask.bool()
+        self._check_shapes()
+        lost = ((self.rewards != 0) & ~self.advantage_mask).nonzero()
+        if len(lost):
+            row, token = lost[0].tolist()
+            raise ValueError(
+                f"found reward {self.rewards[row, token].item():g} at trajectory {row}, token "
+                f"{token}, outside advantage_mask, expected rewards inside it only (no mask may "
+                "swallow a reward); place them with rewards.place_turn_rewards"
+            )
+        if bool(((self.advantage_mask | self.loss_mask) & (self.turn < 0)).any()):
+            raise ValueError("found a token inside a mask with turn -1, expected its turn's index")
+        reached = self.turn.cummax(dim=1).values if self.turn.numel() else self.turn
+        if bool(((self.turn >= 0) & (self.turn < reached)).any()):
+            raise ValueError("found turn indices that fall along a row; keep tokens in order")
+
+    def _check_shapes(self) -> None:
+        tokens, rows = self.rewards.shape, self.rewards.shape[:1]
+        expected = {"advantage_mask": tokens, "loss_mask": tokens, "turn": tokens, "values": tokens}
+        expected |= {"group": rows, "bootstrap": rows, "returns": rows}
+        for name, shape in expected.items():
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(
+                    f"found {name} of shape {list(tensor.shape)}, expected {list(shape)} to go "
+                    f"with rewards of shape {list(tokens)}"
+                )
+
+    def need_values(self, estimator: object) -> Tensor:
+        """Return the values, or say which estimator lacks them."""
+        if self.values is None:
+            raise ValueError(
+                f"found values=None, expected critic values for {type(estimator).__name__}; train "
+                "with a critic or choose an estimator with needs_values = False"
+            )
+        return self.values
+
+
+@dataclass(kw_only=True, slots=True)
+class Advantages:
+    """Estimates per token."""
+
+    advantages: Tensor  # float32 [trajectories, tokens], 0 off the loss mask
+    returns: Tensor  # float32 [trajectories, tokens], the critic's target, 0 off the advantage mask
+
+
+def finish(advantages: Tensor, returns: Tensor, credit: Credit) -> Advantages:
+    """Give estimates on M_adv to all tokens of M_loss."""
+    spread = spread_to_loss_tokens(
+        advantages,
+        advantage_mask=credit.advantage_mask,
+        loss_mask=credit.loss_mask,
+        turn=credit.turn,
+    )
+    return Advantages(advantages=spread, returns=returns)
+
+
+def broadcast(per_trajectory: Tensor, credit: Credit) -> Advantages:
+    """Give each trajectory's advantage to all its tokens."""
+    advantages = torch.where(credit.loss_mask, per_trajectory.float()[:, None], 0.0)
+    returns = torch.where(credit.advantage_mask, credit.returns.float()[:, None], 0.0)
+    return Advantages(advantages=advantages, returns=returns)
+
+
+def spread_to_loss_tokens(
+    advantages: Tensor, *, advantage_mask: Tensor, loss_mask: Tensor, turn: Tensor
+) -> Tensor:
+    """Give tokens inside the loss mask but outside the advantage mask a neighbour's advantage.
+
+    The neighbour is the next token of the turn inside the advantage mask, else the last before.
+
+    Args:
+        advantages: `[trajectories, tokens]`, read inside the advantage mask only.
+        advantage_mask: bool `[trajectories, tokens]`.
+        loss_mask: bool `[trajectories, tokens]`.
+        turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
+
+    Returns:
+        `[trajectories, tokens]`, 0 off the loss mask.
+
+    >>> row, turn = torch.tensor([[0.0, 2.0, 0.0, 5.0]]), torch.tensor([[0, 0, 0, 1]])
+    >>> everywhere = torch.ones(1, 4, dtype=torch.bool)
+    >>> spread_to_loss_tokens(row, advantage_mask=row > 0, loss_mask=everywhere, turn=turn)
+    tensor([[2., 2., 2., 5.]])
+    """
+    nearest = nearest_in_turn(advantage_mask, turn=turn)
+    found = advantages.gather(1, nearest.clamp(min=0))
+    return torch.where(loss_mask & (nearest >= 0), found, 0.0)
+
+
+def check_unit(estimator: object, *names: str) -> None:
+    """Check that the named parameters lie between 0 and 1."""
+    for name in names:
+        value: float = getattr(estimator, name)
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(
+                f"found {name}={value} in {type(estimator).__name__}, expected 0 to 1; set {name} "
+                "to a discount or trace decay"
+            )

@@ -1,0 +1,66 @@
+"""Masked mean, variance and whitening over the tokens of the whole batch, all ranks included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+AllReduce: TypeAlias = Callable[[Tensor], Tensor]
+"""Sums a small tensor over the ranks and returns the sum."""
+
+
+def masked_moments(
+    x: Tensor, mask: Tensor, *, all_reduce: AllReduce | None = None
+) -> tuple[Tensor, Tensor]:
+    """Measure mean and unbiased variance of what lies inside the mask.
+
+    The squares are taken around the global mean, at the price of a second reduction: sums of
+    squares lose their digits in float32 where the mean is large.
+
+    Args:
+        x: any shape.
+        mask: bool, same shape.
+        all_reduce: sums a tensor over the ranks; None on one rank.
+
+    Returns:
+        Mean and variance, float32 scalars; both 0 where the mask is empty, and the variance 0
+        where it holds one element.
+
+    >>> masked_moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+    (tensor(2.), tensor(2.))
+    """
+    reduce = all_reduce if all_reduce is not None else _keep
+    mask = mask.bool()
+    inside = torch.where(mask, x.float(), 0.0)
+    total, count = reduce(torch.stack([inside.sum(), mask.sum().float()]))
+    mean = total / count.clamp(min=1)
+    squares = reduce(torch.where(mask, inside - mean, 0.0).square().sum())
+    return mean, squares / (count - 1).clamp(min=1)
+
+
+def whiten(
+    x: Tensor, mask: Tensor, *, eps: float = 1e-8, all_reduce: AllReduce | None = None
+) -> Tensor:
+    """Shift and scale to mean 0 and deviation 1 over the mask.
+
+    Args:
+        x: any shape.
+        mask: bool, same shape. Padding and zero-weight rows belong outside.
+        eps: added to the variance.
+        all_reduce: sums a tensor over the ranks; None on one rank.
+
+    Returns:
+        float32, same shape, 0 off the mask.
+
+    >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+    tensor([-0.7071,  0.7071,  0.0000])
+    """
+    mean, variance = masked_moments(x, mask, all_reduce=all_reduce)
+    return torch.where(mask.bool(), (x.float() - mean) * torch.rsqrt(variance + eps), 0.0)
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x
