@@ -1,0 +1,138 @@
+"""Group baselines, batch scale, whitening and the group filters."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen_pl.algorithms.advantages.group import dr_grpo, group_std, grpo, rloo
+from ragen_pl.algorithms.advantages.reinforce import batch, discounted_returns, raw
+from ragen_pl.algorithms.filters import AboveDeviation, KeepAll, TopCount, TopFraction, TopMass
+from ragen_pl.algorithms.whitening import masked_moments, whiten
+
+maths = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+members = st.lists(
+    st.tuples(st.floats(-5, 5, width=32), st.integers(0, 4)), min_size=1, max_size=20
+)
+
+
+@pytest.mark.parametrize("function", [grpo, dr_grpo, rloo])
+def test_a_group_of_one_or_of_equals_gets_exactly_zero(function) -> None:
+    """0.1 three times has a rounded mean; the noise must not be divided by a tiny deviation."""
+    returns = torch.tensor([0.1, 0.1, 0.1, 7.3])
+    assert function(returns, torch.tensor([5, 5, 5, 2])).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_groups_by_hand() -> None:
+    returns, group = torch.tensor([1.0, 2.0, 6.0, 10.0]), torch.tensor([3, 3, 3, 0])
+    assert dr_grpo(returns, group).tolist() == [-2.0, -1.0, 3.0, 0.0]
+    assert rloo(returns, group).tolist() == [-3.0, -1.5, 4.5, 0.0]
+    assert group_std(returns, group).tolist() == pytest.approx([7**0.5] * 3 + [0.0])
+
+
+@maths
+@given(members, st.randoms(use_true_random=False))
+def test_group_baselines_follow_the_members_whatever_their_order(pairs, random) -> None:
+    order = list(range(len(pairs)))
+    random.shuffle(order)
+    returns, group = torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
+    for function in (grpo, dr_grpo, rloo):
+        whole = function(returns, group)
+        torch.testing.assert_close(function(returns[order], group[order]), whole[order])
+        for index in group.unique():
+            assert whole[group == index].sum().item() == pytest.approx(0.0, abs=1e-3)
+
+
+def test_raw_and_batch_ignore_groups() -> None:
+    returns = torch.tensor([1.0, 2.0, 6.0])
+    assert raw(returns).tolist() == [1.0, 2.0, 6.0]
+    assert batch(returns).tolist() == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5])
+    assert batch(torch.tensor([4.0])).tolist() == [0.0]
+
+
+def test_discounting_counts_tokens_of_the_mask_only() -> None:
+    mask = torch.tensor([[True, False, False, True, True]])
+    rewards = torch.tensor([[0.0, 5.0, 5.0, 0.0, 1.0]])
+    assert discounted_returns(rewards, mask, gamma=0.5).tolist() == [[0.25, 0.0, 0.0, 0.5, 1.0]]
+
+
+@maths
+@given(st.lists(st.floats(-5, 5, width=32), min_size=3, max_size=30), st.integers(1, 2))
+def test_whitening_two_ranks_is_whitening_the_whole(numbers, cut) -> None:
+    x = torch.tensor(numbers) + 100.0
+    mask = torch.arange(len(x)) % 3 != 1
+    parts, masks = (x[:cut], x[cut:]), (mask[:cut], mask[cut:])
+
+    def sums_of_both(kind: int):
+        """Stand in for the all-reduce: the first call adds sums, the second squares."""
+        first = sum(
+            torch.stack([p[m].sum(), m.sum().float()]) for p, m in zip(parts, masks, strict=True)
+        )
+        mean = first[0] / first[1].clamp(min=1)
+        second = sum((p[m] - mean).square().sum() for p, m in zip(parts, masks, strict=True))
+        answers = iter([first, second])
+        return lambda _: next(answers)
+
+    together = whiten(x, mask)
+    for rank, (part, m) in enumerate(zip(parts, masks, strict=True)):
+        alone = whiten(part, m, all_reduce=sums_of_both(rank))
+        expected = together[:cut] if rank == 0 else together[cut:]
+        torch.testing.assert_close(alone, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_moments_leave_padding_out_and_survive_empty_masks() -> None:
+    x, mask = torch.tensor([2.0, 4.0, float("nan")]), torch.tensor([True, True, False])
+    assert [m.item() for m in masked_moments(x, mask)] == [3.0, 2.0]
+    assert [m.item() for m in masked_moments(x, mask & False)] == [0.0, 0.0]
+    assert whiten(x, torch.tensor([True, False, False])).tolist() == [0.0, 0.0, 0.0]
+
+
+RETURNS = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 4.0, 0.0, 2.0])
+GROUPS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])  # deviations in the ratio 0 : 1 : 4 : 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "groups"),
+    [
+        (KeepAll(), [0, 1, 2, 3]),
+        (TopFraction(), [2]),
+        (TopFraction(fraction=0.5), [2, 3]),
+        (TopFraction(fraction=0.3), [2, 3]),
+        (TopFraction(fraction=0.25, minimum=3), [1, 2, 3]),
+        (TopCount(count=3), [1, 2, 3]),
+        (TopCount(count=9), [0, 1, 2, 3]),
+        (TopMass(share=0.5), [2]),
+        (TopMass(share=6 / 7), [2, 3]),
+        (TopMass(share=0.9), [1, 2, 3]),
+        (AboveDeviation(), [1, 2, 3]),
+        (AboveDeviation(threshold=2.0), [2]),
+    ],
+)
+def test_filters_keep_whole_groups_of_high_deviation(keep, groups) -> None:
+    kept = keep(RETURNS, GROUPS)
+    assert kept.dtype == torch.bool
+    assert GROUPS[kept].unique().tolist() == groups
+    assert kept.sum() == 2 * len(groups)
+
+
+def test_filters_break_ties_by_group_index() -> None:
+    assert TopCount(count=2)(torch.zeros(4), torch.tensor([7, 3, 5, 1])).tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TopFraction(fraction=0.0),
+        lambda: TopFraction(minimum=0),
+        lambda: TopCount(count=0),
+        lambda: TopMass(share=1.5),
+    ],
+)
+def test_filters_check_their_settings(make) -> None:
+    with pytest.raises(ValueError, match=r"found \w+=.*expected"):
+        make()

@@ -1,0 +1,141 @@
+"""Estimator callables: what they are given, what they refuse, what they hand back."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.advantages.gae import masked_gae
+from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.estimators import (
+    BatchRelative,
+    BilevelGAE,
+    GroupRelative,
+    LeaveOneOut,
+    MaskedGAE,
+    RawReturn,
+    ReinforcePlusPlus,
+    TurnGAE,
+)
+
+ALL = [
+    MaskedGAE(gamma=0.9, lam=0.8),
+    BilevelGAE(),
+    TurnGAE(),
+    GroupRelative(),
+    GroupRelative(scale_by_std=False),
+    LeaveOneOut(),
+    BatchRelative(),
+    RawReturn(),
+    ReinforcePlusPlus(gamma=0.9),
+]
+
+
+def credit(**changes: Tensor | None) -> Credit:
+    """Two trajectories: thought, action and end in two turns; the second row has one turn."""
+    turn = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, -1, -1, -1]])
+    action = torch.tensor([[0, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]]).bool()
+    parts = {
+        "rewards": torch.tensor([[0, 1.0, 0, 0, 2.0, 0, 0], [0, 0, -1.0, 0, 0, 0, 0]]),
+        "values": torch.linspace(-1, 1, 14).reshape(2, 7),
+        "advantage_mask": action,
+        "loss_mask": turn >= 0,
+        "turn": turn,
+        "group": torch.tensor([0, 0]),
+        "bootstrap": torch.zeros(2),
+        "returns": torch.tensor([3.0, -1.0]),
+    }
+    return Credit(**(parts | changes))
+
+
+@pytest.mark.parametrize("estimator", ALL, ids=repr)
+def test_every_loss_token_gets_its_turn_s_advantage(estimator) -> None:
+    given = credit()
+    found = estimator(given).advantages
+    assert found.dtype == torch.float32 and found.shape == given.rewards.shape
+    assert not found[~given.loss_mask].any()
+    # One action token a turn: thought before it and end after it share its advantage.
+    assert found[0, 0] == found[0, 1] == found[0, 2]
+    assert found[0, 3] == found[0, 4] == found[0, 5]
+    assert found[1, 0] == found[1, 1] and found[1, 3] == found[1, 2]
+    assert found[given.loss_mask].any()
+
+
+@pytest.mark.parametrize("estimator", ALL, ids=repr)
+def test_returns_are_zero_off_the_advantage_mask(estimator) -> None:
+    given = credit()
+    assert not estimator(given).returns[~given.advantage_mask].any()
+
+
+def test_masked_gae_passes_its_parameters_and_the_bootstrap() -> None:
+    given = credit(bootstrap=torch.tensor([0.0, 2.0]))
+    found = MaskedGAE(gamma=0.9, lam=0.8)(given)
+    expected, returns = masked_gae(
+        given.rewards,
+        given.values,
+        given.advantage_mask,
+        gamma=0.9,
+        lam=0.8,
+        bootstrap=given.bootstrap,
+    )
+    mask = given.advantage_mask
+    assert torch.equal(found.advantages[mask], expected[mask])
+    assert torch.equal(found.returns, returns)
+    assert not torch.equal(found.returns, MaskedGAE(gamma=0.9, lam=0.8)(credit()).returns)
+
+
+def test_bilevel_parameters_are_not_exchanged() -> None:
+    """By hand on one row: two turns of two tokens, values 0, rewards 0 then 1."""
+    given = credit(
+        rewards=torch.tensor([[0, 0, 0, 1.0]]),
+        values=torch.zeros(1, 4),
+        advantage_mask=torch.ones(1, 4),
+        loss_mask=torch.ones(1, 4),
+        turn=torch.tensor([[0, 0, 1, 1]]),
+        group=torch.tensor([0]),
+        bootstrap=torch.zeros(1),
+        returns=torch.ones(1),
+    )
+    found = BilevelGAE(gamma_turn=0.5, lam_turn=0.5, gamma_token=0.2, lam_token=0.5)(given)
+    assert found.advantages[0].tolist() == pytest.approx([0.025, 0.25, 0.1, 1.0])
+
+
+def test_critic_free_estimators_take_no_values() -> None:
+    for estimator in ALL:
+        if estimator.needs_values:
+            with pytest.raises(ValueError, match=type(estimator).__name__):
+                estimator(credit(values=None))
+        else:
+            assert estimator(credit(values=None)).advantages.any()
+
+
+def test_group_relative_by_hand() -> None:
+    found = GroupRelative(scale_by_std=False)(credit()).advantages
+    assert found[0].tolist() == [2.0] * 6 + [0.0]
+    assert found[1].tolist() == [-2.0] * 4 + [0.0] * 3
+    scaled = GroupRelative()(credit()).advantages
+    assert scaled[0, 0].item() == pytest.approx(2 / (8**0.5 + 1e-6))
+    assert LeaveOneOut()(credit()).advantages[0, 0].item() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage_mask": torch.zeros(2, 7)}, "found reward 1 at trajectory 0, token 1"),
+        ({"returns": torch.zeros(3)}, r"found returns of shape \[3\], expected \[2\]"),
+        ({"values": torch.zeros(2, 6)}, "found values of shape"),
+        ({"loss_mask": torch.ones(2, 7)}, "turn -1"),
+        ({"turn": torch.tensor([[1, 1, 1, 0, 0, 0, -1], [0] * 4 + [-1] * 3])}, "fall along a row"),
+    ],
+)
+def test_credit_refuses_what_would_fail_in_silence(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        credit(**changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: MaskedGAE(gamma=1.1), lambda: BilevelGAE(lam_token=-0.1), lambda: TurnGAE(lam=2)],
+)
+def test_parameters_are_checked_at_construction(make) -> None:
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        make()

@@ -1,0 +1,173 @@
+"""Surrogate, value loss, divergences, entropy and the global denominators."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen_pl.algorithms.aggregation import Aggregation, aggregate, denominator
+from ragen_pl.algorithms.entropy import entropy
+from ragen_pl.algorithms.kl import Direction, KLEstimator, full_kl, kl_estimate
+from ragen_pl.algorithms.policy_loss import clipped_surrogate
+from ragen_pl.algorithms.value_loss import value_loss
+
+maths = settings(max_examples=40, deadline=None, database=None, derandomize=True)
+CONSTANT = {Aggregation.CONSTANT: 8.0}
+
+
+def surrogate(ratios: list[float], advantages: list[float], mask: list[int], **options: float):
+    logprobs = torch.tensor([ratios]).log().requires_grad_()
+    loss = clipped_surrogate(
+        logprobs,
+        torch.zeros_like(logprobs),
+        torch.tensor([advantages]),
+        torch.tensor([mask]),
+        **({"clip_low": 0.2, "clip_high": 0.28} | options),
+    )
+    return loss, logprobs
+
+
+def test_surrogate_by_hand() -> None:
+    loss, _ = surrogate([1.5, 0.5, 1.5, 0.5, 1.0], [1.0, 1.0, -1.0, -1.0, 2.0], [1, 1, 1, 1, 1])
+    assert loss.losses[0].tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8, -2.0])
+    assert (loss.clipped_low.item(), loss.clipped_high.item(), loss.tokens.item()) == (1, 1, 5)
+    by_hand = sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.5, 0.5))
+    assert loss.approx_kl.item() == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_held_tokens_get_no_gradient_and_free_ones_do() -> None:
+    loss, logprobs = surrogate([1.5, 0.5, 1.1], [1.0, -1.0, 1.0], [1, 1, 1])
+    loss.losses.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, 0.0, -1.1])
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
+    loss, logprobs = surrogate([5.0, 5.0, 0.5], [-1.0, 1.0, -1.0], [1, 1, 1], dual_clip=3.0)
+    assert loss.losses[0].tolist() == pytest.approx([3.0, -1.28, 0.8])
+    assert loss.dual_clipped.item() == 1
+    loss.losses.sum().backward()
+    assert logprobs.grad[0, 0] == 0
+
+
+def test_tokens_off_the_mask_have_ratio_one_and_no_gradient() -> None:
+    nan = math.nan
+    loss, logprobs = surrogate([1.1, nan, 9.0], [1.0, nan, 1.0], [1, 0, 0])
+    assert loss.losses[0].tolist() == pytest.approx([-1.1, 0.0, 0.0])
+    assert loss.clipped_high.item() == 0
+    loss.losses.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-1.1, 0.0, 0.0])
+
+
+def test_an_enormous_ratio_stays_finite() -> None:
+    far = torch.full((1, 1), 500.0)
+    found = clipped_surrogate(far, -far, -torch.ones(1, 1), far > 0, clip_low=0.2, clip_high=0.2)
+    assert found.losses.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (Aggregation.TOKEN_MEAN, 10 / 4),
+        (Aggregation.SEQ_MEAN_TOKEN_MEAN, (2 + 4) / 2),
+        (Aggregation.SEQ_MEAN_TOKEN_SUM, 10 / 2),
+        (Aggregation.CONSTANT, 10 / (2 * 8)),
+    ],
+)
+def test_aggregation_by_hand(how, expected) -> None:
+    """The last row is a zero-weight sample: it counts nowhere."""
+    losses = torch.tensor([[1.0, 2.0, 3.0], [4.0, 50.0, math.nan], [9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    count = denominator(mask, how=how, constant=CONSTANT.get(how))
+    assert aggregate(losses, mask, how=how, denominator=count).item() == pytest.approx(expected)
+    by_name = aggregate(losses, mask, how=str(how), denominator=count)
+    assert by_name.item() == pytest.approx(expected)
+
+
+@maths
+@given(
+    how=st.sampled_from(list(Aggregation)),
+    rows=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6),
+    cuts=st.sets(st.integers(1, 5)),
+    seed=st.integers(0, 99),
+)
+def test_the_gradient_is_the_same_however_the_batch_is_split(how, rows, cuts, seed) -> None:
+    mask = torch.tensor(rows)
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(*mask.shape, 3, generator=generator)
+
+    def gradient(bounds: list[int]) -> torch.Tensor:
+        weights = torch.ones(3, requires_grad=True)
+        parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        total = sum(denominator(mask[p], how=how, constant=CONSTANT.get(how)) for p in parts)
+        for part in parts:
+            losses = (features[part] @ weights).square()
+            aggregate(losses, mask[part], how=how, denominator=total).backward()
+        return weights.grad
+
+    split = [0, *sorted(cut for cut in cuts if cut < len(mask)), len(mask)]
+    torch.testing.assert_close(gradient(split), gradient([0, len(mask)]), rtol=1e-4, atol=1e-5)
+
+
+def test_aggregation_refuses_a_missing_or_idle_constant() -> None:
+    mask = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="constant=None"):
+        denominator(mask, how=Aggregation.CONSTANT)
+    with pytest.raises(ValueError, match="constant=3"):
+        denominator(mask, how=Aggregation.TOKEN_MEAN, constant=3)
+    with pytest.raises(ValueError, match="expected above 0"):
+        denominator(mask, how=Aggregation.CONSTANT, constant=0)
+    with pytest.raises(ValueError, match="token-median"):
+        aggregate(mask, mask, how="token-median", denominator=1.0)
+
+
+def test_value_loss_by_hand() -> None:
+    """A value that ran ahead towards the return is held; one that ran away pays in full."""
+    values = torch.tensor([[2.0, -1.0, math.nan]], requires_grad=True)
+    old, returns = torch.zeros(1, 3), torch.tensor([[3.0, 3.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0]])
+    loss = value_loss(values, returns, mask, old_values=old, clip=0.5)
+    assert loss.losses[0].tolist() == [3.125, 8.0, 0.0]
+    assert (loss.clipped.item(), loss.tokens.item()) == (1, 2)
+    loss.losses.sum().backward()
+    assert values.grad[0].tolist() == [0.0, -4.0, 0.0]
+    assert value_loss(values, returns, mask).losses[0].tolist() == [0.5, 8.0, 0.0]
+    with pytest.raises(ValueError, match=r"found clip=0.5 without old_values"):
+        value_loss(values, returns, mask, clip=0.5)
+
+
+def test_kl_estimators_agree_with_the_full_sum_in_expectation() -> None:
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = full_kl(reference.log(), policy.log(), direction=Direction.REVERSE).item()
+    by_hand = sum(p * math.log(p / q) for p, q in ((0.5, 0.2), (0.3, 0.2), (0.2, 0.6)))
+    assert exact == pytest.approx(by_hand, rel=1e-5)
+    for how in (KLEstimator.K1, KLEstimator.K3):
+        terms = kl_estimate(policy.log(), reference.log(), how=how)
+        assert (policy * terms).sum().item() == pytest.approx(exact, rel=1e-5)
+
+
+def test_full_kl_of_forbidden_tokens_is_finite_in_value_and_gradient() -> None:
+    logits = torch.tensor([0.3, -0.2, -math.inf], requires_grad=True)
+    reference = torch.tensor([0.0, 0.0, -math.inf]).log_softmax(-1)
+    for direction in Direction:
+        found = full_kl(reference, logits.log_softmax(-1), direction=direction)
+        (grad,) = torch.autograd.grad(found, logits)
+        assert found > 0 and grad[:2].isfinite().all() and grad[:2].any()
+    assert full_kl(reference, reference).item() == 0.0
+
+
+def test_k3_is_bounded_where_the_ratio_explodes() -> None:
+    found = kl_estimate(torch.tensor([-50.0]), torch.tensor([0.0]), how=KLEstimator.K3)
+    assert found.item() == 10.0
+    assert kl_estimate(torch.tensor([1.0]), torch.tensor([3.0]), how="k1").item() == -2.0
+
+
+def test_entropy_by_hand() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).log().requires_grad_()
+    found = entropy(logits)
+    assert found.tolist() == pytest.approx([1.5 * math.log(2), 0.0])
+    assert entropy(logits.half()).dtype == torch.float32
+    found[0].backward()
+    assert logits.grad[0].isfinite().all()
