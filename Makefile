@@ -1,0 +1,47 @@
+# Everything starts from a bare checkout: `make fit`, `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+# Processes of the test run; each uses one thread.
+JOBS ?= 2
+PY := $(VENV)/bin/python
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help fit test lint format clean
+
+help:  ## Show this help
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/'
+
+fit: $(VENV)/.installed  ## Install, then train: make fit ARGS="env=frozenlake algorithm=grpo"
+	$(PY) -m ragen_pl.fit env=frozenlake_visual $(ARGS)
+
+test: lint  ## Install, then run linters, the type checker and all tests, the slow ones included
+	$(ONE_THREAD) $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.installed-dev  ## Let ruff mend and format the code
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## Remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit("make: %s is Python %d.%d, and 3.11 or later is needed: make PYTHON=python3.12" % ((sys.executable,) + sys.version_info[:2]) if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# Installed once: the stamp is renewed when the dependencies change.
+$(VENV)/.installed: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.installed
