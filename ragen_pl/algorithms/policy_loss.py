@@ -51,10 +51,15 @@ def clipped_surrogate(
         clip_high: distance of the upper bound from 1.
         dual_clip: ratio above which a token with A < 0 gets no more gradient, above 1.
 
+    Raises:
+        ValueError: `dual_clip` is not above 1, which would flatten tokens no update has touched.
+
     >>> up, zero = torch.tensor([[0.6931]]), torch.zeros(1, 1)
     >>> clipped_surrogate(up, zero, torch.ones(1, 1), up > 0, clip_low=0.2, clip_high=0.28).losses
     tensor([[-1.2800]])
     """
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"found dual_clip={dual_clip}, expected above 1; set 3.0, or None for off")
     mask = mask.bool()
     log_ratio = torch.where(mask, logprobs.float() - behaviour_logprobs.float(), 0.0)
     log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import masked_gae
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import Credit, spread_to_loss_tokens
 from ragen_pl.algorithms.estimators import (
     BatchRelative,
     BilevelGAE,
@@ -84,19 +84,35 @@ def test_masked_gae_passes_its_parameters_and_the_bootstrap() -> None:
 
 
 def test_bilevel_parameters_are_not_exchanged() -> None:
-    """By hand on one row: two turns of two tokens, values 0, rewards 0 then 1."""
-    given = credit(
-        rewards=torch.tensor([[0, 0, 0, 1.0]]),
-        values=torch.zeros(1, 4),
-        advantage_mask=torch.ones(1, 4),
-        loss_mask=torch.ones(1, 4),
+    """By hand on two turns of two tokens, values 1, rewards 0 then 3.
+
+    Turn ends: A_1 = 3 - 1 = 2 and A_0 = 0.5 - 1 + 0.5 * 0.2 * 2 = -0.3; inside, every delta is
+    0.8 - 1 = -0.2, and the trace decays by 0.8 * 0.5 = 0.4 a token.
+    """
+    everywhere = torch.ones(1, 4)
+    given = Credit(
+        rewards=torch.tensor([[0, 0, 0, 3.0]]),
+        values=torch.ones(1, 4),
+        advantage_mask=everywhere,
+        loss_mask=everywhere,
         turn=torch.tensor([[0, 0, 1, 1]]),
         group=torch.tensor([0]),
         bootstrap=torch.zeros(1),
-        returns=torch.ones(1),
+        returns=torch.tensor([3.0]),
     )
-    found = BilevelGAE(gamma_turn=0.5, lam_turn=0.5, gamma_token=0.2, lam_token=0.5)(given)
-    assert found.advantages[0].tolist() == pytest.approx([0.025, 0.25, 0.1, 1.0])
+    found = BilevelGAE(gamma_turn=0.5, lam_turn=0.2, gamma_token=0.8, lam_token=0.5)(given)
+    assert found.advantages[0].tolist() == pytest.approx([-0.32, -0.3, 0.6, 2.0])
+
+
+def test_a_token_between_takes_the_next_advantage_and_one_after_the_last() -> None:
+    mask = torch.tensor([[0, 1, 0, 1, 0, 0, 1]]).bool()
+    found = spread_to_loss_tokens(
+        torch.tensor([[9.0, 1.0, 9.0, 2.0, 9.0, 9.0, 3.0]]),
+        advantage_mask=mask,
+        loss_mask=torch.tensor([[1, 1, 1, 1, 1, 0, 1]]).bool(),
+        turn=torch.tensor([[0, 0, 0, 0, 0, 1, 1]]),
+    )
+    assert found.tolist() == [[1.0, 1.0, 2.0, 2.0, 2.0, 0.0, 3.0]]
 
 
 def test_critic_free_estimators_take_no_values() -> None:

@@ -50,6 +50,8 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
     assert loss.dual_clipped.item() == 1
     loss.losses.sum().backward()
     assert logprobs.grad[0, 0] == 0
+    with pytest.raises(ValueError, match=r"found dual_clip=0.5, expected above 1"):
+        surrogate([1.0], [1.0], [1], dual_clip=0.5)
 
 
 def test_tokens_off_the_mask_have_ratio_one_and_no_gradient() -> None:
