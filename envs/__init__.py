@@ -1,0 +1,25 @@
+"""Text environments, registered with gymnasium under `ragen/`; importing this makes them known.
+
+The worlds are plain `gymnasium.Env`s that know nothing of the trainer: parsing of replies, several
+actions a turn, the turn limit and the format penalty are not theirs. Pictures: `visual_envs`.
+"""
+
+from gymnasium.envs.registration import register
+
+ENVIRONMENT_IDS = (
+    "ragen/FrozenLake-v0",
+    "ragen/FrozenLakeSlippery-v0",
+    "ragen/Sokoban-v0",
+    "ragen/Bandit-v0",
+    "ragen/BanditMemory-v0",
+)
+
+register(id="ragen/FrozenLake-v0", entry_point="envs.frozen_lake:FrozenLake")
+register(
+    id="ragen/FrozenLakeSlippery-v0",
+    entry_point="envs.frozen_lake:FrozenLake",
+    kwargs={"slip_probability": 2 / 3},
+)
+register(id="ragen/Sokoban-v0", entry_point="envs.sokoban:Sokoban")
+register(id="ragen/Bandit-v0", entry_point="envs.bandit:Bandit")
+register(id="ragen/BanditMemory-v0", entry_point="envs.bandit_memory:BanditMemory")

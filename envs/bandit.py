@@ -1,0 +1,179 @@
+"""Two-armed bandit whose arms' names hint at risk: one choice, one turn.
+
+Payoffs and lists of names are here.
+
+After the Bandit task of RAGEN (Wang et al. 2025, "RAGEN: Understanding Self-Evolution in LLM
+Agents via Multi-Turn Reinforcement Learning"), with name lists of this project's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from envs.base import TEXT_CHARSET, Observation, World, check_choice, check_number
+
+
+class BanditNames(StrEnum):
+    """Which pairs of names arms are drawn from."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+    MISLEADING = "misleading"
+
+
+# (the bold name, the calm name)
+_TRAIN = (
+    ("Dragon", "Phoenix"),
+    ("Gambler", "Librarian"),
+    ("Pirate", "Gardener"),
+    ("Volcano", "Meadow"),
+    ("Tiger", "Turtle"),
+    ("Storm", "Harbor"),
+    ("Rocket", "Bicycle"),
+    ("Explorer", "Clerk"),
+)
+_HELD_OUT = (
+    ("Trader", "Teacher"),
+    ("Shark", "Snail"),
+    ("Lightning", "Candle"),
+    ("Daredevil", "Accountant"),
+)
+
+NAME_PAIRS: dict[BanditNames, tuple[tuple[str, str], ...]] = {
+    BanditNames.TRAIN: _TRAIN,
+    BanditNames.HELD_OUT: _HELD_OUT,
+    # The calm name now belongs to the risky arm.
+    BanditNames.MISLEADING: tuple((calm, bold) for bold, calm in _HELD_OUT),
+}
+"""For each choice of names the pairs (name of the risky arm, name of the safe arm)."""
+
+
+class Bandit(World):
+    """Pull one of two arms whose names hint at risk and reward.
+
+    ## Description
+    One arm always pays `safe_reward`; the other pays `risky_reward` with probability
+    `risky_probability`, else nothing. The names suggest which is which, a bold name for the risky
+    arm and a calm one for the safe arm; with `names="misleading"` the other way round.
+
+    ## Action Space
+    `Discrete(2)`: the arms in the order told. `action_names` are the names of this episode.
+
+    ## Observation Space
+    `Text`: `arms Dragon Phoenix`; after the pull `pulled Dragon paid 1`.
+
+    ## Starting State
+    A pair of names, uniform over the list, in either order.
+
+    ## Rewards
+    What the arm pays.
+
+    ## Episode End
+    Terminated after one pull.
+
+    ## Information
+    `success`: the arm pulled has the higher expected payoff, whatever it paid this time.
+    `action_is_effective`: always true.
+
+    ## Arguments
+    - `names`: "train", "held_out" or "misleading".
+    - `safe_reward`, `risky_reward`: at least 0. `risky_probability`: from 0 to 1.
+      The two expected payoffs must differ.
+
+    ## Version History
+    - v0: first version.
+    """
+
+    instructions = (
+        "There are two arms and you pull one of them, once. One arm is safe: it always pays the "
+        "same small amount. The other is risky: it pays a large amount now and then, and nothing "
+        "otherwise. The names of the arms hint at which is which. Choose the arm that pays more "
+        "on average; answer with its name."
+    )
+
+    def __init__(
+        self,
+        *,
+        names: str = "train",
+        safe_reward: float = 0.15,
+        risky_reward: float = 1.0,
+        risky_probability: float = 0.25,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        check_choice(names, name="names", choices=list(BanditNames))
+        check_number(safe_reward, name="safe_reward", low=0.0)
+        check_number(risky_reward, name="risky_reward", low=0.0)
+        check_number(risky_probability, name="risky_probability", low=0.0, high=1.0)
+        if risky_reward * risky_probability == safe_reward:
+            raise ValueError(
+                f"safe_reward: found {safe_reward}, just what the risky arm pays on average, so "
+                "that no arm is better; set another safe_reward"
+            )
+        self.names = BanditNames(names)
+        self.safe_reward, self.risky_reward = safe_reward, risky_reward
+        self.risky_probability = risky_probability
+        self.risky_is_better = risky_reward * risky_probability > safe_reward
+        self.action_space = spaces.Discrete(2)
+        self.observation_space = spaces.Text(max_length=80, charset=TEXT_CHARSET)
+        self._told = ""
+        self._arms(NAME_PAIRS[self.names][0], risky=0)
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Draw a pair of names and their order."""
+        self._begin(seed=seed, options=options)
+        pairs = NAME_PAIRS[self.names]
+        pair, risky = divmod(int(self.np_random.integers(2 * len(pairs))), 2)
+        self._arms(pairs[pair], risky=risky)
+        return self._told, {}
+
+    def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Pull an arm."""
+        arm = self._take(action)
+        self._over = True
+        risky = arm == self.risky_arm
+        paid = self.safe_reward
+        if risky:
+            paid = self.risky_reward * (self.np_random.random() < self.risky_probability)
+        self._told = f"pulled {self.action_names[arm]} paid {paid:g}"
+        info = {"success": risky == self.risky_is_better, "action_is_effective": True}
+        return self._told, float(paid), True, False, info
+
+    def expected_payoffs(self) -> tuple[float, float]:
+        """Return what each arm of this episode pays on average."""
+        risky = self.risky_reward * self.risky_probability
+        return (risky, self.safe_reward) if self.risky_arm == 0 else (self.safe_reward, risky)
+
+    def state_key(self) -> str:
+        """Return the arms in order, which one is risky, and what was paid."""
+        return f"{' '.join(self.action_names)} {self.risky_arm} {self._told}"
+
+    def describe(self) -> str:
+        """Return the names seen: `first Dragon second Phoenix`."""
+        first, second = self.action_names
+        return f"first {first} second {second}"
+
+    def difficulty(self) -> int:
+        """Return 1: one pull."""
+        return 1
+
+    def optimal_action(self, rng: np.random.Generator) -> int:
+        """Return the arm of the higher expected payoff."""
+        return self.risky_arm if self.risky_is_better else 1 - self.risky_arm
+
+    def render(self) -> str:
+        """Return the last observation (`render_mode="ansi"`)."""
+        return self._told
+
+    def _arms(self, pair: tuple[str, str], *, risky: int) -> None:
+        bold, calm = pair
+        self.risky_arm = risky
+        self.action_names = (bold, calm) if risky == 0 else (calm, bold)
+        self._told = f"arms {' '.join(self.action_names)}"

@@ -1,0 +1,164 @@
+"""A bandit that only an agent with memory plays well, with the exact best returns with and without.
+
+One arm pays and stays the same through the episode; the observation says if the last pull paid,
+never which arm that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from envs.base import TEXT_CHARSET, Observation, World, check_number
+
+ARM_NAMES = ("Red", "Blue", "Green", "Yellow", "White", "Black", "Pink", "Gray")
+
+
+class BanditMemory(World):
+    """Find the one arm that pays, by remembering what was pulled before.
+
+    ## Description
+    One of the arms, drawn at each reset, pays 1 at every pull; the others pay nothing. An
+    observation tells the turn and what the last pull paid, not which arm it was: the agent's own
+    earlier replies tell that. So the best policy that sees one observation at a time
+    (`memoryless_return`) earns clearly less than one that remembers (`remembering_return`).
+
+    ## Action Space
+    `Discrete(arms)`: the arms, Red, Blue, Green, Yellow, White, Black, Pink, Gray.
+
+    ## Observation Space
+    `Text`: `turn 1 of 6 last none`, then `turn 2 of 6 last 0` or `turn 2 of 6 last 1`.
+
+    ## Starting State
+    The paying arm is uniform over the arms.
+
+    ## Rewards
+    1 for a pull of the paying arm, else 0.
+
+    ## Episode End
+    Terminated after `turns` pulls.
+
+    ## Information
+    `success`: the last pull of the episode paid, so that the arm was known at its end; false
+    before. `action_is_effective`: always true.
+
+    ## Arguments
+    - `arms`: 2 to 8. `turns`: pulls of an episode, 3 to 20: with
+      fewer, memory is worth nothing.
+
+    ## Version History
+    - v0: first version.
+    """
+
+    def __init__(self, *, arms: int = 4, turns: int = 6, render_mode: str | None = None) -> None:
+        super().__init__(render_mode=render_mode)
+        check_number(arms, name="arms", low=2, high=len(ARM_NAMES), whole=True)
+        check_number(turns, name="turns", low=3, high=20, whole=True)
+        self.arms, self.turns = arms, turns
+        self.action_names = ARM_NAMES[:arms]
+        self.instructions = (
+            f"There are {arms} arms: {', '.join(self.action_names)}. You pull one arm in each of "
+            f"{turns} turns. One of them pays 1 at every pull and the others pay nothing; which "
+            "one it is stays the same until the end. Each turn tells what your last pull paid, "
+            "but not which arm you pulled: remember it. Collect as much as you can; answer with "
+            "the name of an arm."
+        )
+        self.action_space = spaces.Discrete(arms)
+        self.observation_space = spaces.Text(max_length=40, charset=TEXT_CHARSET)
+        self.good_arm = 0
+        self._pulls: list[tuple[int, int]] = []  # (arm, paid), what a remembering agent knows
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Draw the arm that pays."""
+        self._begin(seed=seed, options=options)
+        self.good_arm = int(self.np_random.integers(self.arms))
+        self._pulls = []
+        return self.render(), {}
+
+    def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Pull an arm."""
+        arm = self._take(action)
+        paid = int(arm == self.good_arm)
+        self._pulls.append((arm, paid))
+        self._over = len(self._pulls) == self.turns
+        info = {"success": self._over and bool(paid), "action_is_effective": True}
+        return self.render(), float(paid), self._over, False, info
+
+    def state_key(self) -> str:
+        """Return the paying arm, the pulls made and what the last one paid."""
+        return f"{self.arms} {self.turns} {self.good_arm} {len(self._pulls)} {self._last()}"
+
+    def describe(self) -> str:
+        """Return what is seen: `last 0`. What it does not say: the arm pulled."""
+        return f"last {self._last()}"
+
+    def difficulty(self) -> int:
+        """Return the arms that may still be the one that pays, from the pulls made so far."""
+        if any(paid for _, paid in self._pulls):
+            return 1
+        return self.arms - len({arm for arm, _ in self._pulls})
+
+    def optimal_action(self, rng: np.random.Generator) -> int:
+        """Return the arm known to pay, else one not yet tried, from the pulls made so far."""
+        for arm, paid in self._pulls:
+            if paid:
+                return arm
+        tried = {arm for arm, _ in self._pulls}
+        return int(rng.choice([arm for arm in range(self.arms) if arm not in tried]))
+
+    def render(self) -> str:
+        """Return the present observation (`render_mode="ansi"`)."""
+        turn = min(len(self._pulls) + 1, self.turns)
+        return f"turn {turn} of {self.turns} last {self._last()}"
+
+    def _last(self) -> str:
+        return str(self._pulls[-1][1]) if self._pulls else "none"
+
+
+def remembering_return(*, arms: int, turns: int) -> float:
+    """Return the best expected return of an agent that remembers its pulls and their payoffs.
+
+    It tries the arms one by one and stays with the one that pays, the n-th with probability
+    1 / arms.
+
+    >>> remembering_return(arms=4, turns=6)
+    4.5
+    """
+    return sum(turns - tried for tried in range(min(arms, turns))) / arms
+
+
+def memoryless_return(*, arms: int, turns: int) -> float:
+    """Return the best expected return of an agent that sees only the present observation.
+
+    Each observation (turn, last payoff) occurs at most once in an episode, so that the return is
+    linear in the choice made at each and some deterministic policy is best. Such a policy acts in
+    each of the `arms` possible worlds by that world's last payoff alone: what is to come depends
+    only on the set of worlds where the last pull paid. The value of these sets follows backwards.
+
+    >>> memoryless_return(arms=4, turns=6)
+    2.75
+    """
+    # After a turn with actions `if_lost`, `if_paid` the paying worlds are among those two arms.
+    sets = {frozenset(pair) for pair in product(range(arms), repeat=2)} | {frozenset[int]()}
+    value = dict.fromkeys(sets, 0)
+    for _ in range(turns - 1):
+        value = {
+            paid: max(
+                len(after) + value[after]
+                for if_lost, if_paid in product(range(arms), repeat=2)
+                for after in [_paid_after(paid, if_lost=if_lost, if_paid=if_paid)]
+            )
+            for paid in sets
+        }
+    return (1 + value[frozenset({0})]) / arms
+
+
+def _paid_after(paid: frozenset[int], *, if_lost: int, if_paid: int) -> frozenset[int]:
+    lost_now_paid = {if_lost} - paid
+    return frozenset(lost_now_paid | ({if_paid} & paid))

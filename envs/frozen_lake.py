@@ -1,0 +1,238 @@
+"""Frozen lake in words: walk to the goal past the holes. Maps come from `envs.lake_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs.base import (
+    MAX_GRID,
+    MOVES,
+    TEXT_CHARSET,
+    Observation,
+    TextStyle,
+    World,
+    bits,
+    cells_text,
+    check_choice,
+    check_number,
+)
+from envs.lake_map import (
+    LakeMap,
+    action_values,
+    draw_map,
+    neighbours,
+    outcomes,
+    read_map,
+    walk_distance,
+)
+from envs.lake_text import grid_text, rules, seen_text, truth
+
+
+class FrozenLake(World):
+    """Walk over a square lake to the goal.
+
+    ## Description
+    Every cell but start and goal is a hole with probability `hole_share`. Maps are drawn anew at
+    each reset, always with a way to the goal. A move against the edge changes nothing.
+
+    ## Action Space
+    `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
+
+    ## Observation Space
+    `Text`. `render="coordinates"`: `me 1 2 goal 3 0 holes 0 1, 2 2` (row, column; row 0 at the
+    top). `render="grid"`: rows of P (player), _ (ice), O (hole), G (goal), X (player in a hole),
+    W (player at the goal).
+
+    ## Starting State
+    Start and goal are random, `min_distance` to `max_distance` moves apart around the holes; with
+    `random_start=False` the opposite corners.
+    Reset options: `min_distance`, `max_distance`, or `layout` (rows in gymnasium's letters SFHG).
+
+    ## Rewards
+    1 at the goal, else 0; less `step_cost` for every move.
+
+    ## Episode End
+    Terminated at the goal or in a hole. There is no limit on moves here.
+
+    ## Information
+    `success`: at the goal. `action_is_effective`: the move changed the cell.
+
+    ## Arguments
+    - `size`: rows and columns, 2 to 16.
+    - `hole_share`: from 0 to 0.8.
+    - `slip_probability`: p; a move goes where it is meant to with 1 - p and to either side with
+      p / 2. 2/3 is gymnasium's `is_slippery=True`.
+    - `min_distance`, `max_distance`: fewest moves from start to goal; None is no upper bound.
+    - `step_cost`: at least 0.
+    - `random_start`: whether start and goal are drawn.
+    - `render`: "coordinates" or "grid".
+
+    ## Version History
+    - v0: first version.
+    """
+
+    action_names = MOVES
+    option_names = ("min_distance", "max_distance", "layout")
+
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        hole_share: float = 0.2,
+        slip_probability: float = 0.0,
+        min_distance: int = 2,
+        max_distance: int | None = None,
+        step_cost: float = 0.0,
+        random_start: bool = True,
+        render: str = "coordinates",
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        check_number(size, name="size", low=2, high=MAX_GRID, whole=True)
+        check_number(hole_share, name="hole_share", low=0.0, high=0.8)
+        check_number(slip_probability, name="slip_probability", low=0.0, high=1.0)
+        check_number(step_cost, name="step_cost", low=0.0)
+        check_choice(render, name="render", choices=list(TextStyle))
+        self.size, self.hole_share, self.slip_probability = size, hole_share, slip_probability
+        self.step_cost, self.random_start = step_cost, random_start
+        self.style = TextStyle(render)
+        self.min_distance, self.max_distance = self._distances(min_distance, max_distance)
+        self.instructions = rules(size, slip_probability=slip_probability, seen=self._seen())
+        self.action_space = spaces.Discrete(4)
+        self.observation_space = self._observation_space()
+        self.lake = LakeMap(size, 0, size * size - 1, 0, 2 * size - 2)
+        self.cell = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Draw a lake, or take the one of `options["layout"]`, and stand at its start."""
+        options = self._begin(seed=seed, options=options)
+        if "layout" in options:
+            self.lake = read_map(options["layout"], size=self.size)
+        else:
+            low, high = self.min_distance, self.max_distance
+            if options:
+                low, high = self._distances(
+                    options.get("min_distance", low), options.get("max_distance", high)
+                )
+            self.lake = draw_map(
+                self.np_random,
+                size=self.size,
+                hole_share=self.hole_share,
+                min_distance=low,
+                max_distance=high,
+                random_start=self.random_start,
+            )
+        self.cell = self.lake.start
+        self.__dict__.pop("_values", None)
+        self._arrive()
+        return self._observe(), {}
+
+    def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Move, or slip to a side."""
+        direction = self._take(action)
+        if self.slip_probability:
+            draw = self.np_random.random() - (1.0 - self.slip_probability)
+            if draw >= 0.0:
+                sides = (2, 3) if direction < 2 else (0, 1)
+                direction = sides[draw >= self.slip_probability / 2]
+        before, self.cell = self.cell, neighbours(self.size)[self.cell][direction]
+        success = self.cell == self.lake.goal
+        self._over = success or bool(self.lake.holes >> self.cell & 1)
+        self._moved(before)
+        info = {"success": success, "action_is_effective": self.cell != before}
+        return self._observe(), float(success) - self.step_cost, self._over, False, info
+
+    def transitions(self, state: int, action: int) -> list[tuple[float, int, float, bool]]:
+        """Return (probability, next cell, reward, terminated) of an action in a cell.
+
+        Goal and holes lead to themselves with reward 0. Cells that two slips reach stand twice.
+        """
+        if self._final(state):
+            return [(1.0, state, 0.0, True)]
+        found = []
+        for probability, way in outcomes(action, slip_probability=self.slip_probability):
+            cell = neighbours(self.size)[state][way]
+            reward = float(cell == self.lake.goal) - self.step_cost
+            found.append((probability, cell, reward, self._final(cell)))
+        return found
+
+    def state_key(self) -> str:
+        """Return size, cell, goal and holes as text."""
+        return f"{self.size} {self.cell} {self.lake.goal} {self.lake.holes:x}"
+
+    def describe(self) -> str:
+        """Return own cell, goal and the moves into a hole: `me 1 2 goal 3 0 avoid Up Left`."""
+        return truth(self.lake, cell=self.cell)
+
+    def difficulty(self) -> int:
+        """Return the fewest moves to the goal from here, were no move to slip; -1 in a hole."""
+        if self.cell == self.lake.start:
+            return self.lake.distance
+        if self.lake.holes >> self.cell & 1:
+            return -1
+        lake = self.lake
+        return walk_distance(self.size, start=self.cell, goal=lake.goal, holes=lake.holes)
+
+    def optimal_action(self, rng: np.random.Generator) -> int:
+        """Return an action of highest chance to reach the goal, slips reckoned with."""
+        values = self._values[self.cell]
+        return int(rng.choice(np.flatnonzero(values >= values.max() - 1e-7)))
+
+    def blind_action(self, rng: np.random.Generator) -> int:
+        """Return a move that brings the goal nearer as if there were no holes."""
+        size, goal = self.size, self.lake.goal
+        down, right = goal // size - self.cell // size, goal % size - self.cell % size
+        good = [int(down > 0)] * (down != 0) + [2 + int(right > 0)] * (right != 0)
+        return int(good[rng.integers(len(good))]) if good else int(rng.integers(4))
+
+    def render(self) -> str:
+        """Return the grid as text (`render_mode="ansi"`)."""
+        return grid_text(self.lake, cell=self.cell)
+
+    @cached_property
+    def _values(self) -> NDArray[np.float64]:
+        return action_values(self.lake, slip_probability=self.slip_probability)
+
+    def _final(self, cell: int) -> bool:
+        return cell == self.lake.goal or bool(self.lake.holes >> cell & 1)
+
+    def _arrive(self) -> None:
+        """Prepare what stays the same for the whole episode."""
+        goal = self.lake.goal
+        holes = cells_text(bits(self.lake.holes), size=self.size)
+        self._fixed = f" goal {goal // self.size} {goal % self.size} holes {holes}"
+
+    def _moved(self, before: int) -> None:
+        """Take note of a move; a world with pictures keeps footprints here."""
+
+    def _observe(self) -> Observation:
+        if self.style is TextStyle.GRID:
+            return grid_text(self.lake, cell=self.cell)
+        return f"me {self.cell // self.size} {self.cell % self.size}{self._fixed}"
+
+    def _distances(self, low: int, high: int | None) -> tuple[int, int]:
+        longest = self.size * self.size - 1
+        corner = 2 * (self.size - 1)
+        high = longest if high is None else high
+        check_number(low, name="min_distance", low=1, high=corner, whole=True)
+        check_number(high, name="max_distance", low=low, high=longest, whole=True)
+        if not self.random_start and high < corner:
+            raise ValueError(
+                f"max_distance: found {high}, expected at least {corner}, the way from corner to "
+                "corner; set random_start=True or a larger max_distance"
+            )
+        return low, high
+
+    def _seen(self) -> str:
+        return seen_text(self.style)
+
+    def _observation_space(self) -> spaces.Space[Any]:
+        return spaces.Text(max_length=60 + 8 * self.size**2, charset=TEXT_CHARSET)

@@ -1,0 +1,60 @@
+"""The words of the frozen lake: its rules, its grid of symbols and the true sentence on a state."""
+
+from __future__ import annotations
+
+from envs.base import MOVES, TextStyle
+from envs.lake_map import LakeMap, neighbours
+
+_SEEN = {
+    TextStyle.COORDINATES: (
+        "Each turn tells the row and the column of you, of the goal and of the holes; row 0 is the "
+        "top row and column 0 the left one."
+    ),
+    TextStyle.GRID: (
+        "Each turn shows the lake row by row: P is you, _ is ice, O is a hole, G is the goal, X is "
+        "you in a hole, W is you at the goal."
+    ),
+}
+
+
+def rules(size: int, *, slip_probability: float, seen: str) -> str:
+    """Return the rules of a lake, closed by `seen`, a sentence on what is observed."""
+    slips = (
+        f" The ice is slippery: with probability {slip_probability:.2f} a move goes to one of the "
+        "two sides at right angles instead."
+        if slip_probability
+        else ""
+    )
+    return (
+        f"You walk on a frozen lake of {size} rows and {size} columns. Reach the goal without "
+        "stepping into a hole: a hole ends the walk. The moves are Up, Down, Left and Right, one "
+        f"cell each; a move against the edge leaves you where you are.{slips} {seen}"
+    )
+
+
+def seen_text(style: TextStyle) -> str:
+    """Return the sentence on what a text observation of this style holds."""
+    return _SEEN[style]
+
+
+def grid_text(lake: LakeMap, *, cell: int) -> str:
+    """Return the lake as rows of symbols with the player in `cell`."""
+    size = lake.size
+    symbols = ["O" if lake.holes >> each & 1 else "_" for each in range(size * size)]
+    symbols[lake.goal] = "G"
+    symbols[cell] = {"O": "X", "G": "W"}.get(symbols[cell], "P")
+    return "\n".join(" ".join(symbols[row * size : (row + 1) * size]) for row in range(size))
+
+
+def truth(lake: LakeMap, *, cell: int) -> str:
+    """Return own cell, goal and the moves into a hole, as `me 1 2 goal 3 0 avoid Up Left`."""
+    size, goal, holes = lake.size, lake.goal, lake.holes
+    leads = neighbours(size)[cell]
+    avoid = "".join(
+        [
+            f" {name}"
+            for name, lead in zip(MOVES, leads, strict=True)
+            if lead != cell and holes >> lead & 1
+        ]
+    )
+    return f"me {cell // size} {cell % size} goal {goal // size} {goal % size} avoid{avoid}"

@@ -1,0 +1,192 @@
+"""Sokoban in words: push every box onto a target. The rules live in `envs.sokoban_rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from envs.base import (
+    MAX_GRID,
+    MOVES,
+    TEXT_CHARSET,
+    Observation,
+    TextStyle,
+    World,
+    check_choice,
+    check_number,
+)
+from envs.sokoban_rules import Room, State, draw_start, least_pushes, move, shortest_way
+from envs.sokoban_text import coordinates_text, grid_text, read_room, rules, seen_text, truth
+
+_ANY = 10_000  # pushes; no room needs as many
+
+
+class Sokoban(World):
+    """Push every box onto a target.
+
+    ## Description
+    A square room closed by walls, with `walls` more inside. Walking into a box pushes it, if the
+    cell behind it is free; boxes cannot be pulled. Rooms are drawn anew at each reset by playing
+    backwards from the solution, so that each can be solved.
+
+    ## Action Space
+    `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
+
+    ## Observation Space
+    `Text`. `render="coordinates"`: `me 1 2 box 2 3 target 4 4 walls 2 2, 3 1` (row, column; row
+    0 at the top; only the walls inside the border). `render="grid"`: rows of # (wall), _ (floor),
+    O (target), X (box), B (box on a target), P (player), S (player on a target).
+
+    ## Starting State
+    Random room, boxes and player with a least number of pushes from `min_pushes` to `max_pushes`.
+    Reset options: `min_pushes`, `max_pushes`, or `layout` (rows of the symbols above).
+
+    ## Rewards
+    `solved_reward` when all boxes stand on targets, `box_reward` for each box moved onto a target
+    and its negative for each moved off, less `step_cost` for every move. RAGEN's and VAGEN's
+    scheme is `step_cost=0.1, box_reward=1, solved_reward=10`.
+
+    ## Episode End
+    Terminated when solved; with `end_on_deadlock` also when it can no longer be solved. There is
+    no limit on moves here.
+
+    ## Information
+    `success`: solved. `action_is_effective`: the move changed the state.
+
+    ## Arguments
+    - `size`: rows and columns, border walls included, 4 to 16.
+    - `boxes`: at least 1. `walls`: number of walls inside the border.
+    - `min_pushes`, `max_pushes`: bounds of the least number of pushes; None is no upper bound.
+      Rooms of many boxes are searched up to 4,000 states, which bounds it too.
+    - `step_cost`, `box_reward`, `solved_reward`: at least 0.
+    - `end_on_deadlock`: whether an unsolvable state ends the episode.
+    - `render`: "coordinates" or "grid".
+
+    ## Version History
+    - v0: first version.
+    """
+
+    action_names = MOVES
+    option_names = ("min_pushes", "max_pushes", "layout")
+
+    def __init__(
+        self,
+        *,
+        size: int = 6,
+        boxes: int = 1,
+        walls: int = 2,
+        min_pushes: int = 1,
+        max_pushes: int | None = None,
+        step_cost: float = 0.0,
+        box_reward: float = 0.0,
+        solved_reward: float = 1.0,
+        end_on_deadlock: bool = False,
+        render: str = "coordinates",
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        check_number(size, name="size", low=4, high=MAX_GRID, whole=True)
+        room = (size - 2) ** 2
+        check_number(boxes, name="boxes", low=1, high=room // 2, whole=True)
+        check_number(walls, name="walls", low=0, high=room - 2 * boxes - 1, whole=True)
+        for name, value in (("step_cost", step_cost), ("box_reward", box_reward)):
+            check_number(value, name=name, low=0.0)
+        check_number(solved_reward, name="solved_reward", low=0.0)
+        check_choice(render, name="render", choices=list(TextStyle))
+        self.size, self.boxes, self.walls = size, boxes, walls
+        self.step_cost, self.box_reward, self.solved_reward = step_cost, box_reward, solved_reward
+        self.end_on_deadlock = end_on_deadlock
+        self.style = TextStyle(render)
+        self.min_pushes, self.max_pushes = self._pushes(min_pushes, max_pushes)
+        self.instructions = rules(size, boxes=boxes, seen=self._seen())
+        self.action_space = spaces.Discrete(4)
+        self.observation_space = self._observation_space()
+        self.room, self.state = Room(size, 0, 0), State(0, 1)
+        self._known = (self.state, 0)
+        self._way: dict[State, int] = {}
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Draw a room, or take the one of `options["layout"]`."""
+        options = self._begin(seed=seed, options=options)
+        if "layout" in options:
+            self.room, self.state = read_room(options["layout"], size=self.size)
+            pushes = least_pushes(self.room, self.state)
+        else:
+            low = options.get("min_pushes", self.min_pushes)
+            high = options.get("max_pushes", self.max_pushes)
+            low, high = self._pushes(low, high)
+            self.room, self.state, pushes = draw_start(
+                self.np_random,
+                size=self.size,
+                boxes=self.boxes,
+                walls=self.walls,
+                least=low,
+                most=high,
+            )
+        self._known = (self.state, pushes)
+        self._way = {}
+        return self._observe(), {}
+
+    def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Walk, and push the box in the way."""
+        before = self.state
+        self.state = after = move(self.room, before, action=self._take(action))
+        targets = self.room.targets
+        success = after.boxes == targets
+        reward = -self.step_cost + self.solved_reward * success
+        pushed = after.boxes != before.boxes
+        if pushed:
+            placed = (after.boxes & targets).bit_count() - (before.boxes & targets).bit_count()
+            reward += self.box_reward * placed
+        self._over = success or (pushed and self.end_on_deadlock and self.difficulty() < 0)
+        info = {"success": success, "action_is_effective": after != before}
+        return self._observe(), float(reward), self._over, False, info
+
+    def state_key(self) -> str:
+        """Return size, floor, targets, boxes and player as text."""
+        room, state = self.room, self.state
+        player = state.player.bit_length() - 1
+        return f"{room.size} {room.floor:x} {room.targets:x} {state.boxes:x} {player}"
+
+    def describe(self) -> str:
+        """Return the cells seen and the walls at hand, as `me 1 2 box 2 3 target 4 4 walls Up`."""
+        return truth(self.room, self.state)
+
+    def difficulty(self) -> int:
+        """Return the least number of pushes that solves the present state, -1 if none does."""
+        if self._known[0] != self.state:
+            self._known = (self.state, least_pushes(self.room, self.state))
+        return self._known[1]
+
+    def optimal_action(self, rng: np.random.Generator) -> int:
+        """Return the next move of a way of fewest moves; a random one where there is none."""
+        if self.state not in self._way:
+            self._way |= dict(shortest_way(self.room, self.state))
+        action = self._way.get(self.state)
+        return int(rng.integers(4)) if action is None else action
+
+    def render(self) -> str:
+        """Return the grid as text (`render_mode="ansi"`)."""
+        return grid_text(self.room, self.state)
+
+    def _observe(self) -> Observation:
+        if self.style is TextStyle.GRID:
+            return grid_text(self.room, self.state)
+        return coordinates_text(self.room, self.state)
+
+    def _pushes(self, low: int, high: int | None) -> tuple[int, int]:
+        high = _ANY if high is None else high
+        check_number(low, name="min_pushes", low=1, high=_ANY, whole=True)
+        check_number(high, name="max_pushes", low=low, high=_ANY, whole=True)
+        return low, high
+
+    def _seen(self) -> str:
+        return seen_text(self.style)
+
+    def _observation_space(self) -> spaces.Space[Any]:
+        return spaces.Text(max_length=80 + 8 * self.size**2, charset=TEXT_CHARSET)

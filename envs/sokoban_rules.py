@@ -1,0 +1,192 @@
+"""The rules of Sokoban on bit sets, and searches over them: pushes needed, moves needed, starts.
+
+Cells are numbered row by row and a set of cells is an int whose bit i is cell i. A room is closed
+by a border of walls, so that no shift of a floor cell leaves it. Episodes live in `envs.sokoban`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from envs.base import bits
+
+MAX_STATES = 4_000
+_ROOM_TRIES = 500
+
+
+class Room(NamedTuple):
+    """What does not move."""
+
+    size: int
+    floor: int  # bit set of the cells that are no wall
+    targets: int  # bit set, as many as boxes
+
+
+class State(NamedTuple):
+    """What moves."""
+
+    boxes: int  # bit set
+    player: int  # bit set of the player's one cell
+
+
+def steps(size: int) -> tuple[int, int, int, int]:
+    """Return how far Up, Down, Left and Right shift a cell's number."""
+    return -size, size, -1, 1
+
+
+def shift(mask: int, by: int) -> int:
+    """Return a bit set moved by `by` cells.
+
+    >>> shift(0b0100, -2), shift(0b0100, 1)
+    (1, 8)
+    """
+    return mask << by if by > 0 else mask >> -by
+
+
+def move(room: Room, state: State, *, action: int) -> State:
+    """Return the state after a move; against a wall or a box that cannot give way, the same one."""
+    by = steps(room.size)[action]
+    ahead = shift(state.player, by)
+    if not ahead & room.floor:
+        return state
+    if not ahead & state.boxes:
+        return State(state.boxes, ahead)
+    beyond = shift(ahead, by)
+    if not beyond & room.floor & ~state.boxes:
+        return state
+    return State(state.boxes ^ ahead ^ beyond, ahead)
+
+
+def region(room: Room, *, boxes: int, player: int) -> int:
+    """Return the cells the player can walk to without a push."""
+    size, free = room.size, room.floor & ~boxes
+    reached = player
+    while True:
+        spread = reached | reached << 1 | reached >> 1 | reached << size | reached >> size
+        spread &= free
+        if spread == reached:
+            return reached
+        reached = spread
+
+
+def least_pushes(room: Room, state: State) -> int:
+    """Return the fewest pushes to put every box on a target, -1 where it cannot be done."""
+    first = (state.boxes, region(room, boxes=state.boxes, player=state.player))
+    queue, depth = deque([first]), {first: 0}
+    while queue:
+        node = queue.popleft()
+        boxes, reach = node
+        if boxes == room.targets:
+            return depth[node]
+        free = room.floor & ~boxes
+        for by in steps(room.size):
+            for box in bits(shift(reach, by) & boxes & shift(free, -by)):
+                here = 1 << box
+                moved = boxes ^ here ^ shift(here, by)
+                after = (moved, region(room, boxes=moved, player=here))
+                if after not in depth:
+                    depth[after] = depth[node] + 1
+                    queue.append(after)
+    return -1
+
+
+def shortest_way(room: Room, state: State) -> list[tuple[State, int]]:
+    """Return (state, action) along a way of fewest moves to the solution, empty where none is."""
+    came: dict[State, tuple[State, int] | None] = {state: None}
+    queue = deque([state])
+    while queue:
+        here = queue.popleft()
+        if here.boxes == room.targets:
+            way = []
+            while (step := came[here]) is not None:
+                way.append(step)
+                here = step[0]
+            return way[::-1]
+        for action in range(4):
+            after = move(room, here, action=action)
+            if after not in came:
+                came[after] = (here, action)
+                queue.append(after)
+    return []
+
+
+def pulled_states(room: Room, *, most: int) -> list[list[tuple[int, int]]]:
+    """Return by number of least pushes, 0 to `most`, the (boxes, region) that so many solve.
+
+    Plays backwards from the solved room, pulling; breadth first, so that a state's depth is its
+    least number of pushes. Stops after `MAX_STATES` states with the layers found until then.
+    """
+    layer: list[tuple[int, int]] = []
+    left = room.floor & ~room.targets
+    while left:
+        part = region(room, boxes=room.targets, player=left & -left)
+        layer.append((room.targets, part))
+        left &= ~part
+    layers, seen = [layer], set(layer)
+    while layer and len(layers) <= most and len(seen) < MAX_STATES:
+        layer = []
+        for boxes, reach in layers[-1]:
+            for by in steps(room.size):
+                free = room.floor & ~boxes
+                for box in bits(boxes & shift(reach, -by) & shift(free, -2 * by)):
+                    here = 1 << box
+                    moved = boxes ^ here ^ shift(here, by)
+                    node = (moved, region(room, boxes=moved, player=shift(here, 2 * by)))
+                    if node not in seen:
+                        seen.add(node)
+                        layer.append(node)
+        layers.append(layer)
+    return layers
+
+
+def draw_start(
+    rng: np.random.Generator, *, size: int, boxes: int, walls: int, least: int, most: int
+) -> tuple[Room, State, int]:
+    """Draw a room and a start that `least` to `most` pushes solve; also return that number.
+
+    A room's inner walls and targets are uniform among those that leave the floor in one piece;
+    its start is uniform over box positions and the parts of the floor they leave.
+
+    Raises:
+        RuntimeError: 500 rooms in a row had no such start.
+    """
+    inner = inner_cells(size)
+    for _ in range(_ROOM_TRIES):
+        order = rng.permutation(len(inner)).tolist()
+        cells = [1 << inner[index] for index in order]
+        room = Room(size, sum(cells[walls:]), sum(cells[walls : walls + boxes]))
+        if region(room, boxes=0, player=cells[-1]) != room.floor:
+            continue
+        layers = pulled_states(room, most=most)
+        count = sum(len(layer) for layer in layers[least:])
+        if not count:
+            continue
+        pick = int(rng.integers(count))
+        for pushes in range(least, len(layers)):
+            if pick < len(layers[pushes]):
+                break
+            pick -= len(layers[pushes])
+        placed, reach = layers[pushes][pick]
+        stands = bits(reach)
+        player = 1 << stands[int(rng.integers(len(stands)))]
+        return room, State(placed, player), pushes
+    raise RuntimeError(
+        f"{_ROOM_TRIES} rooms of size {size} with {boxes} boxes and {walls} inner walls in a row "
+        f"had no start that takes {least} to {most} pushes; set fewer walls, a smaller "
+        "min_pushes or a larger max_pushes"
+    )
+
+
+@cache
+def inner_cells(size: int) -> tuple[int, ...]:
+    """Return the cells within the border.
+
+    >>> inner_cells(4)
+    (5, 6, 9, 10)
+    """
+    inside = range(1, size - 1)
+    return tuple(row * size + column for row in inside for column in inside)

@@ -1,0 +1,109 @@
+"""The words of Sokoban: its rules, coordinates, grid of symbols and true sentences on a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envs.base import MOVES, TextStyle, bits, cells_text
+from envs.sokoban_rules import Room, State, inner_cells, shift, steps
+
+_SEEN = {
+    TextStyle.COORDINATES: (
+        "Each turn tells the row and the column of you, of the boxes, of the targets and of the "
+        "walls inside the room; row 0 is the top wall and column 0 the left one."
+    ),
+    TextStyle.GRID: (
+        "Each turn shows the room row by row: # is a wall, _ is floor, O is a target, X is a box, "
+        "B is a box on a target, P is you, S is you on a target."
+    ),
+}
+_SYMBOLS = "#_OXBPS"
+
+
+def rules(size: int, *, boxes: int, seen: str) -> str:
+    """Return the rules of a room, closed by `seen`, a sentence on what is observed."""
+    things = "the box onto the target" if boxes == 1 else f"the {boxes} boxes onto the targets"
+    return (
+        f"You are in a walled room of {size} rows and {size} columns, the outer walls counted. "
+        f"Push {things}. The moves are Up, Down, Left and Right, one cell each. Walking into a box "
+        "pushes it one cell further if nothing is behind it; a box cannot be pulled, and neither "
+        f"you nor a box can enter a wall. {seen}"
+    )
+
+
+def seen_text(style: TextStyle) -> str:
+    """Return the sentence on what a text observation of this style holds."""
+    return _SEEN[style]
+
+
+def coordinates_text(room: Room, state: State) -> str:
+    """Return the room as `me 1 2 box 2 3 target 4 4 walls 2 2, 3 1`, border walls left out."""
+    inside = sum(1 << cell for cell in inner_cells(room.size))
+    walls = cells_text(bits(inside & ~room.floor), size=room.size)
+    return f"{_things(room, state)} walls {walls}"
+
+
+def truth(room: Room, state: State) -> str:
+    """Return own cell, boxes, targets and the moves that face a wall."""
+    at_hand = [
+        f" {name}"
+        for name, by in zip(MOVES, steps(room.size), strict=True)
+        if not shift(state.player, by) & room.floor
+    ]
+    return f"{_things(room, state)} walls{''.join(at_hand)}"
+
+
+def grid_text(room: Room, state: State) -> str:
+    """Return the room as rows of symbols."""
+    size = room.size
+    symbols = [_SYMBOLS[code] for code in tile_codes(room, state)]
+    return "\n".join(" ".join(symbols[row * size : (row + 1) * size]) for row in range(size))
+
+
+def tile_codes(room: Room, state: State) -> list[int]:
+    """Return what each cell shows: wall, floor, target, box, placed box, player, player on target.
+
+    The codes 0 to 6 follow that order.
+    """
+    codes = [room.floor >> cell & 1 for cell in range(room.size * room.size)]
+    for cell in bits(room.targets):
+        codes[cell] = 2
+    for cell in bits(state.boxes):
+        codes[cell] += 2
+    codes[state.player.bit_length() - 1] += 4
+    return codes
+
+
+def read_room(rows: Sequence[str], *, size: int) -> tuple[Room, State]:
+    """Return the room and state of rows of the grid's symbols, blanks ignored.
+
+    Raises:
+        ValueError: not `size` rows of `size` symbols within a border of walls, not one player, or
+            not as many boxes as targets.
+    """
+    rows = [row.replace(" ", "") for row in rows]
+    text = "".join(rows)
+    square = len(rows) == size and all(len(row) == size for row in rows)
+    border = set(range(size * size)) - set(inner_cells(size))
+    player = [cell for cell, symbol in enumerate(text) if symbol in "PS"]
+    boxes, targets = _cells(text, "XB"), _cells(text, "OBS")
+    closed = square and all(text[cell] == "#" for cell in border)
+    balanced = 0 < boxes.bit_count() == targets.bit_count()
+    if not closed or set(text) - set(_SYMBOLS) or len(player) != 1 or not balanced:
+        raise ValueError(
+            f"layout: found {rows}, expected {size} rows of {size} symbols out of {_SYMBOLS}, "
+            "closed by #, with one player (P or S) and as many boxes (X, B) as targets (O, B, S)"
+        )
+    return Room(size, _cells(text, "_OXBPS"), targets), State(boxes, 1 << player[0])
+
+
+def _cells(text: str, symbols: str) -> int:
+    return sum(1 << cell for cell, symbol in enumerate(text) if symbol in symbols)
+
+
+def _things(room: Room, state: State) -> str:
+    size = room.size
+    me, boxes, targets = (
+        cells_text(bits(mask), size=size) for mask in (state.player, state.boxes, room.targets)
+    )
+    return f"me {me} box {boxes} target {targets}"

@@ -1,0 +1,12 @@
+"""Environments seen as pictures, registered with gymnasium under `ragen/`.
+
+Each is a world of `envs` whose state is shown only as an RGB picture, laid out from tiles that
+`visual_envs.tiles` draws. Rules live in `envs`.
+"""
+
+from gymnasium.envs.registration import register
+
+ENVIRONMENT_IDS = ("ragen/FrozenLakeVisual-v0", "ragen/SokobanVisual-v0")
+
+register(id="ragen/FrozenLakeVisual-v0", entry_point="visual_envs.frozen_lake:FrozenLakeVisual")
+register(id="ragen/SokobanVisual-v0", entry_point="visual_envs.sokoban:SokobanVisual")

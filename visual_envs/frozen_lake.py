@@ -1,0 +1,115 @@
+"""Frozen lake seen as a picture; rules and maps are those of `envs.frozen_lake`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs.base import TEXT_CHARSET, Observation, bits
+from envs.frozen_lake import FrozenLake
+from visual_envs.lake_tiles import WITH_PLAYER, LakeTile, lake_tiles
+from visual_envs.tiles import TILE, lay_out
+
+_TEXT = "reach the goal"
+_SEEN = (
+    "Each turn shows a picture of the lake from above: you are the figure in red, holes are dark "
+    "water, the goal is a green flag on a yellow field."
+)
+_SEEN_TRAIL = " Footprints mark the cells where you have been."
+
+
+class FrozenLakeVisual(FrozenLake):
+    """Walk over a frozen lake seen from above.
+
+    ## Description
+    `FrozenLake` whose state is shown only in the picture, `16 * size` pixels square.
+
+    ## Action Space
+    `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
+
+    ## Observation Space
+    `Dict(text=Text, image=Box(0, 255, (16 * size, 16 * size, 3), uint8))`; the text is always
+    "reach the goal".
+
+    ## Starting State
+    As in `FrozenLake`, reset options included.
+
+    ## Rewards
+    As in `FrozenLake`: 1 at the goal, less `step_cost` for every move.
+
+    ## Episode End
+    Terminated at the goal or in a hole.
+
+    ## Information
+    `success`, `action_is_effective`.
+
+    ## Arguments
+    Those of `FrozenLake` but `render`, and
+    - `trail`: whether the picture keeps footprints on the ice walked over, so that a player who
+      sees one picture at a time can tell that it goes in circles.
+
+    ## Version History
+    - v0: first version.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        hole_share: float = 0.2,
+        slip_probability: float = 0.0,
+        min_distance: int = 2,
+        max_distance: int | None = None,
+        step_cost: float = 0.0,
+        random_start: bool = True,
+        trail: bool = False,
+        render_mode: str | None = None,
+    ) -> None:
+        self.trail = trail
+        super().__init__(
+            size=size,
+            hole_share=hole_share,
+            slip_probability=slip_probability,
+            min_distance=min_distance,
+            max_distance=max_distance,
+            step_cost=step_cost,
+            random_start=random_start,
+            render_mode=render_mode,
+        )
+        self._arrive()
+
+    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
+        """Return the picture (`render_mode="rgb_array"`)."""
+        return self._picture()
+
+    def _arrive(self) -> None:
+        self._codes = np.zeros(self.size * self.size, dtype=np.intp)
+        self._codes[bits(self.lake.holes)] = LakeTile.HOLE
+        self._codes[self.lake.goal] = LakeTile.GOAL
+
+    def _moved(self, before: int) -> None:
+        if self.trail:
+            self._codes[before] = LakeTile.TRAIL
+
+    def _observe(self) -> Observation:
+        return {"text": _TEXT, "image": self._picture()}
+
+    def _picture(self) -> NDArray[np.uint8]:
+        self._codes[self.cell] += WITH_PLAYER
+        picture = lay_out(lake_tiles(), self._codes, size=self.size)
+        self._codes[self.cell] -= WITH_PLAYER
+        return picture
+
+    def _seen(self) -> str:
+        return _SEEN + _SEEN_TRAIL * self.trail
+
+    def _observation_space(self) -> spaces.Space[Any]:
+        side = self.size * TILE
+        image = spaces.Box(0, 255, (side, side, 3), np.uint8)
+        text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
+        return spaces.Dict({"text": text, "image": image})

@@ -1,0 +1,103 @@
+"""Sokoban seen as a picture; the rules are those of `envs.sokoban`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs.base import TEXT_CHARSET, Observation
+from envs.sokoban import Sokoban
+from envs.sokoban_text import tile_codes
+from visual_envs.sokoban_tiles import sokoban_tiles
+from visual_envs.tiles import TILE, lay_out
+
+_TEXT = "push the boxes onto the targets"
+_SEEN = (
+    "Each turn shows a picture of the room from above: you are the figure in blue, walls are "
+    "bricks, targets are red rings, boxes are brown crates and turn green on a target."
+)
+
+
+class SokobanVisual(Sokoban):
+    """Push every box onto a target, seen from above.
+
+    ## Description
+    `Sokoban` whose state is shown only in the picture, `16 * size` pixels square.
+
+    ## Action Space
+    `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
+
+    ## Observation Space
+    `Dict(text=Text, image=Box(0, 255, (16 * size, 16 * size, 3), uint8))`; the text is always
+    "push the boxes onto the targets".
+
+    ## Starting State
+    As in `Sokoban`, reset options included.
+
+    ## Rewards
+    As in `Sokoban`.
+
+    ## Episode End
+    As in `Sokoban`: terminated when solved.
+
+    ## Information
+    `success`, `action_is_effective`.
+
+    ## Arguments
+    Those of `Sokoban` but `render`.
+
+    ## Version History
+    - v0: first version.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        size: int = 6,
+        boxes: int = 1,
+        walls: int = 2,
+        min_pushes: int = 1,
+        max_pushes: int | None = None,
+        step_cost: float = 0.0,
+        box_reward: float = 0.0,
+        solved_reward: float = 1.0,
+        end_on_deadlock: bool = False,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(
+            size=size,
+            boxes=boxes,
+            walls=walls,
+            min_pushes=min_pushes,
+            max_pushes=max_pushes,
+            step_cost=step_cost,
+            box_reward=box_reward,
+            solved_reward=solved_reward,
+            end_on_deadlock=end_on_deadlock,
+            render_mode=render_mode,
+        )
+
+    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
+        """Return the picture (`render_mode="rgb_array"`)."""
+        return self._picture()
+
+    def _observe(self) -> Observation:
+        return {"text": _TEXT, "image": self._picture()}
+
+    def _picture(self) -> NDArray[np.uint8]:
+        codes = np.array(tile_codes(self.room, self.state), dtype=np.intp)
+        return lay_out(sokoban_tiles(), codes, size=self.size)
+
+    def _seen(self) -> str:
+        return _SEEN
+
+    def _observation_space(self) -> spaces.Space[Any]:
+        side = self.size * TILE
+        image = spaces.Box(0, 255, (side, side, 3), np.uint8)
+        text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
+        return spaces.Dict({"text": text, "image": image})
