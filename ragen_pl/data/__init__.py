@@ -1,0 +1,1 @@
+"""Trajectories as tensors, and the DataModules that stream them."""

@@ -1,0 +1,160 @@
+"""TrajectoryBatch: an iteration's trajectories as tensors.
+
+Rows are *samples* (one forward sequence each: a whole episode, a window of turns or one turn);
+credit is assigned over *episodes*, whose tokens may be spread over several samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.credit import Credit
+
+
+@dataclass(kw_only=True, slots=True)
+class Samples:
+    """Token sequences to train on, right-padded. Every field's first axis is the row.
+
+    A worked example, one turn a sample, prompt `u o`, reply `r s <end>`::
+
+        input_ids    u  o  r  s  <end>
+        loss_mask    0  0  1  1  1
+        turn        -1 -1  0  0  0
+        token       -1 -1  0  1  2
+    """
+
+    input_ids: Tensor  # int64 [rows, time]
+    length: Tensor  # int64 [rows]
+    loss_mask: Tensor  # bool [rows, time]: sampled tokens that are trained on (M_loss)
+    advantage_mask: Tensor  # bool [rows, time]: tokens that credit is assigned over (M_adv)
+    kl_mask: Tensor  # bool [rows, time]: tokens that are held to the reference policy
+    turn: Tensor  # int64 [rows, time]: index of the turn in its episode, -1 off the sampled tokens
+    token: Tensor  # int64 [rows, time]: number of the sampled token in the batch, -1 elsewhere
+    spans: Tensor  # int8 [rows, time]: a Span on sampled tokens, 0 elsewhere
+    behaviour_logprobs: Tensor  # float32 [rows, time]
+    temperature: Tensor  # float32 [rows, time]: that a token was sampled at, 1 elsewhere
+    images: Tensor  # int64 [rows, most images]: indices into the batch's pictures, -1 for none
+    episode: Tensor  # int64 [rows]
+    weight: Tensor  # float32 [rows]: 0 for rows that only make numbers even
+    advantages: Tensor  # float32 [rows, time]
+    returns: Tensor  # float32 [rows, time]: value targets
+    values: Tensor  # float32 [rows, time]: before the update
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def select(self, rows: Tensor) -> Self:
+        """Return these rows, cut to the longest of them."""
+        time = int(self.length[rows].max()) if len(rows) else 0
+        chosen = {}
+        for field in fields(self):
+            value = getattr(self, field.name)[rows]
+            per_token = value.ndim == 2 and field.name != "images"
+            chosen[field.name] = value[:, :time] if per_token else value
+        return type(self)(**chosen)
+
+
+@dataclass(kw_only=True, slots=True)
+class Episodes:
+    """What is known of each episode. Every field's first axis is the episode."""
+
+    turn_rewards: Tensor  # float32 [episodes, most turns]: 0 beyond the last turn
+    turns: Tensor  # int64 [episodes]
+    group: Tensor  # int64 [episodes]: index of the group in the iteration, over all ranks
+    truncated: Tensor  # bool [episodes]: cut from outside, bootstrapped with `bootstrap`
+    bootstrap: (
+        Tensor  # float32 [episodes]: value of the state after the last turn, 0 where terminated
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TrajectoryBatch:
+    """All samples of an iteration, their episodes and their pictures (each one once)."""
+
+    samples: Samples
+    episodes: Episodes
+    pictures: Tensor  # [pictures, …] as the processor gives them; empty [0] without pictures
+    final: Samples | None = (
+        None  # prompts after the last turn of truncated episodes, in `episode` order
+    )
+    reference: Tensor | None = (
+        None  # float32 [tokens] or [tokens, vocab]: the reference policy's log-probs
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Minibatch:
+    """What one training step sees. Denominators count over all ranks and accumulated steps."""
+
+    samples: Samples
+    pictures: Tensor
+    reference: Tensor | None
+    tokens: Tensor  # float32 []: trained tokens of the optimizer step
+    sequences: Tensor  # float32 []: samples of the optimizer step
+    scale: float  # times the local sum, so that what DDP averages is the global mean
+
+
+def credit_layout(batch: TrajectoryBatch) -> tuple[Credit, Tensor, Tensor]:
+    """Lay the sampled tokens of each episode out in one row, whatever samples they stand in.
+
+    Returns:
+        The credit problem `[episodes, tokens]` (rewards not yet placed), and the row and column of
+        each of its tokens in the batch's samples, int64 `[episodes, tokens]`, -1 on padding.
+    """
+    samples, episodes = batch.samples, batch.episodes
+    rows, columns = ((samples.turn >= 0) & (samples.weight > 0)[:, None]).nonzero(as_tuple=True)
+    order = torch.argsort(samples.token[rows, columns])
+    rows, columns = rows[order], columns[order]
+    episode, count = samples.episode[rows], len(episodes.turns)
+    sizes = torch.bincount(episode, minlength=count)
+    starts = sizes.cumsum(0) - sizes
+    place = torch.arange(len(episode), device=episode.device) - starts[episode]
+    shape = (count, int(sizes.max()) if count else 0)
+    at_row = torch.full(shape, -1, dtype=torch.int64, device=episode.device)
+    at_column = at_row.clone()
+    at_row[episode, place], at_column[episode, place] = rows, columns
+    real = at_row >= 0  # every sampled token, trained on or not: credit passes through all of them
+
+    def laid_out(values: Tensor, fill: float) -> Tensor:
+        return torch.where(real, values[at_row.clamp(min=0), at_column.clamp(min=0)], fill)
+
+    credit = Credit(
+        rewards=torch.zeros(shape, device=episode.device),
+        values=laid_out(samples.values, 0.0),
+        advantage_mask=laid_out(samples.advantage_mask, False),
+        loss_mask=laid_out(samples.loss_mask, False),
+        turn=laid_out(samples.turn, -1),
+        group=episodes.group,
+        bootstrap=episodes.bootstrap,
+        returns=episodes.turn_rewards.sum(1),
+    )
+    return credit, at_row, at_column
+
+
+def tensors(value: Samples | Episodes | TrajectoryBatch | None) -> dict[str, object] | None:
+    """Return a dataclass of tensors as nested dictionaries, for a checkpoint."""
+    if value is None:
+        return None
+    return {
+        field.name: tensors(part) if isinstance(part, Samples | Episodes) else part
+        for field in fields(value)
+        for part in (getattr(value, field.name),)
+    }
+
+
+def from_tensors(state: dict[str, object] | None) -> TrajectoryBatch | None:
+    """Rebuild what `tensors` took apart."""
+    if state is None:
+        return None
+    final = state["final"]
+    return TrajectoryBatch(
+        samples=Samples(**state["samples"]),  # type: ignore[arg-type]
+        episodes=Episodes(**state["episodes"]),  # type: ignore[arg-type]
+        pictures=state["pictures"],  # type: ignore[arg-type]
+        final=None if final is None else Samples(**final),  # type: ignore[arg-type]
+        reference=state["reference"],  # type: ignore[arg-type]
+    )

@@ -1,0 +1,161 @@
+"""From trajectories to a TrajectoryBatch: which tokens share a sample, and what each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_pl.data.batch import Episodes, Samples, TrajectoryBatch
+from ragen_pl.trajectory import Ending, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sequence under construction: the ids of its last turn's prompt and reply, and its turns."""
+
+    episode: int
+    ids: np.ndarray
+    images: list[np.ndarray]
+    replies: list[tuple[int, int, Turn]] = field(default_factory=list)  # (start, turn index, turn)
+
+
+def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Sample]:
+    """Join turns whose prompt continues the ids before it; a break starts a new sample.
+
+    Nothing is encoded here: a sample is what the engine was given and what it sampled, id for id.
+    """
+    samples: list[_Sample] = []
+    for number, turn in enumerate(trajectory.turns):
+        last = samples[-1] if samples else None
+        known = 0 if last is None else len(last.ids)
+        if (
+            last is None
+            or len(turn.prompt_ids) < known
+            or not np.array_equal(turn.prompt_ids[:known], last.ids)
+        ):
+            last = _Sample(episode, turn.prompt_ids, [])
+            samples.append(last)
+        last.replies.append((len(turn.prompt_ids), number, turn))
+        last.ids = np.concatenate([turn.prompt_ids, turn.reply_ids])
+        last.images = turn.prompt_images
+    return samples
+
+
+def collate(trajectories: Sequence[Trajectory], bundle: ModelBundle) -> TrajectoryBatch:
+    """Build the batch of these trajectories. Failed ones are left out: their credit is unknown."""
+    kept = [
+        trajectory
+        for trajectory in trajectories
+        if trajectory.turns and trajectory.ending is not Ending.FAILED
+    ]
+    parts = [
+        sample
+        for number, trajectory in enumerate(kept)
+        for sample in split_into_samples(trajectory, number)
+    ]
+    pictures = _Pictures()
+    samples = _samples(parts, pictures, pad=bundle.pad_token_id)
+    final = [
+        _Sample(number, trajectory.final_prompt_ids, trajectory.final_images)
+        for number, trajectory in enumerate(kept)
+        if trajectory.ending is Ending.TRUNCATED and trajectory.final_prompt_ids is not None
+    ]
+    final_samples = _samples(final, pictures, pad=bundle.pad_token_id) if final else None
+    return TrajectoryBatch(
+        samples=samples,
+        episodes=_episodes(kept),
+        pictures=bundle.pixel_values(pictures.arrays) if pictures.arrays else torch.zeros(0),
+        final=final_samples,
+    )
+
+
+class _Pictures:
+    """Numbers pictures, the same array always alike."""
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, image: np.ndarray) -> int:
+        if id(image) not in self._numbers:
+            self._numbers[id(image)] = len(self.arrays)
+            self.arrays.append(image)
+        return self._numbers[id(image)]
+
+
+def _samples(parts: Sequence[_Sample], pictures: _Pictures, *, pad: int) -> Samples:
+    rows, time = len(parts), max((len(part.ids) for part in parts), default=0)
+    most_images = max((len(part.images) for part in parts), default=0)
+    ids = np.full((rows, time), pad, dtype=np.int64)
+    images = np.full((rows, most_images), -1, dtype=np.int64)
+    sampled = np.zeros((rows, time), dtype=bool)
+    turn, token = (
+        np.full((rows, time), -1, dtype=np.int64),
+        np.full((rows, time), -1, dtype=np.int64),
+    )
+    spans = np.zeros((rows, time), dtype=np.int8)
+    logprobs, temperature = (
+        np.zeros((rows, time), dtype=np.float32),
+        np.ones((rows, time), dtype=np.float32),
+    )
+    count = 0
+    for row, part in enumerate(parts):
+        ids[row, : len(part.ids)] = part.ids
+        images[row, : len(part.images)] = [pictures.number(image) for image in part.images]
+        for start, number, reply in part.replies:
+            place = slice(start, start + len(reply.reply_ids))
+            sampled[row, place], turn[row, place] = True, number
+            token[row, place] = np.arange(count, count + len(reply.reply_ids))
+            spans[row, place], temperature[row, place] = reply.spans, reply.temperature
+            logprobs[row, place] = reply.reply_logprobs
+            count += len(reply.reply_ids)
+    zeros = torch.zeros(rows, time)
+    mask = torch.from_numpy(sampled)
+    return Samples(
+        input_ids=torch.from_numpy(ids),
+        length=torch.tensor([len(part.ids) for part in parts], dtype=torch.int64),
+        loss_mask=mask,
+        advantage_mask=mask.clone(),
+        kl_mask=mask.clone(),
+        turn=torch.from_numpy(turn),
+        token=torch.from_numpy(token),
+        spans=torch.from_numpy(spans),
+        behaviour_logprobs=torch.from_numpy(logprobs),
+        temperature=torch.from_numpy(temperature),
+        images=torch.from_numpy(images),
+        episode=torch.tensor([part.episode for part in parts], dtype=torch.int64),
+        weight=torch.ones(rows),
+        advantages=zeros,
+        returns=zeros.clone(),
+        values=zeros.clone(),
+    )
+
+
+def _episodes(kept: Sequence[Trajectory]) -> Episodes:
+    most = max((len(trajectory.turns) for trajectory in kept), default=0)
+    rewards = torch.zeros(len(kept), most)
+    for row, trajectory in enumerate(kept):
+        rewards[row, : len(trajectory.turns)] = torch.tensor(
+            [turn.reward for turn in trajectory.turns]
+        )
+
+    def column(values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    return Episodes(
+        turn_rewards=rewards,
+        turns=column([len(trajectory.turns) for trajectory in kept], torch.int64),
+        group=column([trajectory.group for trajectory in kept], torch.int64),
+        truncated=column(
+            [trajectory.ending is Ending.TRUNCATED for trajectory in kept], torch.bool
+        ),
+        bootstrap=torch.zeros(len(kept)),
+    )

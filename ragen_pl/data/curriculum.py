@@ -1,0 +1,49 @@
+"""A curriculum in two stages: harder starts for part of the groups once the agent succeeds often enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class Curriculum:
+    """From the iteration after mean sampled success first passes `above`, a share of groups starts harder.
+
+    Attributes:
+        above: mean success over the last `window` iterations that starts the second stage.
+        share: of the groups that start harder.
+        options: reset options of those groups, such as `{"min_distance": 3}`.
+        window: iterations averaged over.
+    """
+
+    above: float
+    share: float
+    options: Mapping[str, object]
+    window: int = 5
+
+    def __post_init__(self) -> None:
+        self.history: list[float] = []
+        self.since: int | None = None
+
+    def observe(self, success: float, *, iteration: int) -> None:
+        """Take note of an iteration's sampled success, the same figure on every rank."""
+        self.history = [*self.history, success][-self.window :]
+        full = len(self.history) == self.window
+        if self.since is None and full and sum(self.history) / self.window > self.above:
+            self.since = iteration + 1
+
+    def options_for(
+        self, group: int, *, groups: int, iteration: int
+    ) -> Mapping[str, object] | None:
+        """Return the reset options of a group, None for the world's own."""
+        hard = self.since is not None and iteration >= self.since and group < self.share * groups
+        return self.options if hard else None
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a resumed run needs to know."""
+        return {"history": list(self.history), "since": self.since}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore `state_dict`."""
+        self.history, self.since = list(state["history"]), state["since"]  # type: ignore[call-overload, assignment]

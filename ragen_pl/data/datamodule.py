@@ -1,0 +1,174 @@
+"""RolloutDataModule: each iteration's fresh trajectories for the update, fixed panels for validation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+
+from ragen_pl.data.batch import TrajectoryBatch, from_tensors, tensors
+from ragen_pl.data.collate import collate
+from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.panel import Panel, PanelLoader
+from ragen_pl.distributed import gather_over_ranks, rank, sum_over_ranks, world_size
+from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.rollout.engine import RolloutEngine
+from ragen_pl.rollout.environments import Start
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.seeding import derive_seed
+from ragen_pl.trajectory import Trajectory
+
+
+class RollsOut(Protocol):
+    """What the DataModule asks of the module that it collects for."""
+
+    def rollout_engine(self) -> RolloutEngine:
+        """Return the engine that replies for the present policy."""
+
+    def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """Assign credit: fill masks, values, advantages and returns."""
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Collect trajectories and serve them as minibatches.
+
+    Args:
+        proxy: plays training episodes.
+        panels: validation panels, the main one first.
+        groups: starts an iteration, over all ranks.
+        group_size: episodes from each start.
+        epochs: passes over an iteration's samples in its update.
+        minibatches: optimizer steps a pass.
+        seed: of the run.
+        held_out: keep the first panel's start states out of training.
+        curriculum: harder starts later on, None for none.
+    """
+
+    def __init__(
+        self,
+        proxy: AgentProxy,
+        *,
+        panels: Sequence[Panel] = (),
+        groups: int = 128,
+        group_size: int = 1,
+        epochs: int = 2,
+        minibatches: int = 4,
+        seed: int = 0,
+        held_out: bool = True,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        super().__init__()
+        self.proxy, self.panels = proxy, list(panels)
+        self.groups, self.group_size = groups, group_size
+        self.epochs, self.minibatches = epochs, minibatches
+        self.seed = seed
+        self.held_out = held_out
+        self.curriculum = curriculum
+        self.buffer: TrajectoryBatch | None = None
+        self.metrics: dict[str, float] = {}
+        self.rollout_seconds = 0.0
+        self._iteration = -1
+
+    def setup(self, stage: str) -> None:
+        """Find the panel's start states, which training must not draw."""
+        if self.held_out and self.panels and not self.proxy.environments.held_out:
+            self.proxy.environments.held_out = frozenset(self.panels[0].state_keys())
+
+    def starts(self, iteration: int) -> list[Start]:
+        """Return this rank's episodes of an iteration: every world_size-th group, whole."""
+        starts = []
+        for group in range(rank(), self.groups, world_size()):
+            options = None
+            if self.curriculum is not None:
+                options = self.curriculum.options_for(
+                    group, groups=self.groups, iteration=iteration
+                )
+            seed = derive_seed(self.seed, "environment", iteration, group)
+            starts += [
+                Start(group=group, member=m, seed=seed, options=options)
+                for m in range(self.group_size)
+            ]
+        return starts
+
+    def collect(
+        self,
+        iteration: int,
+        module: RollsOut,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Trajectory]:
+        """Roll out this rank's share of an iteration and fill the buffer; return the trajectories."""
+        began = time.perf_counter()
+        engine = module.rollout_engine()
+        engine.sync_weights(iteration)
+        self.proxy.progress = progress
+        trajectories = self.proxy.rollout(
+            engine, self.starts(iteration), seed_key=(self.seed, "sample", iteration)
+        )
+        self.rollout_seconds = time.perf_counter() - began
+        statistics = RolloutStatistics()
+        statistics.update(trajectories)
+        self.metrics = statistics.compute()
+        if self.metrics["failed"] == 1.0:
+            raise RuntimeError(
+                f"every episode of the iteration failed; the first said: {trajectories[0].error}"
+            )
+        if self.curriculum is not None:
+            self.curriculum.observe(self.metrics["success"], iteration=iteration)
+        self.buffer = module.prepare(collate(trajectories, self.proxy.context.bundle))
+        self._iteration = iteration
+        return trajectories
+
+    def has_buffer(self, iteration: int) -> bool:
+        """Return whether the buffer holds this iteration's samples."""
+        return self.buffer is not None and self._iteration == iteration
+
+    def drop_buffer(self) -> None:
+        """Forget the samples."""
+        self.buffer = None
+
+    def train_dataloader(self) -> MinibatchLoader:
+        """Return the update phase's loader over the buffer."""
+        if self.buffer is None:
+            raise RuntimeError(
+                "there are no trajectories yet; train with the RolloutUpdate callback"
+            )
+        accumulate = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+        return MinibatchLoader(
+            self.buffer,
+            epochs=self.epochs,
+            minibatches=self.minibatches,
+            accumulate=accumulate,
+            seed_key=(self.seed, self._iteration, rank()),
+            world_size=world_size(),
+            sum_over_ranks=sum_over_ranks,
+        )
+
+    def val_dataloader(self) -> list[PanelLoader]:
+        """Return a loader for each panel."""
+        return [PanelLoader(panel) for panel in self.panels]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what an exact resume needs; all ranks must call it, for each has its own buffer."""
+        return {
+            "iteration": self._iteration,
+            "metrics": self.metrics,
+            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
+            "buffers": gather_over_ranks(tensors(self.buffer)),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore `state_dict`; a buffer only where the world size is the one that it was made for."""
+        self._iteration, self.metrics = state_dict["iteration"], state_dict["metrics"]
+        if self.curriculum is not None and state_dict["curriculum"] is not None:
+            self.curriculum.load_state_dict(state_dict["curriculum"])
+        buffers = state_dict["buffers"]
+        if len(buffers) != world_size() and buffers[0] is not None:
+            raise ValueError(
+                f"the checkpoint was written inside an update on {len(buffers)} ranks and can't go on with "
+                f"{world_size()}; resume on as many, or from a checkpoint written at an iteration's end"
+            )
+        self.buffer = from_tensors(buffers[rank()]) if len(buffers) == world_size() else None

@@ -1,0 +1,87 @@
+"""DemonstrationDataModule: scripted, imperfect demonstrations for the warm start."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+import torch
+
+from ragen_pl.data.batch import TrajectoryBatch
+from ragen_pl.data.collate import collate
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.distributed import rank, sum_over_ranks, world_size
+from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.rollout.environments import Start
+from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.seeding import derive_seed
+
+
+class DemonstrationDataModule(pl.LightningDataModule):
+    """Play demonstrations once and serve their turns as minibatches.
+
+    Args:
+        proxy: plays them.
+        episodes: demonstrations, over all ranks.
+        batch_size: samples of an optimizer step, over all ranks.
+        steps: optimizer steps.
+        gamma: discount of a turn's return, the critic's target.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        proxy: ScriptedProxy,
+        *,
+        episodes: int,
+        batch_size: int,
+        steps: int,
+        gamma: float,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.proxy, self.episodes, self.batch_size = proxy, episodes, batch_size
+        self.steps, self.gamma, self.seed = steps, gamma, seed
+        self.batch: TrajectoryBatch | None = None
+        self.statistics: dict[str, float] = {}
+
+    def setup(self, stage: str) -> None:
+        """Play this rank's demonstrations."""
+        if self.batch is not None:
+            return
+        starts = [
+            Start(group=number, member=0, seed=derive_seed(self.seed, "demonstration", number))
+            for number in range(rank(), self.episodes, world_size())
+        ]
+        trajectories = self.proxy.play(starts, seed_key=(self.seed, "demonstrator"))
+        statistics = RolloutStatistics()
+        statistics.update(trajectories)
+        self.statistics = statistics.compute()
+        self.batch = collate(trajectories, self.proxy.context.bundle)
+        set_discounted_returns(self.batch, gamma=self.gamma)
+
+    def train_dataloader(self) -> MinibatchLoader:
+        """Return the loader over all demonstrated samples."""
+        assert self.batch is not None
+        minibatches = max(1, -(-len(self.batch.samples) * world_size() // self.batch_size))
+        return MinibatchLoader(
+            self.batch,
+            epochs=math.ceil(self.steps / minibatches),
+            minibatches=minibatches,
+            seed_key=(self.seed, "demonstrations", rank()),
+            world_size=world_size(),
+            sum_over_ranks=sum_over_ranks,
+        )
+
+
+def set_discounted_returns(batch: TrajectoryBatch, *, gamma: float) -> None:
+    """Set each sampled token's return to its turn's discounted return-to-go, Σ_k gamma^(k-t) r_k."""
+    rewards = batch.episodes.turn_rewards
+    returns = torch.zeros(rewards.shape[0], rewards.shape[1] + 1)
+    for turn in reversed(range(rewards.shape[1])):
+        returns[:, turn] = rewards[:, turn] + gamma * returns[:, turn + 1]
+    samples = batch.samples
+    sampled = samples.turn >= 0
+    samples.returns = torch.where(
+        sampled, returns[samples.episode[:, None], samples.turn.clamp(min=0)], 0.0
+    )

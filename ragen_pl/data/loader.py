@@ -1,0 +1,102 @@
+"""The update phase's train loader: sized, seeded, and resumable at any minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ragen_pl.data.batch import Minibatch, TrajectoryBatch
+from ragen_pl.seeding import derive_seed
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+class MinibatchLoader:
+    """Yield `epochs x minibatches x accumulate` minibatches of a batch's samples.
+
+    In each epoch every sample appears once, in an order drawn from `seed_key`. A rank with fewer
+    samples than minibatches yields rows of weight 0, so that all ranks take as many steps.
+
+    Args:
+        batch: the iteration's samples.
+        epochs: passes over the samples.
+        minibatches: optimizer steps an epoch.
+        accumulate: loader steps an optimizer step (the Trainer's `accumulate_grad_batches`).
+        seed_key: what the order is drawn from: run seed, iteration, rank.
+        world_size: ranks whose gradients are averaged.
+        sum_over_ranks: adds a tensor up over all ranks; identity on one rank.
+    """
+
+    def __init__(
+        self,
+        batch: TrajectoryBatch,
+        *,
+        epochs: int,
+        minibatches: int,
+        accumulate: int = 1,
+        seed_key: tuple[int | str, ...] = (),
+        world_size: int = 1,
+        sum_over_ranks: SumOverRanks = lambda tensor: tensor,
+    ) -> None:
+        self.batch = batch
+        self.accumulate = accumulate
+        self.world_size = world_size
+        self._position = 0
+        self._plan: list[Tensor] = []
+        for epoch in range(epochs):
+            generator = torch.Generator().manual_seed(derive_seed(*seed_key, "shuffle", epoch))
+            order = torch.randperm(len(batch.samples), generator=generator)
+            for step in order.tensor_split(minibatches):
+                self._plan.extend(step.tensor_split(accumulate))
+        self._counts = self._count(sum_over_ranks)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[Minibatch]:
+        first, self._position = self._position, 0
+        for number in range(first, len(self._plan)):
+            self._position = number + 1
+            yield self._minibatch(number)
+        self._position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of minibatches given out."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the minibatches that were given out."""
+        self._position = state["position"]
+
+    def _count(self, sum_over_ranks: SumOverRanks) -> Tensor:
+        """Return the trained tokens and samples of every optimizer step, over all ranks, `[steps, 2]`."""
+        tokens = self.batch.samples.loss_mask.sum(1) * (self.batch.samples.weight > 0)
+        counts = torch.zeros(len(self._plan) // self.accumulate, 2)
+        for number, rows in enumerate(self._plan):
+            counts[number // self.accumulate, 0] += tokens[rows].sum()
+            counts[number // self.accumulate, 1] += (self.batch.samples.weight[rows] > 0).sum()
+        return sum_over_ranks(counts).clamp(min=1)
+
+    def _minibatch(self, number: int) -> Minibatch:
+        rows, batch = self._plan[number], self.batch
+        filler = len(rows) == 0
+        samples = batch.samples.select(torch.zeros(1, dtype=torch.int64) if filler else rows)
+        if filler:
+            samples.weight.zero_()
+            samples.loss_mask, samples.kl_mask = samples.loss_mask & False, samples.kl_mask & False
+        used, images = torch.unique(samples.images, return_inverse=True)
+        missing = int(bool(len(used) and used[0] < 0))
+        samples.images = images.view_as(samples.images) - missing
+        tokens, sequences = self._counts[number // self.accumulate]
+        return Minibatch(
+            samples=samples,
+            pictures=batch.pictures[used[missing:]] if len(batch.pictures) else batch.pictures,
+            reference=None
+            if batch.reference is None
+            else batch.reference[samples.token[samples.turn >= 0]],
+            tokens=tokens,
+            sequences=sequences,
+            scale=float(self.world_size * self.accumulate),
+        )

@@ -1,0 +1,51 @@
+"""The few collectives that the trainer needs; each is the identity in a single process."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def is_distributed() -> bool:
+    """Return whether several processes train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """Return this process's number, 0 when alone."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum of the ranks' tensors, all of the same shape."""
+    if not is_distributed():
+        return tensor
+    total = tensor.clone()
+    if dist.get_backend() == "nccl":
+        total = total.cuda()
+    dist.all_reduce(total)
+    return total.to(tensor.device)
+
+
+def gather_over_ranks(value: T) -> list[T]:
+    """Return every rank's value, in rank order, on every rank. Values must be picklable."""
+    if not is_distributed():
+        return [value]
+    gathered: list[T | None] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered  # type: ignore[return-value]
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether the flag is set on any rank."""
+    return bool(sum_over_ranks(torch.tensor(float(flag))) > 0)

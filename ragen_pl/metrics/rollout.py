@@ -1,0 +1,79 @@
+"""What a set of trajectories shows: success, return, turns, form, lengths, spread within groups."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragen_pl.metrics.sums import NamedSums, ratio
+from ragen_pl.trajectory import Ending, Span, Trajectory
+
+_NAMES = (
+    "episodes", "successes", "return", "return_square", "turns", "valid", "effective", "reply_tokens", "think_tokens",
+    "entropy", "cut", "failed", "turn_limit", "truth_known", "truth_told", "groups", "group_std",
+)  # fmt: skip
+
+
+class RolloutStatistics(NamedSums):
+    """Sums over trajectories; groups must not be split over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAMES)
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:  # type: ignore[override]
+        """Count these trajectories."""
+        sums: dict[str, float] = defaultdict(float)
+        groups: dict[int, list[float]] = defaultdict(list)
+        for trajectory in trajectories:
+            sums["episodes"] += 1
+            sums["failed"] += trajectory.ending is Ending.FAILED
+            sums["turn_limit"] += trajectory.ending is Ending.TURN_LIMIT and not trajectory.success
+            sums["successes"] += trajectory.success
+            sums["return"] += trajectory.reward
+            sums["return_square"] += trajectory.reward**2
+            groups[trajectory.group].append(trajectory.reward)
+            for turn in trajectory.turns:
+                sums["turns"] += 1
+                sums["valid"] += turn.action_is_valid
+                sums["effective"] += turn.action_is_effective
+                sums["reply_tokens"] += len(turn.reply_ids)
+                sums["think_tokens"] += int((turn.spans == Span.THINK).sum())
+                sums["entropy"] += turn.reply_entropy * len(turn.reply_ids)
+                sums["cut"] += turn.cut
+                if "truth" in turn.info:
+                    sums["truth_known"] += 1
+                    sums["truth_told"] += turn.think == turn.info["truth"]
+        spreads = [np.std(rewards, ddof=1) for rewards in groups.values() if len(rewards) > 1]
+        sums["groups"] += len(spreads)
+        sums["group_std"] += float(sum(spreads))
+        super().update(sums)
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures; `nan` where nothing was counted."""
+        total = self.totals()
+        episodes, turns = total["episodes"], total["turns"]
+        figures = {
+            "episodes": episodes,
+            "success": ratio(total["successes"], episodes),
+            "return": ratio(total["return"], episodes),
+            "return_std": max(
+                0.0, ratio(total["return_square"], episodes) - ratio(total["return"], episodes) ** 2
+            )
+            ** 0.5,
+            "turns": ratio(turns, episodes),
+            "valid_actions": ratio(total["valid"], turns),
+            "effective_actions": ratio(total["effective"], turns),
+            "reply_tokens": ratio(total["reply_tokens"], turns),
+            "think_tokens": ratio(total["think_tokens"], turns),
+            "entropy": ratio(total["entropy"], total["reply_tokens"]),
+            "cut_replies": ratio(total["cut"], turns),
+            "failed": ratio(total["failed"], episodes),
+            "turn_limit": ratio(total["turn_limit"], episodes),
+        }
+        if total["truth_known"]:
+            figures["true_thoughts"] = ratio(total["truth_told"], total["truth_known"])
+        if total["groups"]:
+            figures["group_return_std"] = ratio(total["group_std"], total["groups"])
+        return figures

@@ -1,0 +1,79 @@
+"""A metric of named sums, the base of the project's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class NamedSums(Metric):
+    """Hold a float64 sum for each name and, for some, a maximum; subclasses say what they mean.
+
+    One vector is synchronised over the ranks, not a tensor a name.
+    """
+
+    full_state_update = False
+    sums: Tensor
+    maxima: Tensor
+
+    def __init__(self, names: Sequence[str], *, maxima: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.names, self.maximum_names = tuple(names), tuple(maxima)
+        self.add_state(
+            "sums", torch.zeros(len(self.names), dtype=torch.float64), dist_reduce_fx="sum"
+        )
+        if maxima:
+            self.add_state(
+                "maxima",
+                torch.zeros(len(self.maximum_names), dtype=torch.float64),
+                dist_reduce_fx="max",
+            )
+
+    def update(self, values: Mapping[str, float | Tensor]) -> None:
+        """Add to the sums named, raise the maxima named."""
+        unknown = set(values) - set(self.names) - set(self.maximum_names)
+        if unknown:
+            raise KeyError(
+                f"{type(self).__name__} has no sums named {sorted(unknown)}; it has {self.names}"
+            )
+        for number, name in enumerate(self.names):
+            if name in values:
+                self.sums[number] += float(values[name])
+        for number, name in enumerate(self.maximum_names):
+            if name in values:
+                self.maxima[number] = max(float(self.maxima[number]), float(values[name]))
+
+    def totals(self) -> dict[str, float]:
+        """Return sums and maxima by name."""
+        totals = dict(zip(self.names, self.sums.tolist(), strict=True))
+        if self.maximum_names:
+            totals |= dict(zip(self.maximum_names, self.maxima.tolist(), strict=True))
+        return totals
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures; subclasses divide the sums."""
+        return self.totals()
+
+    def export_state(self) -> list[float]:
+        """Return the unreduced state, for a checkpoint."""
+        return self.sums.tolist() + (self.maxima.tolist() if self.maximum_names else [])
+
+    def import_state(self, state: Sequence[float]) -> None:
+        """Restore what `export_state` gave."""
+        self.reset()
+        self._update_count = 1
+        self.sums += torch.tensor(
+            state[: len(self.names)], dtype=torch.float64, device=self.sums.device
+        )
+        if self.maximum_names:
+            self.maxima += torch.tensor(
+                state[len(self.names) :], dtype=torch.float64, device=self.maxima.device
+            )
+
+
+def ratio(total: float, count: float) -> float:
+    """Return total / count, NaN where nothing was counted."""
+    return total / count if count else float("nan")

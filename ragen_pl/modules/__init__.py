@@ -1,0 +1,1 @@
+"""The LightningModules: policy, critic, and the agent that composes them."""

@@ -1,0 +1,84 @@
+"""WarmStartModule: policy and critic learn from demonstrations before any RL.
+
+The policy learns to see, to keep the format and to act about as well as the demonstrator; the critic
+the demonstrator's returns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from ragen_pl.algorithms.value_loss import value_loss
+from ragen_pl.data.batch import Minibatch
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.policy import OptimizerFactory, PolicyModule
+
+
+class WarmStartModule(pl.LightningModule):
+    """Cross-entropy on replies plus the value error, on the same samples.
+
+    Args:
+        policy: learns the replies.
+        critic: learns the returns; None to leave it out.
+        optimizer: makes the optimizer from parameters.
+        steps: optimizer steps, which the cosine decay of the rate is spread over.
+        warm_up: first steps, over which the rate rises.
+        value_coefficient: weight of half the squared value error.
+        learning_rate_end: the rate's share at the last step.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModule,
+        critic: CriticModule | None,
+        *,
+        optimizer: OptimizerFactory,
+        steps: int,
+        warm_up: int = 20,
+        value_coefficient: float = 2.0,
+        learning_rate_end: float = 0.05,
+    ) -> None:
+        super().__init__()
+        self.policy, self.critic = policy, critic
+        self.optimizer_factory = optimizer
+        self.steps, self.warm_up, self.learning_rate_end = steps, warm_up, learning_rate_end
+        self.value_coefficient = value_coefficient
+
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
+        """Return the joint loss, averaged over all trained tokens of the step."""
+        samples = batch.samples
+        mask = samples.loss_mask & (samples.weight > 0)[:, None]
+        shared = self.critic if self.critic is not None and self.critic.shares_trunk else None
+        scores = self.policy.score(samples, batch.pictures, critic=shared)
+        reply_loss = -(scores.logprobs * mask).sum() / batch.tokens
+        figures = {"warm_start/loss": reply_loss.detach()}
+        loss = reply_loss
+        if self.critic is not None:
+            values = (
+                scores.values if shared is not None else self.critic.values(samples, batch.pictures)
+            )
+            assert values is not None
+            error = value_loss(values, samples.returns, mask).losses.sum() / batch.tokens
+            figures["warm_start/value_loss"] = error.detach()
+            loss = loss + self.value_coefficient * error
+        self.log_dict(figures, prog_bar=True, sync_dist=True, reduce_fx="sum")
+        return loss * batch.scale
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer and its schedule: a linear rise, then a cosine fall."""
+        optimizer = self.optimizer_factory(
+            [parameter for parameter in self.parameters() if parameter.requires_grad]
+        )
+
+        def share(step: int) -> float:
+            rise = min(1.0, (step + 1) / max(1, self.warm_up))
+            cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / self.steps)))
+            return rise * (self.learning_rate_end + (1.0 - self.learning_rate_end) * cosine)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

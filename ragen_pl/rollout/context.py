@@ -1,0 +1,220 @@
+"""ContextManager: what the policy is shown, as token ids and image slots, turn after turn.
+
+It owns the chat format, the window of turns and the token budget. Ids that were sampled are kept as
+they are; only what the environment says is encoded, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from string import Formatter
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ragen_pl.rollout.engine import Prompt
+from ragen_pl.rollout.template import ChatTemplate, Message, user_message
+from ragen_pl.trajectory import Observation
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", "last_action")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Exchange:
+    """A turn of a conversation: what was shown, what was replied."""
+
+    shown_ids: np.ndarray  # the user's block and the header of the reply, image slots expanded
+    text: str
+    images: list[np.ndarray]
+    reply_ids: np.ndarray | None = None
+    reply_text: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """One lane's context so far."""
+
+    system: str | None
+    head_ids: np.ndarray
+    actions: list[str] = field(default_factory=list)
+    exchanges: list[_Exchange] = field(default_factory=list)
+
+
+class ContextManager:
+    """Turn observations and replies into prompts.
+
+    Args:
+        bundle: the model's tokenizer and processor.
+        window: `"all"` for the whole history, or the number of latest turns shown, the present one
+            included (1: one turn a sample).
+        system_prompt: `"instructions"` for the environment's own rules, another text, or None for none.
+        turn_template: the user's words; may use {observation}, {turn}, {max_turns}, {turns_left},
+            {actions} (all carried out so far in the episode) and {last_action}.
+        max_tokens: longest prompt plus reply; a conversation that would pass it is truncated.
+    """
+
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        *,
+        window: int | Literal["all"] = 1,
+        system_prompt: str | None = "instructions",
+        turn_template: str = "{observation}",
+        max_tokens: int = 4096,
+    ) -> None:
+        if window != "all" and (not isinstance(window, int) or window < 1):
+            raise ValueError(
+                f"context.window={window!r}: expected 'all' or a number of turns of at least 1"
+            )
+        unknown = {name for _, name, _, _ in Formatter().parse(turn_template) if name} - set(
+            TEMPLATE_FIELDS
+        )
+        if unknown:
+            raise ValueError(
+                f"context.turn_template uses unknown fields {sorted(unknown)}; known: {', '.join(TEMPLATE_FIELDS)}"
+            )
+        self.bundle = bundle
+        self.window = window
+        self.system_prompt = system_prompt
+        self.turn_template = turn_template
+        self.max_tokens = max_tokens
+        self.template = ChatTemplate(bundle.renderer)
+        self._encoded: dict[str, np.ndarray] = {}
+        close = self._encode_markup(self.template.close) if self.template.keeps_prefix else _NO_IDS
+        ends_turn = len(close) and int(close[0]) in bundle.eos_token_ids
+        self._close_after_end = close[1:] if ends_turn else close
+        self._close_after_cut = close
+
+    def start(self, instructions: str) -> Conversation:
+        """Open a conversation in a world with these instructions."""
+        system = instructions if self.system_prompt == "instructions" else self.system_prompt
+        head = (
+            self._encode_markup(self.template.head(system))
+            if self.template.keeps_prefix
+            else _NO_IDS
+        )
+        return Conversation(system=system, head_ids=head)
+
+    def observe(
+        self, conversation: Conversation, observation: Observation, *, max_turns: int
+    ) -> Prompt:
+        """Add an observation and return the prompt of the reply to it."""
+        text = self._fill(conversation, observation, max_turns)
+        exchange = _Exchange(
+            shown_ids=self._shown_ids(text, observation.images)
+            if self.template.keeps_prefix
+            else _NO_IDS,
+            text=text,
+            images=observation.images,
+        )
+        conversation.exchanges.append(exchange)
+        return self._prompt(conversation)
+
+    def reply(
+        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+    ) -> None:
+        """Record the reply to the last observation and the actions that were carried out."""
+        exchange = conversation.exchanges[-1]
+        exchange.reply_ids, exchange.reply_text = ids, text
+        conversation.actions.extend(actions)
+
+    def encode_reply(self, text: str) -> np.ndarray:
+        """Return the ids of a written reply, its end-of-turn token included."""
+        return np.append(
+            self._cached("reply:" + text, text, split_special_tokens=True),
+            self.bundle.end_of_turn_id,
+        )
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the text of each token of a reply, such that they join to the reply's text.
+
+        A character made of several tokens is counted to the last of them.
+        """
+        kept = [int(token) for token in ids if int(token) not in self.bundle.eos_token_ids]
+        pieces = [self.bundle.piece(token) for token in kept]
+        if any("\ufffd" in piece for piece in pieces):
+            decode = self.bundle.tokenizer.decode
+            texts = [decode(kept[: end + 1], skip_special_tokens=False) for end in range(len(kept))]
+            lengths = [0, *(len(text.rstrip("\ufffd")) for text in texts)]
+            lengths[-1] = len(texts[-1])
+            ends = np.maximum.accumulate(lengths)
+            pieces = [texts[-1][a:b] for a, b in pairwise(ends)]
+        return pieces + [""] * (len(ids) - len(kept))
+
+    def _fill(self, conversation: Conversation, observation: Observation, max_turns: int) -> str:
+        turn = len(conversation.exchanges) + 1
+        return self.turn_template.format(
+            observation=observation.text,
+            turn=turn,
+            max_turns=max_turns,
+            turns_left=max_turns - turn + 1,
+            actions=" ".join(conversation.actions) or "none",
+            last_action=conversation.actions[-1] if conversation.actions else "none",
+        )
+
+    def _prompt(self, conversation: Conversation) -> Prompt:
+        shown = conversation.exchanges
+        if self.window != "all":
+            shown = shown[-int(self.window) :]
+        images = [image for exchange in shown for image in exchange.images]
+        if not self.template.keeps_prefix:
+            return Prompt(ids=self._render(conversation, shown), images=images)
+        parts = [conversation.head_ids]
+        for exchange in shown:
+            parts.append(exchange.shown_ids)
+            if exchange.reply_ids is not None:
+                parts.append(exchange.reply_ids)
+                ended = (
+                    len(exchange.reply_ids)
+                    and int(exchange.reply_ids[-1]) in self.bundle.eos_token_ids
+                )
+                parts.append(self._close_after_end if ended else self._close_after_cut)
+        return Prompt(ids=np.concatenate(parts), images=images)
+
+    def _render(self, conversation: Conversation, shown: Sequence[_Exchange]) -> np.ndarray:
+        """Render the window afresh, for a template that rewrites its history."""
+        messages: list[Message] = self.template.system_messages(conversation.system)
+        for exchange in shown:
+            messages.append(user_message(self._plain(exchange.text), images=len(exchange.images)))
+            if exchange.reply_ids is not None:
+                messages.append({"role": "assistant", "content": self._plain(exchange.reply_text)})
+        ids = self._encode_markup(self.template.render(messages))
+        return self.bundle.expand_image_slots(
+            ids, [image for exchange in shown for image in exchange.images]
+        )
+
+    def _plain(self, text: str) -> str:
+        """Take the tokenizer's control tokens out of a text that must not contain any."""
+        for token in self.bundle.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
+
+    def _shown_ids(self, text: str, images: Sequence[np.ndarray]) -> np.ndarray:
+        before, after = self.template.around_user(len(images))
+        before_ids = self.bundle.expand_image_slots(self._encode_markup(before), images)
+        return np.concatenate([before_ids, self._encode_words(text), self._encode_markup(after)])
+
+    def _encode_markup(self, text: str) -> np.ndarray:
+        return self._cached("markup:" + text, text, split_special_tokens=False)
+
+    def _encode_words(self, text: str) -> np.ndarray:
+        """Encode what an environment says: a control token's name in it is read as plain letters."""
+        return self._cached("words:" + text, text, split_special_tokens=True)
+
+    def _cached(self, key: str, text: str, *, split_special_tokens: bool) -> np.ndarray:
+        if key not in self._encoded:
+            if len(self._encoded) > 20_000:
+                self._encoded.clear()
+            ids = self.bundle.tokenizer(
+                text, add_special_tokens=False, split_special_tokens=split_special_tokens
+            )["input_ids"]
+            self._encoded[key] = np.asarray(ids, dtype=np.int64)
+        return self._encoded[key]
+
+
+_NO_IDS = np.zeros(0, dtype=np.int64)

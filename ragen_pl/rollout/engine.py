@@ -1,0 +1,58 @@
+"""What the turn loop asks of a rollout engine: token ids and pictures in, sampled ids and log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """The exact ids a policy is shown, image slots expanded, and the pictures of those slots in order."""
+
+    ids: np.ndarray  # int64 [prompt]
+    images: list[np.ndarray] = field(default_factory=list)  # each uint8 [height, width, 3]
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerationRequest:
+    """One reply to sample.
+
+    `session` names the lane: an engine may keep what it computed for a session's earlier prompt and
+    use it where the new prompt starts with the same ids. The ids alone decide what is generated.
+    """
+
+    session: int
+    prompt: Prompt
+    max_tokens: int
+    temperature: float  # 0 is greedy
+    uniforms: np.ndarray  # float64 [max_tokens] in [0, 1): the reply's only source of randomness
+
+
+@dataclass(kw_only=True, slots=True)
+class Generation:
+    """A sampled reply."""
+
+    ids: np.ndarray  # int64 [reply], the end-of-turn token included where it was sampled
+    logprobs: np.ndarray  # float32 [reply], of the distribution sampled from
+    entropy: float  # nats, mean over the reply's tokens
+    cut: bool  # the length limit came before an end-of-turn token
+
+
+class RolloutEngine(Protocol):
+    """Generates replies for many lanes at once."""
+
+    def generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
+        """Return a reply for each request, in order. `keep` says that sessions will go on from here."""
+        ...
+
+    def sync_weights(self, version: int) -> None:
+        """Use the policy's weights of this version from now on, and void every cache."""
+        ...
+
+    def release(self) -> None:
+        """Forget all sessions and give back what they held."""
+        ...

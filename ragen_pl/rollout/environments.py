@@ -1,0 +1,236 @@
+"""EnvironmentManager: owns environments, their seeds and what a turn is worth.
+
+Environments are joined by class path or gymnasium id, never imported. Parsing, several actions a turn,
+the format penalty and the turn limit belong here; the world's own rules belong to the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from ragen_pl.rollout.parsing import ParsedReply
+from ragen_pl.rollout.stalls import run_guarded
+from ragen_pl.seeding import derive_seed
+from ragen_pl.trajectory import Ending, Observation
+
+_DRAWS = 200  # tries to draw a start that is not held out
+
+
+@dataclass(kw_only=True, slots=True)
+class Start:
+    """Which episode a lane plays. Members of a group have the same seed, thus the same start."""
+
+    group: int
+    member: int
+    seed: int
+    options: Mapping[str, object] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class TurnResult:
+    """What came of a turn's actions."""
+
+    observation: Observation | None = None
+    reward: float = 0.0
+    ending: Ending | None = None  # None: the episode goes on
+    success: bool = False
+    effective: bool = False
+    carried_out: list[str] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Lane:
+    """One environment and where its episode stands."""
+
+    env: gymnasium.Env[Any, Any]
+    start: Start
+    observation: Observation | None = None
+    action_names: Sequence[str] = ()
+    truth: str | None = None  # the environment's own true description of the present state
+    difficulty: int | None = None
+    turn: int = 0
+    error: str | None = None
+
+
+class EnvironmentManager:
+    """Create, reset and step environments; one call serves many lanes.
+
+    Args:
+        target: gymnasium id (`ragen/FrozenLake-v0`) or class path (`my_package.my_module.MyEnv`).
+        kwargs: the environment's arguments.
+        max_turns: turns of an episode; the limit belongs to the task and ends it (`Ending.TURN_LIMIT`).
+        max_actions_per_turn: actions carried out of one reply.
+        format_penalty: taken from the reward of a turn whose reply has no valid action.
+        invalid_ends: whether such a reply ends the episode (else the world stays as it is).
+        turn_limit_bootstraps: treat the turn limit as a cut from outside (`Ending.TRUNCATED`).
+        require_think: whether a reply needs a think block to be valid.
+        timeout_s: longest time of one reset or one turn of an environment, None for no limit.
+        held_out: start states (`state_key()`) that a reset must not draw.
+        blank_images: show grey pictures, to measure what an agent does that sees nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: str,
+        kwargs: Mapping[str, object] | None = None,
+        max_turns: int = 10,
+        max_actions_per_turn: int = 1,
+        format_penalty: float = 0.05,
+        invalid_ends: bool = True,
+        turn_limit_bootstraps: bool = False,
+        require_think: bool = True,
+        timeout_s: float | None = 60.0,
+        held_out: Collection[str] = frozenset(),
+        blank_images: bool = False,
+    ) -> None:
+        self.target = target
+        self.kwargs = dict(kwargs or {})
+        self.max_turns = max_turns
+        self.max_actions_per_turn = max_actions_per_turn
+        self.format_penalty = format_penalty
+        self.invalid_ends = invalid_ends
+        self.turn_limit_bootstraps = turn_limit_bootstraps
+        self.require_think = require_think
+        self.timeout_s = timeout_s
+        self.held_out = held_out
+        self.blank_images = blank_images
+        self._make = environment_maker(target)
+        self._idle: list[gymnasium.Env[Any, Any]] = []
+
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """Create an environment."""
+        return self._make(**self.kwargs)
+
+    def open(self, starts: Sequence[Start]) -> list[Lane]:
+        """Return a lane at its first observation for each start; a failed reset leaves the error on its lane."""
+        lanes = [
+            Lane(env=self._idle.pop() if self._idle else self.make(), start=start)
+            for start in starts
+        ]
+        outcomes = run_guarded(
+            [_Job(self._reset, lane) for lane in lanes], timeout_s=self.timeout_s
+        )
+        for lane, outcome in zip(lanes, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                lane.error = _describe(outcome)
+        return lanes
+
+    def step(self, lanes: Sequence[Lane], replies: Sequence[ParsedReply]) -> list[TurnResult]:
+        """Carry out one reply in each lane."""
+        jobs = [_Job(self._turn, lane, reply) for lane, reply in zip(lanes, replies, strict=True)]
+        results = run_guarded(jobs, timeout_s=self.timeout_s)
+        return [
+            TurnResult(ending=Ending.FAILED, error=_describe(result))
+            if isinstance(result, BaseException)
+            else result
+            for result in results
+        ]
+
+    def close(self, lanes: Sequence[Lane]) -> None:
+        """Take sound environments back for later episodes."""
+        self._idle.extend(lane.env for lane in lanes if lane.error is None)
+
+    def _reset(self, lane: Lane) -> None:
+        start, world = lane.start, lane.env.unwrapped
+        options = dict(start.options) if start.options else None
+        raw, _ = lane.env.reset(seed=start.seed, options=options)
+        draw = 0
+        while self.held_out and _call(world, "state_key") in self.held_out:
+            draw += 1
+            if draw > _DRAWS:
+                raise RuntimeError(
+                    f"{_DRAWS} starts in a row are held out; the world is too small for its panel"
+                )
+            raw, _ = lane.env.reset(seed=derive_seed(start.seed, "redraw", draw), options=options)
+        lane.difficulty = _call(world, "difficulty")
+        self._look(lane, raw)
+
+    def _look(self, lane: Lane, raw: object) -> None:
+        world = lane.env.unwrapped
+        lane.observation = self._observation(raw)
+        lane.action_names = world.action_names  # type: ignore[attr-defined]
+        lane.truth = _call(world, "describe")
+
+    def _observation(self, raw: object) -> Observation:
+        if isinstance(raw, str):
+            return Observation(text=raw)
+        if isinstance(raw, Mapping) and isinstance(raw.get("text"), str) and "image" in raw:
+            image = np.asarray(raw["image"], dtype=np.uint8)
+            return Observation(
+                text=raw["text"], images=[np.full_like(image, 128) if self.blank_images else image]
+            )
+        raise TypeError(
+            f"{self.target} returned an observation of type {type(raw).__name__}; "
+            "expected a str, or a dict with 'text' (str) and 'image' (uint8 [height, width, 3])"
+        )
+
+    def _turn(self, lane: Lane, reply: ParsedReply) -> TurnResult:
+        lane.turn += 1
+        result = TurnResult()
+        if not reply.valid:
+            result.reward = -self.format_penalty
+            result.ending = Ending.TERMINATED if self.invalid_ends else None
+            result.observation = lane.observation
+        names = lane.action_names
+        for action in reply.actions:
+            raw, reward, terminated, truncated, info = lane.env.step(action)
+            result.reward += float(reward)
+            result.carried_out.append(names[action])
+            result.effective |= bool(info.get("action_is_effective", True))
+            result.success, result.info = bool(info.get("success", False)), info
+            self._look(lane, raw)
+            result.observation = lane.observation
+            if terminated or truncated:
+                result.ending = Ending.TERMINATED if terminated else Ending.TRUNCATED
+                break
+        if result.ending is None and lane.turn >= self.max_turns:
+            result.ending = Ending.TRUNCATED if self.turn_limit_bootstraps else Ending.TURN_LIMIT
+        return result
+
+
+def environment_maker(target: str) -> Callable[..., gymnasium.Env[Any, Any]]:
+    """Return what creates the environment that `target` names: a gymnasium id or a class path.
+
+    Raises:
+        ValueError: nothing goes by that name.
+    """
+    if "/" in target or target in gymnasium.registry:
+        return lambda **kwargs: gymnasium.make(target, disable_env_checker=True, **kwargs)
+    from hydra.utils import get_class
+
+    try:
+        return get_class(target)
+    except Exception as error:
+        raise ValueError(
+            f"env.target={target!r} names no environment ({error}); give a gymnasium id or a class path such as "
+            "'envs.frozen_lake.FrozenLake'"
+        ) from error
+
+
+class _Job:
+    """A call to be made later; unlike a lambda in a loop it holds its own arguments."""
+
+    __slots__ = ("arguments", "function")
+
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __call__(self) -> Any:
+        return self.function(*self.arguments)
+
+
+def _call(world: object, name: str) -> Any:
+    method = getattr(world, name, None)
+    return method() if method is not None else None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,236 @@
+"""AgentProxy: the turn loop that joins environments, contexts and a rollout engine.
+
+All lanes take their turn together: one call of the engine serves every lane that is still playing.
+What a lane samples depends on the seeds of its own (group, member, turn) only, so neither the number
+of lanes nor the number of ranks changes a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ragen_pl.rollout.context import ContextManager, Conversation
+from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
+from ragen_pl.rollout.environments import EnvironmentManager, Lane, Start, TurnResult
+from ragen_pl.rollout.parsing import ParsedReply, label_tokens, parse_reply
+from ragen_pl.seeding import uniforms
+from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+
+Progress = Callable[[int, int], None]  # (episodes done, episodes in all)
+
+
+@dataclass(slots=True)
+class Episode:
+    """A lane with its conversation and the trajectory it has made so far."""
+
+    number: int
+    lane: Lane
+    conversation: Conversation
+    trajectory: Trajectory
+    prompt: Prompt | None = None
+    done: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class AgentProxy:
+    """Play episodes with the policy behind an engine.
+
+    Attributes:
+        max_reply_tokens: longest reply.
+        temperature: of sampled replies; greedy rollouts ignore it.
+        max_lanes: episodes played at once.
+    """
+
+    environments: EnvironmentManager
+    context: ContextManager
+    max_reply_tokens: int = 64
+    temperature: float = 1.0
+    max_lanes: int = 256
+    progress: Progress | None = field(default=None)
+
+    def rollout(
+        self,
+        engine: RolloutEngine,
+        starts: Sequence[Start],
+        *,
+        seed_key: Sequence[int | str],
+        greedy: bool = False,
+    ) -> list[Trajectory]:
+        """Play one episode for each start and return the trajectories in that order.
+
+        Args:
+            engine: what replies.
+            starts: which episodes; `group` and `member` enter the sampling seeds.
+            seed_key: run seed, purpose and iteration, which the sampling seeds start with.
+            greedy: take the most probable token instead of sampling.
+        """
+        trajectories: list[Trajectory] = []
+        for first in range(0, len(starts), self.max_lanes):
+            batch = starts[first : first + self.max_lanes]
+            episodes = self._open(batch)
+            playing = [episode for episode in episodes if not episode.done]
+            while playing:
+                self._turn(engine, playing, seed_key=seed_key, greedy=greedy)
+                playing = [episode for episode in playing if not episode.done]
+                if self.progress is not None:
+                    self.progress(first + len(batch) - len(playing), len(starts))
+            engine.release()
+            self.environments.close([episode.lane for episode in episodes])
+            trajectories.extend(episode.trajectory for episode in episodes)
+        return trajectories
+
+    def _open(self, starts: Sequence[Start]) -> list[Episode]:
+        episodes = []
+        for number, lane in enumerate(self.environments.open(starts)):
+            instructions = getattr(lane.env.unwrapped, "instructions", "")
+            trajectory = Trajectory(
+                group=lane.start.group, member=lane.start.member, seed=lane.start.seed, turns=[],
+                ending=Ending.FAILED, success=False, difficulty=lane.difficulty, error=lane.error,
+            )  # fmt: skip
+            episode = Episode(
+                number,
+                lane,
+                self.context.start(instructions),
+                trajectory,
+                done=lane.error is not None,
+            )
+            if not episode.done:
+                self._show(episode)
+            episodes.append(episode)
+        return episodes
+
+    def _show(self, episode: Episode) -> None:
+        """Make the prompt of the next turn, or end the trajectory where no room is left for it."""
+        assert episode.lane.observation is not None
+        prompt = self.context.observe(
+            episode.conversation, episode.lane.observation, max_turns=self.environments.max_turns
+        )
+        if len(prompt.ids) + self.max_reply_tokens > self.context.max_tokens:
+            if not episode.trajectory.turns:
+                raise ValueError(
+                    f"the first prompt has {len(prompt.ids)} tokens and a reply may have {self.max_reply_tokens}, "
+                    f"more than context.max_tokens={self.context.max_tokens}; raise it"
+                )
+            self._end(episode, Ending.TRUNCATED, prompt)
+        episode.prompt = prompt
+
+    def _turn(
+        self,
+        engine: RolloutEngine,
+        playing: list[Episode],
+        *,
+        seed_key: Sequence[int | str],
+        greedy: bool,
+    ) -> None:
+        generations = self._generate(engine, playing, seed_key, greedy)
+        replies, pieces = [], []
+        for episode, generation in zip(playing, generations, strict=True):
+            parts = self.context.pieces(generation.ids)
+            pieces.append(parts)
+            replies.append(self._parse(episode, "".join(parts), generation))
+        lanes = [episode.lane for episode in playing]
+        truths = [lane.truth for lane in lanes]
+        results = self.environments.step(lanes, replies)
+        for episode, generation, reply, parts, truth, result in zip(
+            playing, generations, replies, pieces, truths, results, strict=True
+        ):
+            turn = self._record(episode, generation, reply, parts, result)
+            if truth is not None:
+                turn.info["truth"] = truth
+            self._go_on(episode, turn, result)
+
+    def _generate(
+        self,
+        engine: RolloutEngine,
+        playing: list[Episode],
+        seed_key: Sequence[int | str],
+        greedy: bool,
+    ) -> list[Generation]:
+        requests = [self._request(episode, seed_key, greedy) for episode in playing]
+        return engine.generate(requests, keep=self.context.window == "all")
+
+    def _request(
+        self, episode: Episode, seed_key: Sequence[int | str], greedy: bool
+    ) -> GenerationRequest:
+        assert episode.prompt is not None
+        start = episode.lane.start
+        draws = (
+            np.zeros(self.max_reply_tokens)
+            if greedy
+            else uniforms(
+                *seed_key, start.group, start.member, episode.lane.turn, count=self.max_reply_tokens
+            )
+        )
+        return GenerationRequest(
+            session=episode.number, prompt=episode.prompt, max_tokens=self.max_reply_tokens,
+            temperature=0.0 if greedy else self.temperature, uniforms=draws,
+        )  # fmt: skip
+
+    def _parse(self, episode: Episode, text: str, generation: Generation) -> ParsedReply:
+        reply = parse_reply(
+            text, episode.lane.action_names, max_actions=self.environments.max_actions_per_turn,
+            require_think=self.environments.require_think,
+        )  # fmt: skip
+        if (
+            generation.cut
+        ):  # a reply without its end is not an answer, whatever it happens to look like
+            reply.actions = []
+        return reply
+
+    def _record(
+        self,
+        episode: Episode,
+        generation: Generation,
+        reply: ParsedReply,
+        pieces: list[str],
+        result: TurnResult,
+    ) -> Turn:
+        observation = episode.conversation.exchanges[-1]
+        assert episode.prompt is not None
+        ends = np.cumsum([len(piece) for piece in pieces])
+        turn = Turn(
+            observation=Observation(text=observation.text, images=observation.images),
+            prompt_ids=episode.prompt.ids,
+            prompt_images=episode.prompt.images,
+            reply_ids=generation.ids,
+            reply_logprobs=generation.logprobs,
+            reply_entropy=generation.entropy,
+            spans=label_tokens(reply, ends.tolist(), end_sampled=not generation.cut),
+            reply_text="".join(pieces),
+            think=reply.think,
+            actions=result.carried_out,
+            action_is_valid=reply.valid,
+            action_is_effective=result.effective,
+            cut=generation.cut,
+            reward=result.reward,
+            temperature=self.temperature,
+            info=result.info,
+        )
+        episode.trajectory.turns.append(turn)
+        return turn
+
+    def _go_on(self, episode: Episode, turn: Turn, result: TurnResult) -> None:
+        trajectory = episode.trajectory
+        trajectory.success = result.success
+        self.context.reply(
+            episode.conversation, ids=turn.reply_ids, text=turn.reply_text, actions=turn.actions
+        )
+        if result.error is not None:
+            trajectory.error = episode.lane.error = result.error
+        if result.ending is None or (
+            result.ending is Ending.TRUNCATED and result.observation is not None
+        ):
+            self._show(episode)
+        if result.ending is not None and not episode.done:
+            self._end(episode, result.ending, episode.prompt)
+
+    def _end(self, episode: Episode, ending: Ending, prompt: Prompt | None) -> None:
+        """Close the trajectory; a truncated one keeps the state after its last turn to bootstrap from."""
+        episode.done = True
+        episode.trajectory.ending = ending
+        if ending is Ending.TRUNCATED and prompt is not None:
+            episode.trajectory.final_prompt_ids = prompt.ids
+            episode.trajectory.final_images = prompt.images
