@@ -1,0 +1,165 @@
+"""Hydra's command line around a function, with every configuration error told in one line.
+
+The configuration is composed and checked once before Hydra starts, each value of a sweep included, so
+that a mistake is told within a second and before any job has begun. Hydra then does what it always does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ragen_pl.config.check import check_config, leaves
+from ragen_pl.config.errors import ConfigError, tell
+from ragen_pl.config.paths import check_packages, config_dir
+
+Task = Callable[[DictConfig], object]
+_REFUSED = 2  # exit code, as of argparse
+
+
+def hydra_main(config_name: str) -> Callable[[Task], Callable[[], None]]:
+    """Return a decorator that makes a function of a config the command line's main function.
+
+    A configuration that cannot be run ends the process with one line on stderr and code 2; with
+    `debug=true` or HYDRA_FULL_ERROR=1 with a traceback instead.
+
+    Args:
+        config_name: the file in `config_dir()`, without `.yaml`.
+    """
+
+    def decorate(task: Task) -> Callable[[], None]:
+        @functools.wraps(task)
+        def main() -> None:
+            args = get_args_parser().parse_args()
+            traceback_wanted = wants_traceback(args.overrides)
+            if traceback_wanted:
+                os.environ["HYDRA_FULL_ERROR"] = "1"
+            else:
+                _or_exit(lambda: precheck(args, config_name=config_name))
+
+            @functools.wraps(task)
+            def checked(cfg: DictConfig) -> object:
+                check_config(cfg)
+                return task(cfg)
+
+            job = checked if traceback_wanted else one_line_errors(checked)
+            directory = str(config_dir())
+            hydra.main(config_path=directory, config_name=config_name, version_base="1.3")(job)()
+
+        return main
+
+    return decorate
+
+
+def one_line_errors(task: Task) -> Task:
+    """Wrap a task so that its configuration errors end the process with one line."""
+
+    @functools.wraps(task)
+    def job(cfg: DictConfig) -> object:
+        return _or_exit(lambda: task(cfg))
+
+    return job
+
+
+def wants_traceback(overrides: Sequence[str]) -> bool:
+    """Return whether the user asks for tracebacks."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1" or "debug=true" in [
+        override.lower() for override in overrides
+    ]
+
+
+def precheck(args: argparse.Namespace, *, config_name: str) -> None:
+    """Compose and check what the command line asks for.
+
+    Raises:
+        ConfigError: on the first thing wrong with it.
+    """
+    check_packages()
+    if args.help or args.hydra_help or args.info or args.shell_completion:
+        return
+    directory = Path(args.config_path or config_dir()).resolve()
+    searched = (
+        [f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"] if args.config_dir else []
+    )
+    with initialize_config_dir(str(directory), version_base="1.3"):
+        name = args.config_name or config_name
+        for overrides in combinations(args.overrides) if args.multirun else [args.overrides]:
+            cfg = _compose(name, [*searched, *overrides], folder=directory)
+            if args.cfg is None:
+                check_config(cfg)
+
+
+def combinations(overrides: Sequence[str]) -> list[list[str]]:
+    """Return override lists in which every value of every sweep occurs at least once.
+
+    >>> combinations(["a=1,2,3", "b=x,y"])
+    [['a=1', 'b=x'], ['a=2', 'b=y'], ['a=3', 'b=x']]
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(tell(error)) from error
+    values: list[list[str]] = []
+    for override in parsed:
+        if not override.is_sweep_override():
+            values.append([str(override.input_line)])
+            continue
+        with suppress(HydraException, ValueError):  # an interval, for sweepers that sample from it
+            key = override.get_key_element()
+            values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    count = max(map(len, values), default=1)
+    return [[options[index % len(options)] for options in values] for index in range(count)]
+
+
+def _compose(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
+    try:
+        return compose(name, overrides=overrides)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if "Config group override must be" in str(error):
+            _refuse_values_for_groups(overrides, folder=folder)
+        keys: list[str] = []
+        with suppress(Exception):  # the suggestions are a bonus
+            keys = [key for key, _ in leaves(compose(name))]
+        raise ConfigError(tell(error, keys=keys)) from error
+
+
+def _refuse_values_for_groups(overrides: list[str], *, folder: Path) -> None:
+    """Name the override that gives a group a value; Hydra's own error does not."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        options = sorted(file.stem for file in (folder / key).glob("*.yaml")) if key else []
+        if options and value not in options:
+            raise ConfigError(f"{override}: {key} is one of {', '.join(options)}")
+
+
+def _or_exit(action: Callable[[], object]) -> object:
+    """Run an action; a configuration error ends the process with one line and code 2."""
+    try:
+        return action()
+    except ConfigError as error:
+        line = str(error)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if not isinstance(cause, ValueError | TypeError | ImportError):
+            raise
+        key = str(error).rpartition("full_key: ")[2] if "full_key: " in str(error) else ""
+        line = f"{key}: {cause}" if key else str(cause)
+    except FileNotFoundError as error:
+        if error.errno is not None:  # the system's own, from somewhere inside the run
+            raise
+        line = str(error)
+    sys.stderr.write(f"ragen_pl: {' '.join(line.split())}\n")
+    raise SystemExit(_REFUSED)

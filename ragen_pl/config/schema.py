@@ -1,0 +1,183 @@
+"""What each key of the configuration may be: one table, looked up by the key's full name.
+
+`RULES` holds the constraints, `FREE_TEXT` the keys whose text is the user's own, and `OPEN` the places
+where users put settings of classes of their own, which nothing here can know. The first pattern that
+covers a key counts, RULES before FREE_TEXT before OPEN. A test walks over all keys of the shipped
+configuration: a new one needs a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ragen_pl.config.rules import Kind, Rule, covers
+from ragen_pl.config.schema_trainer import TRAINER
+
+_BOOL = Rule(kind=Kind.BOOL)
+_COUNT = Rule(kind=Kind.INT, minimum=1)
+_COUNT_OR_ZERO = Rule(kind=Kind.INT, minimum=0)
+_POSITIVE = Rule(kind=Kind.FLOAT, above=0)
+_NOT_NEGATIVE = Rule(kind=Kind.FLOAT, minimum=0)
+_SHARE = Rule(kind=Kind.FLOAT, minimum=0, maximum=1)
+_BETA = Rule(kind=Kind.FLOAT, minimum=0, below=1)
+_AGGREGATION = Rule(
+    kind=Kind.TEXT,
+    choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"),
+)
+
+_OPTIMIZER = {
+    "lr": _NOT_NEGATIVE,
+    "betas.*": _BETA,
+    "eps": _POSITIVE,
+    "weight_decay": _NOT_NEGATIVE,
+}
+
+RULES: dict[str, Rule] = {
+    "seed": Rule(kind=Kind.INT, minimum=0, maximum=2**32 - 1),
+    "debug": _BOOL,
+    "ckpt_path": Rule(kind=Kind.PATH, also=(None, "last")),
+    "experiment": Rule(kind=Kind.GROUP, also=(None,)),
+    **{f"optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
+    "learning_rate_end": _SHARE,
+    "critic_rate": _NOT_NEGATIVE,
+    # the environment and its manager
+    "env.visual": _BOOL,
+    "env.max_turns": _COUNT,
+    "env.max_actions_per_turn": _COUNT,
+    "env.format_penalty": _NOT_NEGATIVE,
+    "env.invalid_ends": _BOOL,
+    "env.turn_limit_bootstraps": _BOOL,
+    "env.require_think": _BOOL,
+    "env.timeout_s": Rule(kind=Kind.FLOAT, above=0, also=(None,)),
+    "env.kwargs.size": Rule(kind=Kind.INT, minimum=2),
+    "env.kwargs.hole_share": Rule(kind=Kind.FLOAT, minimum=0, below=1),
+    "env.kwargs.min_distance": _COUNT,
+    "env.kwargs.slip_probability": _SHARE,
+    "env.kwargs.step_cost": _NOT_NEGATIVE,
+    # what is shown to the policy, and how it samples
+    "context.window": Rule(kind=Kind.INT, minimum=1, also=("all",), note="the latest turns shown"),
+    "context.turn_template": Rule(kind=Kind.TEXT, contains="{observation}"),
+    "context.max_tokens": _COUNT,
+    "rollout.groups": _COUNT,
+    "rollout.group_size": _COUNT,
+    "rollout.temperature": _POSITIVE,
+    "rollout.max_reply_tokens": _COUNT,
+    "rollout.max_lanes": _COUNT,
+    # the update
+    "update.epochs": _COUNT,
+    "update.minibatches": _COUNT,
+    "update.length_buckets": _COUNT,
+    "curriculum": Rule(kind=Kind.GROUP, also=(None,)),
+    "curriculum.above": _SHARE,
+    "curriculum.share": _SHARE,
+    "curriculum.window": _COUNT,
+    "curriculum.options.min_distance": _COUNT,
+    "panel.episodes": _COUNT,
+    "panel.held_out": _BOOL,
+    "panel.blank": _BOOL,
+    # the algorithm
+    "algorithm.critic": Rule(kind=Kind.TEXT, choices=("shared", "own", "none")),
+    "algorithm.estimator.gamma*": _SHARE,
+    "algorithm.estimator.lam*": _SHARE,
+    "algorithm.estimator.scale_by_std": _BOOL,
+    "algorithm.loss.value_coefficient": _NOT_NEGATIVE,
+    "algorithm.loss.value_clip": Rule(kind=Kind.FLOAT, above=0, also=(None,)),
+    "algorithm.loss.entropy_coefficient": Rule(kind=Kind.FLOAT),
+    "algorithm.loss.whiten": _BOOL,
+    "algorithm.loss.policy.clip_low": Rule(kind=Kind.FLOAT, above=0, maximum=1),
+    "algorithm.loss.policy.clip_high": _POSITIVE,
+    "algorithm.loss.policy.dual_clip": Rule(kind=Kind.FLOAT, above=1, also=(None,)),
+    "algorithm.loss.policy.aggregation": _AGGREGATION,
+    "algorithm.loss.policy.constant": Rule(kind=Kind.FLOAT, above=0, also=(None,)),
+    "algorithm.loss.kl": Rule(kind=Kind.GROUP, also=(None,)),
+    "algorithm.loss.kl.coefficient": _NOT_NEGATIVE,
+    "algorithm.loss.kl.estimator": Rule(kind=Kind.TEXT, choices=("k1", "k2", "k3", "full")),
+    "algorithm.loss.kl.aggregation": _AGGREGATION,
+    # the model: one built from its config, or one of the user's own
+    "model.build.path": Rule(kind=Kind.TEXT, note="a folder, or a name on the model hub"),
+    "model.build.dtype": Rule(kind=Kind.TEXT, choices=("float32", "bfloat16", "float16")),
+    "model.build.attn_implementation": Rule(
+        kind=Kind.TEXT, choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+    ),
+    # the warm start
+    "warm_start.enabled": _BOOL,
+    "warm_start.episodes": _COUNT,
+    "warm_start.steps": _COUNT_OR_ZERO,
+    "warm_start.batch_size": _COUNT,
+    "warm_start.gamma": _SHARE,
+    "warm_start.value_coefficient": _NOT_NEGATIVE,
+    "warm_start.warm_up": _COUNT_OR_ZERO,
+    "warm_start.learning_rate_end": _SHARE,
+    "warm_start.player.noise": _SHARE,
+    "warm_start.player.base": Rule(kind=Kind.TEXT, choices=("blind", "optimal", "random")),
+    **{f"warm_start.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
+    # callbacks, by the names they ship under
+    "callbacks": Rule(kind=Kind.GROUP, also=(None,)),
+    "callbacks.*": Rule(kind=Kind.GROUP, also=(None,)),
+    "callbacks.checkpoint.auto_insert_metric_name": _BOOL,
+    "callbacks.checkpoint.every_n_epochs": _COUNT,
+    "callbacks.checkpoint.save_last": Rule(kind=Kind.BOOL, also=("link",)),
+    "callbacks.checkpoint.save_top_k": Rule(kind=Kind.INT, minimum=-1),
+    "callbacks.checkpoint.save_on_train_epoch_end": _BOOL,
+    "callbacks.checkpoint.save_weights_only": _BOOL,
+    "callbacks.trajectories.every_n_iterations": _COUNT,
+    "callbacks.trajectories.count": _COUNT_OR_ZERO,
+    "logger": Rule(kind=Kind.GROUP, also=(None,)),
+    **TRAINER,
+}
+
+FREE_TEXT: tuple[str, ...] = (
+    "env.name",
+    "env.target",
+    "algorithm.name",
+    "context.system_prompt",
+    "paths.root",
+    "paths.run_dir",
+    "callbacks.checkpoint.filename",
+    "logger.experiment_name",
+    "logger.tracking_uri",
+)
+
+OPEN: tuple[str, ...] = (
+    "env.kwargs.**",
+    "curriculum.**",
+    "algorithm.**",
+    "model.**",
+    "optimizer.**",
+    "warm_start.player.**",
+    "warm_start.optimizer.**",
+    "callbacks.*.**",
+    "logger.**",
+)
+
+# Words of Hydra's own, wherever they stand.
+_EVERYWHERE: dict[str, Rule] = {
+    "_target_": Rule(kind=Kind.TARGET),
+    "_partial_": _BOOL,
+    "_recursive_": _BOOL,
+    "_convert_": Rule(kind=Kind.TEXT, choices=("none", "partial", "object", "all")),
+}
+
+
+def rule_for(key: str) -> Rule | None:
+    """Return the rule of a key, by its full name or the first pattern that covers it."""
+    word = key.rpartition(".")[2]
+    if word in _EVERYWHERE:
+        return _EVERYWHERE[word]
+    if key in RULES:
+        return RULES[key]
+    return next((rule for pattern, rule in RULES.items() if covers(pattern, key)), None)
+
+
+def is_free_text(key: str) -> bool:
+    """Return whether a key's text is the user's own."""
+    return _covered(FREE_TEXT, key)
+
+
+def is_open(key: str) -> bool:
+    """Return whether a key belongs to a place for settings of classes that nothing here knows."""
+    return _covered(OPEN, key)
+
+
+def _covered(patterns: Iterable[str], key: str) -> bool:
+    return any(covers(pattern, key) for pattern in patterns)

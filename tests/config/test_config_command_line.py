@@ -1,0 +1,104 @@
+"""The command line: Hydra's ways, one line for a mistake, nothing heavy before it is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PROGRAM = """
+import sys
+from ragen_pl.config import ConfigError, hydra_main
+
+@hydra_main("small")
+def main(cfg):
+    heavy = {"torch", "transformers", "lightning"} & set(sys.modules)
+    print("run", cfg.seed, cfg.env.name, "heavy" if heavy else "light")
+    if cfg.seed == 13:
+        raise ConfigError("seed=13: brings\\nbad luck")
+    if cfg.seed == 14:
+        raise RuntimeError("a fault of the program")
+
+main()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+def call(program: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(program), "--config-path", str(HERE / "conf"), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=program.parent,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **env},
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["seed=abc"], "seed=abc: expected a whole number"),
+        (
+            ["trainer.max_epoch=3"],
+            "unknown key trainer.max_epoch; did you mean trainer.max_epochs?",
+        ),
+        (["+sead=3"], "unknown key sead; did you mean seed?"),
+        (
+            ["world=lakes"],
+            "world=lakes: no such option; did you mean lake? world is one of bandit, lake",
+        ),
+        (["world=null"], "world=null: world is one of bandit, lake"),
+        (["wrld=lake"], "unknown key wrld"),
+        (["+world=nope"], "world=nope: no such option"),
+        (["ckpt_path=gone.ckpt"], "ckpt_path=gone.ckpt: expected a path that exists"),
+        (["seed"], "seed: expected key=value"),
+        (["~sed"], "~sed: there is no such key; did you mean seed?"),
+        (["seed=1,2"], "add --multirun"),
+        (["--multirun", "seed=1,2,x"], "seed=x: expected a whole number"),
+        (["seed=13"], "seed=13: brings bad luck"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(program: Path, arguments: list[str], told: str) -> None:
+    began = time.perf_counter()
+    done = call(program, *arguments)
+    assert time.perf_counter() - began < 5
+    assert done.returncode == 2
+    assert done.stderr.startswith("ragen_pl: ")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "run" not in done.stdout or "13" in arguments[0]
+
+
+def test_hydras_own_ways_are_kept(program: Path) -> None:
+    assert call(program).stdout == "run 0 lake light\n"
+    assert call(program, "world=bandit", "seed=3").stdout == "run 3 bandit light\n"
+    shown = call(program, "--cfg", "job", "seed=5")
+    assert shown.returncode == 0
+    assert "seed: 5" in shown.stdout
+    assert "world" in call(program, "--help").stdout
+    swept = call(program, "-m", "seed=1,2", "world=lake,bandit").stdout
+    assert [line for line in swept.splitlines() if line.startswith("run")] == [
+        f"run {seed} {name} light" for seed in (1, 2) for name in ("lake", "bandit")
+    ]
+
+
+def test_tracebacks_come_when_asked_for_and_for_faults_of_the_program(program: Path) -> None:
+    assert "Traceback" in call(program, "seed=x", "debug=true").stderr
+    assert "Traceback" in call(program, "seed=x", HYDRA_FULL_ERROR="1").stderr
+    fault = call(program, "seed=14")
+    assert fault.returncode == 1
+    assert "a fault of the program" in fault.stderr
+    assert "Traceback" in fault.stderr
