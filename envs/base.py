@@ -36,7 +36,7 @@ class World(gymnasium.Env[Observation, np.int64]):
     `_begin` first in `reset` and `_take` first in `step`.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 (typed so by gymnasium)
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (typed so by gymnasium)
     option_names: ClassVar[tuple[str, ...]] = ()
     """Keys that `reset(options=…)` understands."""
 

@@ -1,0 +1,111 @@
+"""Time the environments: steps, resets and pictures a second, and pictures against gymnasium's.
+
+Steps are random and include the resets of the episodes they end.
+
+Run as `python benchmarks/environments.py`; the comparison draws the same lake with this project's
+tiles and with gymnasium's `FrozenLake-v1` (`render_mode="rgb_array"`, needs pygame), in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+import envs
+import visual_envs
+
+TARGET_RATIO = 20.0
+
+
+def per_call(action: Callable[[], object], *, seconds: float) -> float:
+    """Return seconds a call takes, the best of five rounds that together last about `seconds`."""
+    action()
+    calls = 1
+    while (spent := _timed(action, calls)) < seconds / 10:
+        calls = max(calls + 1, int(calls * min(10.0, seconds / 5 / max(spent, 1e-9))))
+    return min(_timed(action, calls) for _ in range(5)) / calls
+
+
+def _timed(action: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        action()
+    return time.perf_counter() - start
+
+
+def _world(env: gymnasium.Env[Any, Any]) -> Any:
+    # What worlds add to gymnasium's interface, and their own `render`.
+    return env.unwrapped
+
+
+def resetter(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
+    """Return what resets `env`, to a new seed each time."""
+    seeds = iter(range(10**9))
+    return lambda: env.reset(seed=next(seeds))
+
+
+def stepper(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
+    """Return what takes a random step, and resets an episode that ends by it."""
+    rng = np.random.default_rng(0)
+    actions = cycle(rng.integers(len(_world(env).action_names), size=4096).tolist())
+    env.reset(seed=0)
+
+    def step() -> None:
+        if env.step(next(actions))[2]:
+            env.reset()
+
+    return step
+
+
+def lake_pictures(*, seconds: float, size: int) -> None:
+    """Print pictures a second of ours and of gymnasium's on one map, and the ratio."""
+    desc = generate_random_map(size=size, seed=0)
+    ours = gymnasium.make("ragen/FrozenLakeVisual-v0", size=size, render_mode="rgb_array")
+    ours.reset(seed=0, options={"layout": desc})
+    mine = per_call(_world(ours).render, seconds=seconds)
+    print(f"\nFrozenLake {size}x{size} pictures: ours {1 / mine:,.0f}/s ({mine * 1e6:.1f} us)")
+    theirs = gymnasium.make("FrozenLake-v1", desc=desc, render_mode="rgb_array")
+    theirs.reset(seed=0)
+    try:
+        theirs.render()
+    except gymnasium.error.DependencyNotInstalled:
+        print("gymnasium's needs pygame: pip install pygame, and run again for the ratio")
+        return
+    other = per_call(_world(theirs).render, seconds=seconds)
+    again = per_call(_world(ours).render, seconds=seconds)
+    ratio = other / max(mine, again)
+    verdict = "met" if ratio >= TARGET_RATIO else "missed"
+    pixels = [np.asarray(env.render()).shape[0] for env in (ours, theirs)]
+    print(f"gymnasium's rgb_array {1 / other:,.0f}/s ({other * 1e6:.1f} us)")
+    print(f"ratio {ratio:.0f}, target {TARGET_RATIO:.0f}: {verdict}", end="")
+    print(f" (pictures of {pixels[0]} and {pixels[1]} pixels a side)")
+
+
+def main() -> None:
+    """Print the table and the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
+    seconds = parser.parse_args().seconds
+    print(f"{'environment':<30}{'resets/s':>12}{'steps/s':>12}{'pictures/s':>12}")
+    for name in envs.ENVIRONMENT_IDS + visual_envs.ENVIRONMENT_IDS:
+        env = gymnasium.make(name, disable_env_checker=True)
+        resets = 1 / per_call(resetter(env), seconds=seconds)
+        steps = 1 / per_call(stepper(env), seconds=seconds)
+        row = f"{name:<30}{resets:>12,.0f}{steps:>12,.0f}"
+        if "Visual" in name:
+            env.reset(seed=0)
+            row += f"{1 / per_call(_world(env).render, seconds=seconds):>12,.0f}"
+        print(row)
+    lake_pictures(seconds=seconds, size=4)
+    lake_pictures(seconds=seconds, size=8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What holds for every registered environment: gymnasium's checker, determinism, the protocol."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import envs
+import visual_envs
+from envs.players import NoisyPlayer, OptimalPlayer, Player, RandomPlayer
+
+IDS = envs.ENVIRONMENT_IDS + visual_envs.ENVIRONMENT_IDS
+LIMIT = 10
+
+
+@pytest.fixture(params=IDS)
+def env_id(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def env(env_id: str) -> Iterator[gymnasium.Env[Any, Any]]:
+    made = gymnasium.make(env_id)
+    yield made
+    made.close()
+
+
+def success(env: gymnasium.Env[Any, Any], player: Player, *, episodes: int, limit: int) -> float:
+    """Return the share of episodes that the player ends in success within `limit` actions."""
+    rng = np.random.default_rng(0)
+    wins = 0
+    for seed in range(episodes):
+        env.reset(seed=seed)
+        for _ in range(limit):
+            _, _, terminated, _, info = env.step(player.act(env, rng))
+            if terminated:
+                wins += info["success"]
+                break
+    return wins / episodes
+
+
+def play(env: gymnasium.Env[Any, Any], *, seed: int) -> list[Any]:
+    """Return all that an episode of fixed actions tells."""
+    world = env.unwrapped
+    observation, info = env.reset(seed=seed)
+    told = [observation, info, world.state_key(), world.difficulty()]
+    rng = np.random.default_rng(seed)
+    for _ in range(LIMIT):
+        observation, reward, terminated, truncated, info = env.step(int(rng.integers(2)))
+        told += [observation, reward, terminated, truncated, info, world.state_key()]
+        if terminated:
+            break
+    return told
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return bool(np.array_equal(left, right))
+
+
+def test_passes_gymnasiums_checker_without_a_warning(env: gymnasium.Env[Any, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env.unwrapped)
+
+
+def test_an_episode_follows_from_seed_and_actions_alone(env_id: str) -> None:
+    fresh, used = gymnasium.make(env_id), gymnasium.make(env_id)
+    for seed in range(20):
+        play(used, seed=1000 + seed)
+        first, second = play(fresh, seed=seed), play(used, seed=seed)
+        assert len(first) == len(second)
+        assert all(same(left, right) for left, right in zip(first, second, strict=True))
+
+
+def test_a_pickled_environment_plays_on_alike(env: gymnasium.Env[Any, Any]) -> None:
+    env.reset(seed=3)
+    copy = pickle.loads(pickle.dumps(env.unwrapped))
+    assert copy.state_key() == env.unwrapped.state_key()
+    left, right = env.unwrapped.step(0), copy.step(0)
+    assert all(same(one, other) for one, other in zip(left, right, strict=True))
+
+
+def test_different_seeds_give_different_starts(env: gymnasium.Env[Any, Any]) -> None:
+    keys = set()
+    for seed in range(40):
+        env.reset(seed=seed)
+        keys.add(env.unwrapped.state_key())
+    assert len(keys) >= (4 if "Bandit" in env.spec.id else 30)
+
+
+def test_observations_lie_in_the_space_and_the_protocol_answers(
+    env: gymnasium.Env[Any, Any],
+) -> None:
+    world, rng = env.unwrapped, np.random.default_rng(0)
+    assert world.instructions.endswith(".") and len(world.instructions) > 80
+    for seed in range(30):
+        observation, _ = env.reset(seed=seed)
+        assert world.difficulty() >= 1
+        assert len(set(world.action_names)) == len(world.action_names) == env.action_space.n
+        assert not any("|" in name or "<" in name for name in world.action_names)
+        for _ in range(LIMIT):
+            assert observation in env.observation_space
+            assert 0 < len(world.describe()) < 200 and "\n" not in world.describe()
+            before = world.state_key()
+            observation, _, terminated, _, info = env.step(int(rng.integers(env.action_space.n)))
+            assert type(info["success"]) is bool and type(info["action_is_effective"]) is bool
+            assert info["action_is_effective"] == (world.state_key() != before)
+            if terminated:
+                break
+        assert observation in env.observation_space
+
+
+def test_a_step_after_the_end_and_a_wrong_action_are_told(env: gymnasium.Env[Any, Any]) -> None:
+    world = env.unwrapped
+    world.reset(seed=0)
+    with pytest.raises(ValueError, match="found action 9"):
+        world.step(9)
+    rng = np.random.default_rng(0)
+    while not world.step(world.optimal_action(rng))[2]:
+        pass
+    with pytest.raises(RuntimeError, match="has ended"):
+        world.step(0)
+
+
+def test_unknown_options_and_render_modes_are_told(env_id: str) -> None:
+    env = gymnasium.make(env_id).unwrapped
+    with pytest.raises(ValueError, match="found \\['min_distanc'\\]"):
+        env.reset(seed=0, options={"min_distanc": 3})
+    with pytest.raises(ValueError, match="render_mode: found 'human'"):
+        type(env)(render_mode="human")
+
+
+def test_the_optimal_player_wins_and_the_random_one_less_often(
+    env: gymnasium.Env[Any, Any], env_id: str
+) -> None:
+    slippery = "Slippery" in env_id
+    best = success(env, OptimalPlayer(), episodes=200, limit=60 if slippery else 30)
+    random = success(env, RandomPlayer(), episodes=200, limit=LIMIT)
+    assert best > 0.5 if slippery else best == 1.0
+    assert random < best - 0.25
+
+
+def test_the_demonstrator_stands_between_them(env: gymnasium.Env[Any, Any]) -> None:
+    base = "blind" if hasattr(env.unwrapped, "blind_action") else "optimal"
+    random = success(env, RandomPlayer(), episodes=300, limit=LIMIT)
+    noisy = success(env, NoisyPlayer(noise=0.5, base=base), episodes=300, limit=LIMIT)
+    best = success(env, OptimalPlayer(), episodes=300, limit=LIMIT)
+    assert random < noisy < best
+
+
+def test_a_player_blind_to_a_world_without_blindness_is_told() -> None:
+    env = gymnasium.make("ragen/Bandit-v0")
+    env.reset(seed=0)
+    with pytest.raises(TypeError, match='set base="optimal"'):
+        NoisyPlayer(noise=0.0, base="blind").act(env, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="noise: found 2"):
+        NoisyPlayer(noise=2)

@@ -1,0 +1,261 @@
+"""The frozen lake: gymnasium's own transition table, map statistics, words and pictures."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.frozen_lake import FrozenLake
+from envs.lake_map import draw_map, walk_distance
+from envs.players import OptimalPlayer, RandomPlayer
+from visual_envs.frozen_lake import FrozenLakeVisual
+
+GYMNASIUM_ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
+ROWS = ["SFFF", "FHFH", "FFFH", "HFFG"]
+UP, DOWN, LEFT, RIGHT = range(4)
+
+
+def distribution(outcomes: list[Any]) -> dict[Any, float]:
+    summed: dict[Any, float] = defaultdict(float)
+    for probability, state, reward, terminated in outcomes:
+        summed[int(state), float(reward), bool(terminated)] += probability
+    return {outcome: total for outcome, total in summed.items() if total > 0}
+
+
+def coordinate_distance(rows: list[str]) -> int:
+    """Return the fewest moves from S to G, over (row, column) pairs; -1 without a way."""
+    cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row)}
+    start = next(cell for cell, letter in cells.items() if letter == "S")
+    queue, seen = deque([(start, 0)]), {start}
+    while queue:
+        (row, column), steps = queue.popleft()
+        if cells[row, column] == "G":
+            return steps
+        for cell in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
+            if cells.get(cell, "H") != "H" and cell not in seen:
+                seen.add(cell)
+                queue.append((cell, steps + 1))
+    return -1
+
+
+def rows_of(world: FrozenLake) -> list[str]:
+    lake, size = world.lake, world.size
+    letters = ["H" if lake.holes >> cell & 1 else "F" for cell in range(size * size)]
+    letters[lake.start], letters[lake.goal] = "S", "G"
+    return ["".join(letters[row * size : (row + 1) * size]) for row in range(size)]
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+@pytest.mark.parametrize("size", [4, 6])
+def test_transitions_agree_with_gymnasiums(slippery: bool, size: int) -> None:
+    for seed in range(5):
+        rows = generate_random_map(size=size, p=0.75, seed=seed)
+        reference = FrozenLakeEnv(desc=rows, is_slippery=slippery)
+        ours = FrozenLake(size=size, slip_probability=2 / 3 if slippery else 0.0)
+        ours.reset(options={"layout": rows})
+        for state in range(size * size):
+            for action, name in enumerate(ours.action_names):
+                expected = distribution(reference.P[state][GYMNASIUM_ACTIONS[name]])
+                found = distribution(ours.transitions(state, action))
+                assert found.keys() == expected.keys()
+                assert all(found[key] == pytest.approx(expected[key]) for key in found)
+
+
+def test_steps_follow_the_transition_probabilities() -> None:
+    world = FrozenLake(slip_probability=0.5)
+    counts: dict[int, int] = defaultdict(int)
+    world.reset(seed=0, options={"layout": ROWS})
+    for _ in range(8000):
+        world.reset(options={"layout": ROWS})
+        world.step(RIGHT)
+        counts[world.cell] += 1
+    # Meant 1/2; up stays, down leads to cell 4, 1/4 each. Deviation of a share: below 0.006.
+    assert counts[1] / 8000 == pytest.approx(0.5, abs=0.025)
+    assert counts[0] / 8000 == pytest.approx(0.25, abs=0.025)
+    assert counts[4] / 8000 == pytest.approx(0.25, abs=0.025)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**63),
+    size=st.integers(2, 8),
+    share=st.floats(0.0, 0.5),
+    random_start=st.booleans(),
+)
+def test_every_lake_has_a_way_of_the_wanted_length(
+    seed: int, size: int, share: float, random_start: bool
+) -> None:
+    low = min(2, 2 * size - 2)
+    world = FrozenLake(size=size, hole_share=share, min_distance=low, random_start=random_start)
+    world.reset(seed=seed)
+    rows = rows_of(world)
+    assert world.difficulty() == coordinate_distance(rows) >= low
+    if not random_start:
+        assert rows[0][0] == "S" and rows[-1][-1] == "G"
+    again = FrozenLake(size=size)
+    again.reset(options={"layout": rows})
+    assert again.lake == world.lake and again.state_key() == world.state_key()
+
+
+def test_distances_are_bounded_by_arguments_and_options() -> None:
+    world = FrozenLake(min_distance=3, max_distance=4)
+    distances = set()
+    for seed in range(100):
+        world.reset(seed=seed)
+        distances.add(world.difficulty())
+    assert distances == {3, 4}
+    world.reset(seed=0, options={"min_distance": 5, "max_distance": 5})
+    assert world.difficulty() == 5
+    world.reset(seed=1)
+    assert world.difficulty() in (3, 4)
+
+
+def test_maps_have_the_distribution_of_plain_rejection() -> None:
+    """Mean holes and distance equal those of maps drawn in another way, within 5 deviations."""
+    rng = np.random.default_rng(0)
+    plain = []
+    while len(plain) < 2000:
+        letters = np.where(rng.random(16) < 0.2, "H", "F")
+        start, goal = rng.choice(16, size=2, replace=False)
+        letters[start], letters[goal] = "S", "G"
+        rows = ["".join(row) for row in letters.reshape(4, 4)]
+        if (distance := coordinate_distance(rows)) >= 2:
+            plain.append((distance, "".join(rows).count("H")))
+    ours = []
+    for _ in range(2000):
+        lake = draw_map(
+            rng, size=4, hole_share=0.2, min_distance=2, max_distance=15, random_start=True
+        )
+        ours.append((lake.distance, lake.holes.bit_count()))
+    error = np.sqrt((np.var(plain, axis=0) + np.var(ours, axis=0)) / 2000)
+    assert np.all(np.abs(np.mean(plain, axis=0) - np.mean(ours, axis=0)) < 5 * error)
+
+
+def test_a_random_player_solves_less_than_three_in_ten_of_the_main_world() -> None:
+    env = gymnasium.make("ragen/FrozenLake-v0")
+    rng, player, episodes, wins = np.random.default_rng(0), RandomPlayer(), 2000, 0
+    for seed in range(episodes):
+        env.reset(seed=seed)
+        for _ in range(10):
+            _, _, terminated, _, info = env.step(player.act(env, rng))
+            if terminated:
+                wins += info["success"]
+                break
+    print(f"random player on the main world (10 moves): {wins / episodes:.3f}")
+    assert 0.1 < wins / episodes < 0.30
+
+
+def test_walking_by_hand() -> None:
+    world = FrozenLake(step_cost=0.1)
+    text, _ = world.reset(options={"layout": ROWS})
+    assert text == "me 0 0 goal 3 3 holes 1 1, 1 3, 2 3, 3 0"
+    assert world.describe() == "me 0 0 goal 3 3 avoid"
+    _, reward, terminated, _, info = world.step(UP)
+    assert (reward, terminated) == (pytest.approx(-0.1), False)
+    assert not info["action_is_effective"]
+    world.step(DOWN)
+    assert world.describe() == "me 1 0 goal 3 3 avoid Right"
+    assert world.difficulty() == 5
+    text, reward, terminated, _, info = world.step(RIGHT)
+    assert terminated and not info["success"] and reward == pytest.approx(-0.1)
+    assert world.difficulty() == -1
+    world.reset(options={"layout": ROWS})
+    for action in (RIGHT, RIGHT, DOWN, DOWN, DOWN):
+        world.step(action)
+    _, reward, terminated, _, info = world.step(RIGHT)
+    assert terminated and info["success"] and reward == pytest.approx(0.9)
+    assert world.difficulty() == 0
+
+
+def test_grid_of_symbols() -> None:
+    world = FrozenLake(render="grid")
+    text, _ = world.reset(options={"layout": ROWS})
+    assert text == "P _ _ _\n_ O _ O\n_ _ _ O\nO _ _ G"
+    world.step(RIGHT)
+    assert str(world.step(DOWN)[0]).splitlines()[1] == "_ X _ O"
+
+
+def test_the_slippery_optimum_reckons_with_slips() -> None:
+    """On gymnasium's standard 4x4 map its known best policy walks into the wall at the start."""
+    world = FrozenLake(slip_probability=2 / 3)
+    world.reset(options={"layout": ROWS})
+    # Left of the start, so that no slip leads past the holes: gymnasium's optimum is Left.
+    assert world.action_names[OptimalPlayer().act(world, np.random.default_rng(0))] == "Left"
+
+
+def test_blind_action_heads_for_the_goal_over_holes() -> None:
+    world, rng = FrozenLake(), np.random.default_rng(0)
+    world.reset(options={"layout": ["SHFF", "HFFF", "FFFF", "FFFG"]})
+    seen = {world.blind_action(rng) for _ in range(50)}
+    assert seen == {DOWN, RIGHT}
+    assert walk_distance(4, start=0, goal=15, holes=world.lake.holes) == -1
+
+
+def test_the_picture_shows_the_whole_state() -> None:
+    world = FrozenLakeVisual()
+    pictures: dict[bytes, str] = {}
+    for seed in range(300):
+        observation, _ = world.reset(seed=seed)
+        assert observation["text"] == "reach the goal"
+        assert observation["image"].shape == (64, 64, 3)
+        key = world.state_key()
+        assert pictures.setdefault(observation["image"].tobytes(), key) == key
+    assert len(pictures) == len(set(pictures.values()))
+
+
+def test_moving_changes_two_tiles_and_footprints_stay() -> None:
+    for trail in (False, True):
+        world = FrozenLakeVisual(trail=trail)
+        start, _ = world.reset(options={"layout": ROWS})
+        moved, *_ = world.step(RIGHT)
+        changed = np.argwhere((start["image"] != moved["image"]).any(axis=2)) // 16
+        assert {tuple(cell) for cell in changed} == {(0, 0), (0, 1)}
+        back, *_ = world.step(LEFT)
+        assert np.array_equal(start["image"], back["image"]) is not trail
+        again, _ = world.reset(options={"layout": ROWS})
+        assert np.array_equal(start["image"], again["image"])
+
+
+def test_all_tiles_of_the_lake_differ_clearly() -> None:
+    from visual_envs.lake_tiles import lake_tiles
+
+    tiles = lake_tiles().view(np.uint8).reshape(8, -1).astype(float)
+    for one in range(8):
+        for other in range(one):
+            assert np.abs(tiles[one] - tiles[other]).mean() > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 1}, "size: found 1, expected a whole number from 2 to 16"),
+        ({"size": 4.5}, "size: found 4.5, expected a whole number"),
+        ({"hole_share": 0.9}, "hole_share: found 0.9"),
+        ({"slip_probability": -0.1}, "slip_probability: found -0.1"),
+        ({"min_distance": 7}, "min_distance: found 7, expected a whole number from 1 to 6"),
+        ({"min_distance": 4, "max_distance": 3}, "max_distance: found 3"),
+        ({"random_start": False, "max_distance": 4}, "set random_start=True"),
+        ({"step_cost": -1.0}, "step_cost: found -1.0"),
+        ({"render": "pixels"}, "render: found 'pixels', expected one of coordinates, grid"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        FrozenLake(**arguments)
+
+
+def test_wrong_options_are_told() -> None:
+    world = FrozenLake()
+    with pytest.raises(ValueError, match="min_distance: found 9"):
+        world.reset(options={"min_distance": 9})
+    with pytest.raises(ValueError, match="layout: found"):
+        world.reset(options={"layout": ["SF", "FG"]})
+    with pytest.raises(RuntimeError, match="set a smaller min_distance"):
+        FrozenLake(size=10, hole_share=0.8, min_distance=18).reset(seed=0)

@@ -1,0 +1,206 @@
+"""Sokoban: its rules and least pushes against a solver written in another way, words and pictures."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.sokoban import Sokoban
+from visual_envs.sokoban import SokobanVisual
+
+UP, DOWN, LEFT, RIGHT = range(4)
+OFFSETS = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
+ROWS = ["######", "#P___#", "#_X__#", "#__O_#", "#____#", "######"]
+
+Cell = tuple[int, int]
+Plain = tuple[Cell, frozenset[Cell]]
+
+
+class PlainSokoban:
+    """The rules over sets of (row, column), read off the grid text."""
+
+    def __init__(self, text: str) -> None:
+        cells = {
+            (row, column): symbol
+            for row, line in enumerate(text.split("\n"))
+            for column, symbol in enumerate(line.split())
+        }
+        self.walls = {cell for cell, symbol in cells.items() if symbol == "#"}
+        self.targets = frozenset(cell for cell, symbol in cells.items() if symbol in "OBS")
+        boxes = frozenset(cell for cell, symbol in cells.items() if symbol in "XB")
+        player = next(cell for cell, symbol in cells.items() if symbol in "PS")
+        self.state: Plain = (player, boxes)
+
+    def after(self, state: Plain, action: int) -> tuple[Plain, bool]:
+        """Return the next state and whether a box was pushed."""
+        (row, column), boxes = state
+        down, right = OFFSETS[action]
+        ahead, beyond = (row + down, column + right), (row + 2 * down, column + 2 * right)
+        if ahead in self.walls or (ahead in boxes and (beyond in self.walls or beyond in boxes)):
+            return state, False
+        if ahead in boxes:
+            return (ahead, (boxes - {ahead}) | {beyond}), True
+        return (ahead, boxes), False
+
+    def least(self, *, pushes: bool) -> int:
+        """Return the fewest pushes, or moves, to the solution; -1 without one (0-1 search)."""
+        best = {self.state: 0}
+        queue = deque([self.state])
+        while queue:
+            state = queue.popleft()
+            for action in range(4):
+                new, pushed = self.after(state, action)
+                cost = best[state] + (int(pushed) if pushes else 1)
+                if new not in best or cost < best[new]:
+                    best[new] = cost
+                    (queue.append if pushed or not pushes else queue.appendleft)(new)
+        solved = [cost for (_, boxes), cost in best.items() if boxes == self.targets]
+        return min(solved, default=-1)
+
+
+def grid(world: Sokoban) -> str:
+    return str(world.render())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**63),
+    size=st.integers(5, 7),
+    boxes=st.integers(1, 2),
+    walls=st.integers(0, 3),
+)
+def test_rules_and_least_pushes_agree_with_a_plain_solver(
+    seed: int, size: int, boxes: int, walls: int
+) -> None:
+    world = Sokoban(size=size, boxes=boxes, walls=walls, max_pushes=4)
+    world.reset(seed=seed)
+    plain = PlainSokoban(grid(world))
+    assert len(plain.walls) == 4 * size - 4 + walls
+    assert len(plain.state[1]) == len(plain.targets) == boxes
+    assert 1 <= world.difficulty() == plain.least(pushes=True) <= 4
+    rng = np.random.default_rng(seed)
+    for _ in range(15):
+        action = int(rng.integers(4))
+        before = plain.state
+        plain.state, _ = plain.after(before, action)
+        _, reward, terminated, _, info = world.step(action)
+        now = PlainSokoban(grid(world))
+        assert now.state == plain.state and now.targets == plain.targets
+        assert info["action_is_effective"] == (before != plain.state)
+        assert info["success"] == terminated == (plain.state[1] == plain.targets)
+        assert reward == float(terminated)
+        if terminated:
+            return
+    assert world.difficulty() == plain.least(pushes=True)
+
+
+def test_the_optimal_player_needs_the_fewest_moves() -> None:
+    rng = np.random.default_rng(0)
+    world = Sokoban(boxes=2, max_pushes=4)
+    for seed in range(15):
+        world.reset(seed=seed)
+        fewest = PlainSokoban(grid(world)).least(pushes=False)
+        ends = [world.step(world.optimal_action(rng))[2] for _ in range(fewest)]
+        assert ends == [False] * (fewest - 1) + [True]
+        assert world.difficulty() == 0
+
+
+def test_pushes_are_bounded_by_arguments_and_options() -> None:
+    world = Sokoban(min_pushes=2, max_pushes=3)
+    found = set()
+    for seed in range(60):
+        world.reset(seed=seed)
+        found.add(world.difficulty())
+    assert found == {2, 3}
+    world.reset(seed=0, options={"min_pushes": 5, "max_pushes": 5})
+    assert world.difficulty() == 5
+
+
+def test_playing_by_hand_with_ragens_rewards() -> None:
+    world = Sokoban(step_cost=0.1, box_reward=1.0, solved_reward=10.0)
+    text, _ = world.reset(options={"layout": ROWS})
+    assert text == "me 1 1 box 2 2 target 3 3 walls none"
+    assert world.describe() == "me 1 1 box 2 2 target 3 3 walls Up Left"
+    assert world.difficulty() == 2
+    _, reward, *_, info = world.step(UP)
+    assert reward == pytest.approx(-0.1) and not info["action_is_effective"]
+    world.step(DOWN)
+    text, reward, *_ = world.step(RIGHT)
+    assert text == "me 2 2 box 2 3 target 3 3 walls none" and reward == pytest.approx(-0.1)
+    for action in (UP, RIGHT):
+        world.step(action)
+    text, reward, terminated, _, info = world.step(DOWN)
+    assert text == "me 2 3 box 3 3 target 3 3 walls none"
+    assert terminated and info["success"] and reward == pytest.approx(10.9)
+
+
+def test_a_box_moved_off_its_target_costs_what_it_gave() -> None:
+    rows = ["#######", "#PB___#", "#_X_O_#", "#_____#", "#_____#", "#_____#", "#######"]
+    world = Sokoban(size=7, boxes=2, box_reward=1.0)
+    world.reset(options={"layout": rows})
+    assert world.step(RIGHT)[1] == pytest.approx(-1.0)
+
+
+def test_a_deadlock_ends_the_episode_only_where_asked() -> None:
+    rows = ["######", "#____#", "#_X__#", "#_P_O#", "#____#", "######"]
+    for ends in (False, True):
+        world = Sokoban(end_on_deadlock=ends)
+        world.reset(options={"layout": rows})
+        _, _, terminated, _, info = world.step(UP)  # the box stands at the top wall for good
+        assert terminated is ends and not info["success"]
+        assert world.difficulty() == -1
+
+
+def test_grid_of_symbols() -> None:
+    world = Sokoban(render="grid")
+    rows = ["######", "#S___#", "#_X_X#", "#__B_#", "#O___#", "######"]
+    text, _ = world.reset(options={"layout": rows})
+    assert str(text).replace(" ", "").split("\n") == rows
+
+
+def test_the_picture_shows_the_whole_state() -> None:
+    world = SokobanVisual(boxes=2, max_pushes=3)
+    pictures: dict[bytes, str] = {}
+    for seed in range(200):
+        observation, _ = world.reset(seed=seed)
+        assert observation["image"].shape == (96, 96, 3)
+        key = world.state_key()
+        assert pictures.setdefault(observation["image"].tobytes(), key) == key
+    assert len(pictures) == len(set(pictures.values()))
+
+
+def test_text_and_picture_worlds_are_the_same_world() -> None:
+    text, picture = gymnasium.make("ragen/Sokoban-v0"), gymnasium.make("ragen/SokobanVisual-v0")
+    text.reset(seed=7)
+    picture.reset(seed=7)
+    assert text.unwrapped.state_key() == picture.unwrapped.state_key()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 3}, "size: found 3"),
+        ({"boxes": 0}, "boxes: found 0"),
+        ({"walls": 14}, "walls: found 14, expected a whole number from 0 to 13"),
+        ({"min_pushes": 0}, "min_pushes: found 0"),
+        ({"min_pushes": 3, "max_pushes": 2}, "max_pushes: found 2"),
+        ({"step_cost": -0.1}, "step_cost: found -0.1"),
+        ({"render": "image"}, "render: found 'image'"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Sokoban(**arguments)
+
+
+def test_impossible_rooms_and_layouts_are_told() -> None:
+    with pytest.raises(RuntimeError, match="set fewer walls"):
+        Sokoban(size=4, walls=0, min_pushes=50).reset(seed=0)
+    with pytest.raises(ValueError, match="layout: found"):
+        Sokoban().reset(options={"layout": ["######", "#P__O#"]})
