@@ -138,6 +138,15 @@ def test_maps_have_the_distribution_of_plain_rejection() -> None:
     assert np.all(np.abs(np.mean(plain, axis=0) - np.mean(ours, axis=0)) < 5 * error)
 
 
+def test_every_pair_of_start_and_goal_occurs() -> None:
+    world = FrozenLake(size=3, hole_share=0.0, min_distance=1)
+    pairs = set()
+    for seed in range(1500):
+        world.reset(seed=seed)
+        pairs.add((world.lake.start, world.lake.goal))
+    assert len(pairs) == 9 * 8
+
+
 def test_a_random_player_solves_less_than_three_in_ten_of_the_main_world() -> None:
     env = gymnasium.make("ragen/FrozenLake-v0")
     rng, player, episodes, wins = np.random.default_rng(0), RandomPlayer(), 2000, 0
@@ -166,6 +175,10 @@ def test_walking_by_hand() -> None:
     text, reward, terminated, _, info = world.step(RIGHT)
     assert terminated and not info["success"] and reward == pytest.approx(-0.1)
     assert world.difficulty() == -1
+    world.reset(options={"layout": ROWS})
+    for action in (DOWN, DOWN, DOWN):
+        text, *_ = world.step(action)
+    assert world.describe() == "me 3 0 goal 3 3 avoid"  # in a hole at the edge, none beside it
     world.reset(options={"layout": ROWS})
     for action in (RIGHT, RIGHT, DOWN, DOWN, DOWN):
         world.step(action)

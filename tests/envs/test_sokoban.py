@@ -204,3 +204,11 @@ def test_impossible_rooms_and_layouts_are_told() -> None:
         Sokoban(size=4, walls=0, min_pushes=50).reset(seed=0)
     with pytest.raises(ValueError, match="layout: found"):
         Sokoban().reset(options={"layout": ["######", "#P__O#"]})
+
+
+def test_a_box_does_not_push_another() -> None:
+    rows = ["######", "#PXX_#", "#____#", "#OO__#", "#____#", "######"]
+    world = Sokoban(boxes=2)
+    world.reset(options={"layout": rows})
+    before = world.state_key()
+    assert not world.step(RIGHT)[4]["action_is_effective"] and world.state_key() == before
