@@ -1,0 +1,84 @@
+"""Where a run is tracked and what it is tagged with. Light: neither torch, lightning nor mlflow is imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ragen_pl.config.errors import ConfigError
+
+_PATIENCE_S = 3.0
+_PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
+
+
+def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
+    """Return where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else a sqlite file in `root`."""
+    return (
+        uri
+        or os.environ.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{Path(root).absolute()}/mlflow.db"
+    )
+
+
+def check_reachable(uri: str) -> None:
+    """Check that a tracking server answers; MLflow itself would try for minutes.
+
+    Raises:
+        ConfigError: nothing answers there.
+    """
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_PATIENCE_S).close()
+    except urllib.error.HTTPError:
+        return  # somebody answers; whether we may enter is MLflow's to tell
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"MLflow at {uri} cannot be reached ({reason}); start the server, unset "
+            "MLFLOW_TRACKING_URI for a local store, or set logger=none"
+        ) from error
+
+
+def version_tags(*, checkout: Path | None = None) -> dict[str, str]:
+    """Return the versions that a run depends on, and the git commit where the code is a checkout."""
+    tags = {"version.python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            tags[f"version.{name}"] = version(name)
+        except PackageNotFoundError:
+            continue
+    folder = checkout or Path(__file__).resolve().parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit:
+        tags["git.commit"] = commit
+        tags["git.changed"] = str(bool(_git(folder, "status", "--porcelain"))).lower()
+    return tags
+
+
+def flattened(settings: Mapping[str, object], *, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield nested settings under dotted names, as text.
+
+    >>> dict(flattened({"a": {"b": [1, 2]}, "c": None}))
+    {'a.b': '[1, 2]', 'c': 'None'}
+    """
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, prefix=f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command: Sequence[str] = ("git", "-C", str(folder), *arguments)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,170 @@
+"""The MLflow and CSV loggers: one run however often resumed, one point a step."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+from torch.utils.data import DataLoader
+
+from ragen_pl.config import ConfigError
+from ragen_pl.loggers import CSVRunLogger, RunLogger
+from ragen_pl.tracking import check_reachable, tracking_uri, version_tags
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
+
+
+class Line(pl.LightningModule):
+    def __init__(self, *, stop_at: int = -1, error: type[BaseException] = RuntimeError) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.stop_at, self.error = stop_at, error
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        if self.global_step == self.stop_at:
+            raise self.error("stopped")
+        loss = self.layer(batch).square().mean()
+        self.log("update/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(folder: Path, module: Line, logger: object, *, steps: int, resume: bool = False) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        logger=logger,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[
+            pl.callbacks.ModelCheckpoint(
+                dirpath=folder / "checkpoints", save_last=True, every_n_train_steps=2
+            )
+        ],
+    )
+    path = folder / "checkpoints" / "last.ckpt" if resume else None
+    trainer.fit(module, DataLoader(torch.ones(20, 1), batch_size=2), ckpt_path=path)
+
+
+CONFIG = {"paths": {"root": "?"}, "trainer": {"max_epochs": 3}, "text": "a" * 400}
+
+
+def settings(tmp_path: Path, **changes: object) -> dict[str, object]:
+    return {**CONFIG, "paths": {"root": str(tmp_path)}, **changes}
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose tables exist: MLflow needs seconds to create them, so it is done once."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture
+def run(tmp_path: Path, empty_store: Path) -> Path:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return tmp_path / "lake" / "first"
+
+
+def stored(run: Path) -> tuple[MlflowClient, str]:
+    known = json.loads((run / "mlflow_run.json").read_text())
+    return MlflowClient(known["tracking_uri"]), known["run_id"]
+
+
+def test_a_stopped_run_goes_on_as_the_same_mlflow_run_without_repeating_points(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(run, Line(stop_at=5), RunLogger(run_dir=str(run), config=settings(tmp_path)), steps=8)
+    client, run_id = stored(run)
+    assert (tmp_path / "mlflow.db").exists()
+    assert client.get_run(run_id).info.status == "FAILED"
+    assert [p.step for p in client.get_metric_history(run_id, "update/loss")] == [0, 1, 2, 3, 4]
+
+    changed = settings(tmp_path, trainer={"max_epochs": 9})
+    logger = RunLogger(run_dir=str(run), config=changed)
+    assert logger.run_id == run_id
+    assert client.get_run(run_id).info.status == "RUNNING"
+    fit(run, Line(), logger, steps=8, resume=True)
+    data = client.get_run(run_id)
+    steps = Counter(p.step for p in client.get_metric_history(run_id, "update/loss"))
+    assert steps == dict.fromkeys(range(8), 1)
+    assert data.info.status == "FINISHED"
+    assert data.data.params["trainer.max_epochs"] == "3"
+    assert data.data.tags["resumed.trainer.max_epochs"] == "9"
+    assert data.data.params["text"] == "a" * 249 + "…"
+    assert data.data.tags["checkpoint"] == str(run / "checkpoints" / "last.ckpt")
+    assert data.data.tags["version.lightning"].startswith("2.6")
+    names = {file.path for file in client.list_artifacts(run_id)}
+    assert names == {"config.yaml", "config_resumed.yaml"}
+    assert len(client.search_runs([data.info.experiment_id])) == 1
+
+
+def test_two_fits_of_one_run_end_as_finished(tmp_path: Path, run: Path) -> None:
+    logger = RunLogger(run_dir=str(run), config=settings(tmp_path))
+    fit(run, Line(), logger, steps=2)
+    client, run_id = stored(run)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    logger.log_graph(None)
+    assert client.get_run(run_id).info.status == "RUNNING"
+    logger.finalize("success")
+    logger.log_metrics({"panel/success": 0.5}, 3)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert client.get_run(run_id).data.metrics["panel/success"] == 0.5
+
+
+def test_a_run_stopped_by_hand_is_killed(tmp_path: Path, run: Path) -> None:
+    logger = RunLogger(run_dir=str(run), config=settings(tmp_path))
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(run, Line(stop_at=1, error=KeyboardInterrupt), logger, steps=4)
+    client, run_id = stored(run)
+    assert client.get_run(run_id).info.status == "KILLED"
+
+
+def test_the_tracking_server_of_the_shell_is_honoured(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tracking_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    uri = f"sqlite:///{tmp_path}/elsewhere.db"
+    shutil.copy(tmp_path / "mlflow.db", tmp_path / "elsewhere.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert tracking_uri(tmp_path) == uri
+    RunLogger(run_dir=str(run), config=settings(tmp_path))
+    assert json.loads((run / "mlflow_run.json").read_text())["tracking_uri"] == uri
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    # a resumed run stays where it was, whatever the shell says now
+    first = stored(run)[1]
+    assert RunLogger(run_dir=str(run)).run_id == first
+
+
+def test_an_unreachable_server_is_told_in_one_line(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http://127.0.0.1:9 cannot be reached .*logger=none"):
+        RunLogger(run_dir=str(run), uri="http://127.0.0.1:9")
+    check_reachable("sqlite:////nowhere/needed.db")
+
+
+def test_version_tags_leave_git_out_where_there_is_none(tmp_path: Path) -> None:
+    tags = version_tags(checkout=tmp_path)
+    assert "git.commit" not in tags
+    assert "version.torch" in tags
+
+
+def test_csv_goes_on_where_it_stopped(run: Path) -> None:
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(run, Line(stop_at=5), CSVRunLogger(run_dir=str(run), config={"a": 1}), steps=8)
+    fit(run, Line(), CSVRunLogger(run_dir=str(run), config={"a": 2}), steps=8, resume=True)
+    with (run / "csv" / "metrics.csv").open() as stream:
+        assert [row["step"] for row in csv.DictReader(stream)] == [str(step) for step in range(8)]
