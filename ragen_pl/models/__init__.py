@@ -1,0 +1,1 @@
+"""Models: the small vision-language model, loading pretrained ones, and what a policy is made of."""

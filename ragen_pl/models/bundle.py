@@ -1,0 +1,160 @@
+"""ModelBundle: a model with its tokenizer and processor, and what the rest of the project asks of them.
+
+Nothing outside this package knows which model it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+
+@dataclass
+class ModelBundle:
+    """A policy's model, tokenizer and, where it sees pictures, processor."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    processor: ProcessorMixin | None = None
+    _pieces: dict[int, str] = field(default_factory=dict, repr=False)
+    _image_tokens: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+
+    @property
+    def renderer(self) -> Any:
+        """What renders chats: the processor where it has a template, else the tokenizer."""
+        if self.processor is not None and getattr(self.processor, "chat_template", None):
+            return self.processor
+        return self.tokenizer
+
+    # ---- tokens
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that fills rows up."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else self.end_of_turn_id)
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The id that ends a written reply."""
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise ValueError("the tokenizer has no eos_token; set it to the token that ends a reply and save it")
+        return int(eos)
+
+    @property
+    def eos_token_ids(self) -> set[int]:
+        """All ids that end a reply."""
+        config = getattr(self.model, "generation_config", None)
+        eos = getattr(config, "eos_token_id", None)
+        known = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return {self.end_of_turn_id, *known}
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Ids that must never be sampled: control tokens but for those that end a reply, and ids without a token."""
+        special = set(self.tokenizer.all_special_ids) - self.eos_token_ids
+        if self.image_token_id is not None:
+            special.add(self.image_token_id)
+        rows = self.model.get_output_embeddings().weight.shape[0]
+        return tuple(sorted(special | set(range(len(self.tokenizer), rows))))
+
+    def piece(self, token: int) -> str:
+        """Return the text of one token."""
+        if token not in self._pieces:
+            self._pieces[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return self._pieces[token]
+
+    # ---- pictures
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The id that stands for a picture's features, None for a text model."""
+        if self.processor is None:
+            return None
+        found = getattr(self.model.config, "image_token_id", None)
+        return None if found is None else int(found)
+
+    def num_image_tokens(self, image: np.ndarray) -> int:
+        """Return how many tokens a picture `[height, width, 3]` takes."""
+        assert self.processor is not None
+        size = (image.shape[0], image.shape[1])
+        if size not in self._image_tokens:
+            counts = self.processor._get_num_multimodal_tokens(image_sizes=[list(size)]).num_image_tokens
+            self._image_tokens[size] = int(counts[0])
+        return self._image_tokens[size]
+
+    def expand_image_slots(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
+        """Repeat each image id as often as its picture has features.
+
+        Raises:
+            ValueError: the ids have another number of image slots than there are images.
+        """
+        slot = self.image_token_id
+        if slot is None:
+            if images:
+                raise ValueError(
+                    "the environment shows pictures and the model reads text only; choose a vision-language "
+                    "model (model=small_vlm) or a text environment"
+                )
+            return ids
+        counts = np.ones(len(ids), dtype=np.int64)
+        places = np.flatnonzero(ids == slot)
+        if len(places) != len(images):
+            raise ValueError(f"the prompt has {len(places)} image slots for {len(images)} images")
+        counts[places] = [self.num_image_tokens(image) for image in images]
+        return np.repeat(ids, counts)
+
+    def pixel_values(self, images: Sequence[np.ndarray]) -> Tensor:
+        """Return pictures, each uint8 `[height, width, 3]`, as the model takes them, `[images, …]`."""
+        assert self.processor is not None
+        processed = self.processor.image_processor(images=list(images), return_tensors="pt")
+        values: Tensor = processed["pixel_values"]
+        return values
+
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """Return features `[images, tokens, hidden]` of processed pictures."""
+        features: Tensor = self.model.get_image_features(pixel_values)
+        return features
+
+    # ---- the decoder
+
+    @property
+    def decoder(self) -> Callable[..., Any]:
+        """The decoder without its head: embeddings in, `last_hidden_state` out."""
+        base: Callable[..., Any] = self.model.model
+        return base
+
+    @property
+    def lm_head(self) -> Callable[[Tensor], Tensor]:
+        """The head: hidden states `[…, hidden]` to logits `[…, vocab]`."""
+        head: Callable[[Tensor], Tensor] = self.model.get_output_embeddings()
+        return head
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the decoder's states."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    def save(self, folder: str | Path) -> None:
+        """Write model, tokenizer and processor as a Hugging Face folder."""
+        self.model.save_pretrained(folder)
+        (self.processor or self.tokenizer).save_pretrained(folder)
+
+    def parameter_count(self) -> int:
+        """Return the number of parameters, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def to(self, device: torch.device) -> ModelBundle:
+        """Move the model and return the bundle."""
+        self.model.to(device)
+        return self

@@ -1,0 +1,87 @@
+"""The eyes: timm's vision transformer behind a stem that reads worlds of cells quickly.
+
+With additive positions alone a small encoder takes thousands of steps before it can tell *where*
+something is. Here each cell's patch is multiplied by a learned gain of its own, which ties content to
+place from the first step; a 3x3 convolution over the cells, not gated, tells about neighbours.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class CellStem(nn.Module):
+    """Embed a picture's cells, in the place of timm's patch embedding.
+
+    Args:
+        img_size: ignored; pictures of any size up to `most_cells` cells a side are read.
+        patch_size: pixels along a cell's side.
+        in_chans: colour channels.
+        embed_dim: width of a cell's embedding.
+        most_cells: cells along a side that there are gains and positions for.
+    """
+
+    num_patches = 0  # timm sizes its own position table by this; positions are added here
+
+    def __init__(
+        self,
+        img_size: int | None = None,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 96,
+        most_cells: int = 8,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.cell, self.most_cells = patch_size, most_cells
+        self.patch = nn.Linear(in_chans * patch_size**2, embed_dim)
+        self.norm = nn.LayerNorm(embed_dim)
+        self.neighbours = nn.Linear(9 * embed_dim, embed_dim)
+        self.gain = nn.Parameter(torch.randn(most_cells, most_cells, embed_dim))
+        self.rows = nn.Parameter(torch.randn(most_cells, 1, embed_dim) * 0.4)
+        self.columns = nn.Parameter(torch.randn(1, most_cells, embed_dim) * 0.4)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Return `[pictures, cells, width]` of pictures `[pictures, channels, height, width]`."""
+        count, channels, height, width = pictures.shape
+        size, rows, columns = self.cell, height // self.cell, width // self.cell
+        if height % size or width % size or max(rows, columns) > self.most_cells:
+            raise ValueError(
+                f"found a picture of {height} x {width} pixels; expected multiples of {size} up to "
+                f"{size * self.most_cells}; set model.build.vision.most_cells or patch_size"
+            )
+        cells = pictures.view(count, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
+        cells = self.norm(self.patch(cells.reshape(count, rows, columns, -1)))
+        placed = cells * self.gain[:rows, :columns] + self.rows[:rows] + self.columns[:, :columns]
+        return (placed + functional.gelu(self._around(cells))).flatten(1, 2)
+
+    def _around(self, cells: Tensor) -> Tensor:
+        """Apply the 3x3 convolution as one matrix product, which on tiny grids is faster on a CPU."""
+        rows, columns = cells.shape[1:3]
+        padded = functional.pad(cells, (0, 0, 1, 1, 1, 1))
+        shifted = [padded[:, r : r + rows, c : c + columns] for r in range(3) for c in range(3)]
+        return self.neighbours(torch.cat(shifted, dim=-1))
+
+
+def build_encoder(*, patch_size: int, width: int, depth: int, heads: int, mlp_ratio: float, most_cells: int) -> nn.Module:
+    """Return timm's vision transformer on a `CellStem`, giving a feature for each cell."""
+    return VisionTransformer(
+        img_size=patch_size * most_cells,
+        patch_size=patch_size,
+        embed_dim=width,
+        depth=depth,
+        num_heads=heads,
+        mlp_ratio=mlp_ratio,
+        class_token=False,
+        pos_embed="none",
+        global_pool="",
+        num_classes=0,
+        weight_init="skip",
+        embed_layer=partial(CellStem, most_cells=most_cells),
+    )

@@ -1,0 +1,26 @@
+"""The critic's head on decoder states."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class ValueHead(nn.Module):
+    """Linear, tanh, linear to one value; the last layer starts at zero, so that a new critic says 0.
+
+    Args:
+        hidden_size: width of the states.
+        width: of the layer between, the states' own by default.
+    """
+
+    def __init__(self, hidden_size: int, *, width: int | None = None) -> None:
+        super().__init__()
+        width = width or hidden_size
+        self.layers = nn.Sequential(nn.Linear(hidden_size, width), nn.Tanh(), nn.Linear(width, 1))
+        nn.init.zeros_(self.layers[2].weight)  # type: ignore[arg-type]
+        nn.init.zeros_(self.layers[2].bias)  # type: ignore[arg-type]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return float32 values `[…]` of states `[…, hidden]`."""
+        values: Tensor = self.layers(hidden).float()
+        return values.squeeze(-1)
