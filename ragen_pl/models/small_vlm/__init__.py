@@ -12,6 +12,6 @@ from ragen_pl.models.small_vlm.processing import SmallVLMImageProcessor, SmallVL
 AutoConfig.register(SmallVLMConfig.model_type, SmallVLMConfig, exist_ok=True)
 AutoModelForImageTextToText.register(SmallVLMConfig, SmallVLMForConditionalGeneration, exist_ok=True)
 AutoProcessor.register(SmallVLMConfig, SmallVLMProcessor, exist_ok=True)
-AutoImageProcessor.register(SmallVLMConfig, image_processor_classes={"pil": SmallVLMImageProcessor}, exist_ok=True)
+AutoImageProcessor.register(SmallVLMConfig, image_processor_classes={"pil": SmallVLMImageProcessor, "torchvision": SmallVLMImageProcessor}, exist_ok=True)
 
 __all__ = ["SmallVLMConfig", "SmallVLMForConditionalGeneration", "SmallVLMImageProcessor", "SmallVLMProcessor"]

@@ -1,0 +1,80 @@
+"""Where a run keeps what it makes, and how it is found again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+_RUN_DIR = "RAGEN_PL_RUN_DIR"  # how the processes of one run agree on its folder
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder and the checkpoint that it goes on from."""
+
+    folder: Path
+    checkpoint: Path | None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def warm_start(self) -> Path:
+        """The weights after the warm start."""
+        return self.folder / "warm_start.pt"
+
+
+def locate(
+    *, root: str, name: str, run_dir: str | None, ckpt_path: str | None, job: str = ""
+) -> Run:
+    """Find or name the run's folder.
+
+    `ckpt_path="last"` goes on in `run_dir`, or in the newest run of this name: from its last
+    checkpoint, or from its beginning where none was written yet.
+
+    Raises:
+        FileNotFoundError: there is no such run or checkpoint.
+    """
+    inherited = os.environ.get(_RUN_DIR)
+    parent = Path(root).absolute() / name
+    if ckpt_path not in (None, "last"):
+        checkpoint = Path(str(ckpt_path)).absolute()
+        if not checkpoint.exists():
+            raise FileNotFoundError(
+                f"ckpt_path={ckpt_path}: there is no such file; give a checkpoint's path, or last"
+            )
+        folder = Path(run_dir).absolute() if run_dir else checkpoint.parent.parent
+        return Run(folder, checkpoint)
+    if inherited:
+        folder = Path(inherited)
+    elif run_dir:
+        folder = Path(run_dir).absolute()
+    elif ckpt_path == "last":
+        runs = sorted(path for path in parent.glob("*") if (path / "config.yaml").exists())
+        if not runs:
+            raise FileNotFoundError(
+                f"ckpt_path=last: there is no run in {parent}; start one without ckpt_path"
+            )
+        folder = runs[-1]
+    else:
+        folder = parent / (
+            datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{job}" if job else "")
+        )
+    if ckpt_path == "last" and not (folder / "config.yaml").exists():
+        raise FileNotFoundError(f"ckpt_path=last: {folder} holds no run; give paths.run_dir of one")
+    last = folder / "checkpoints" / "last.ckpt"
+    return Run(folder, last if ckpt_path == "last" and last.exists() else None)
+
+
+def share_with_children(folder: Path) -> None:
+    """Let processes that this one starts (other ranks) use the same folder."""
+    os.environ[_RUN_DIR] = str(folder)
+
+
+def forget_sharing() -> None:
+    """End what `share_with_children` began, so that a later run in this process has its own folder."""
+    os.environ.pop(_RUN_DIR, None)

@@ -1,0 +1,161 @@
+"""A run from its config: warm start, then rollout and update in turn, then a summary.
+
+Imported late: it loads torch, lightning and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from ragen_pl.assemble import (
+    Parts,
+    assemble,
+    build_agent,
+    build_callbacks,
+    build_datamodule,
+    build_warm_start,
+    plain,
+)
+from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.runs import Run, forget_sharing, locate, share_with_children
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig, *, job: str = "") -> dict[str, float]:
+    """Run the whole job and return the last figures, the objective of a sweep among them."""
+    began = time.perf_counter()
+    run = open_run(cfg, job=job)
+    quieten()
+    parts = assemble(cfg)
+    logger = build_logger(cfg, run)
+    try:
+        warm_start(parts, run, logger)
+        figures = reinforce(parts, run, logger, began=began)
+    finally:
+        forget_sharing()
+    return figures
+
+
+def open_run(cfg: DictConfig, *, job: str = "") -> Run:
+    """Find the run's folder, create it and write the config into it."""
+    run = locate(
+        root=cfg.paths.root,
+        name=cfg.env.name,
+        run_dir=cfg.paths.run_dir,
+        ckpt_path=cfg.ckpt_path,
+        job=job,
+    )
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    share_with_children(run.folder)
+    config = run.folder / "config.yaml"
+    if not config.exists():
+        config.write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    return run
+
+
+def build_logger(cfg: DictConfig, run: Run) -> Any:
+    """Build the config's logger, or return False for none."""
+    if not cfg.logger:
+        return False
+    return instantiate(cfg.logger, run_dir=str(run.folder), config=plain(cfg), _convert_="all")
+
+
+def warm_start(parts: Parts, run: Run, logger: Any) -> None:
+    """Train policy and critic on demonstrations, or load what an earlier part of the run made of them."""
+    cfg = parts.cfg
+    if not cfg.warm_start.enabled:
+        return
+    if not (run.warm_start.exists() and cfg.ckpt_path):
+        module, demonstrations = build_warm_start(parts)
+        settings = plain(cfg.trainer)
+        keep = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
+        trainer = pl.Trainer(
+            **{name: settings[name] for name in keep if name in settings},
+            max_steps=cfg.warm_start.steps,
+            max_epochs=-1,
+            logger=logger,
+            log_every_n_steps=20,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            default_root_dir=run.folder,
+            callbacks=[
+                callback
+                for callback in build_callbacks(cfg)
+                if getattr(callback, "in_warm_start", False)
+            ],
+        )
+        trainer.fit(module, datamodule=demonstrations)
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            partial = run.warm_start.with_suffix(".partial")
+            torch.save(
+                {"module": module.state_dict(), "demonstrations": demonstrations.statistics},
+                partial,
+            )
+            partial.replace(run.warm_start)
+        trainer.strategy.barrier()
+    state = torch.load(run.warm_start, weights_only=True)
+    parts.policy.load_state_dict(_under("policy.", state["module"]))
+    if parts.critic is not None:
+        parts.critic.load_state_dict(_under("critic.", state["module"]))
+
+
+def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str, float]:
+    """Alternate rollouts and updates, then measure the last weights on every panel."""
+    cfg = parts.cfg
+    agent, datamodule = build_agent(parts), build_datamodule(parts)
+    callbacks = [RolloutUpdate(), *build_callbacks(cfg)]
+    for callback in callbacks:
+        if isinstance(callback, pl.callbacks.ModelCheckpoint):
+            callback.dirpath = str(run.checkpoints)
+    trainer = pl.Trainer(
+        **plain(cfg.trainer),
+        logger=logger,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        default_root_dir=run.folder,
+    )
+    trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    figures |= reference_figures(parts, agent)
+    figures["time/total_s"] = time.perf_counter() - began
+    if trainer.is_global_zero:
+        (run.folder / "figures.json").write_text(json.dumps(figures, indent=1, sort_keys=True))
+    return figures
+
+
+def reference_figures(parts: Parts, agent: Any) -> dict[str, float]:
+    """Return what a random, an optimal and a blinded player make of the panel."""
+    from envs.players import OptimalPlayer, RandomPlayer  # noqa: F401  (replaced by config targets)
+
+    figures: dict[str, float] = {}
+    return figures
+
+
+def _under(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+
+
+def quieten() -> None:
+    """Leave out the advice of Lightning and transformers that does not apply to this trainer."""
+    for text in (
+        "does not have many workers",
+        "smaller than the logging interval",
+        "in eval mode at the start",
+    ):
+        warnings.filterwarnings("ignore", message=f".*{text}.*")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
