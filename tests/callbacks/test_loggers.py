@@ -65,14 +65,6 @@ def settings(tmp_path: Path, **changes: object) -> dict[str, object]:
     return {**CONFIG, "paths": {"root": str(tmp_path)}, **changes}
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose tables exist: MLflow needs seconds to create them, so it is done once."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
-    return file
-
-
 @pytest.fixture
 def run(tmp_path: Path, empty_store: Path) -> Path:
     shutil.copy(empty_store, tmp_path / "mlflow.db")

@@ -1,0 +1,204 @@
+"""Progress, kept trajectories and summary, in a Trainer whose loop tells of rollouts."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from ragen_pl.callbacks.progress import RolloutProgress
+from ragen_pl.callbacks.summary import RunSummary, half_width, open_command, resume_command
+from ragen_pl.callbacks.trajectories import LogTrajectories, strip
+from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+
+
+def trajectory(group: int, *, side: int = 8) -> Trajectory:
+    turn = Turn(
+        observation=Observation(text="look", images=[np.full((side, side, 3), 9, np.uint8)]),
+        prompt_ids=np.arange(5),
+        prompt_images=[],
+        reply_ids=np.arange(3),
+        reply_logprobs=np.full(3, -0.5, np.float32),
+        reply_entropy=0.7,
+        spans=np.zeros(3, np.int8),
+        reply_text="<think>é</think><answer>Up</answer>",
+        think="é",
+        actions=["Up"],
+        action_is_valid=True,
+        action_is_effective=False,
+        cut=False,
+        reward=0.25,
+        temperature=1.0,
+        info={"success": np.bool_(True)},
+    )
+    return Trajectory(
+        group=group,
+        member=0,
+        seed=3,
+        turns=[turn, turn],
+        ending=Ending.TERMINATED,
+        success=True,
+        final_images=[np.zeros((200, 10, 3), np.uint8)],
+    )
+
+
+class Player(pl.LightningModule):
+    """Tells its callbacks of a rollout before each epoch, as the rollout/update loop does."""
+
+    def __init__(self, *, fail_in: int = -1) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.fail_in = fail_in
+
+    def tell(self, hook: str, *arguments: object) -> None:
+        for callback in self.trainer.callbacks:
+            if hasattr(callback, hook):
+                getattr(callback, hook)(self.trainer, self, *arguments)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.fail_in:
+            raise RuntimeError("stopped")
+        self.tell("on_rollout_start")
+        for done in range(3):
+            self.tell("on_rollout_progress", done, 3)
+        self.tell("on_rollout_end", [trajectory(group) for group in range(6)])
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("rollout/success", 0.1 * self.current_epoch)
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val/success", 0.5 + 0.25 * self.current_epoch)
+        self.log("val/episodes", 400.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(tmp_path: Path, *callbacks: pl.Callback, module: Player, **trainer: object) -> pl.Trainer:
+    settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "logger": False, **trainer}
+    fitted = pl.Trainer(
+        accelerator="cpu",
+        enable_model_summary=False,
+        enable_progress_bar=any(isinstance(one, RolloutProgress) for one in callbacks),
+        default_root_dir=tmp_path,
+        callbacks=[*callbacks, pl.callbacks.ModelCheckpoint(tmp_path / "kept", save_last=True)],
+        **settings,
+    )
+    loader = DataLoader(torch.ones(4, 1), batch_size=2)
+    fitted.fit(module, loader, loader)
+    return fitted
+
+
+def test_a_log_gets_one_line_an_iteration(tmp_path: Path) -> None:
+    out = io.StringIO()
+    fit(tmp_path, RolloutProgress(console=Console(file=out)), module=Player())
+    lines = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"iteration {n}/3" for n in (1, 2, 3)]
+    assert "success 0.100" in lines[1]
+    assert "panel 0.750" in lines[1]
+    assert "tokens/s" in lines[0]
+    assert "left" in lines[0]
+
+
+def test_a_phase_by_steps_gets_a_few_lines(tmp_path: Path) -> None:
+    out = io.StringIO()
+    module = Player()
+    module.phase = "warm start"
+    progress = RolloutProgress(console=Console(file=out), lines=2)
+    fit(tmp_path, progress, module=module, max_epochs=-1, max_steps=8)
+    lines = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["warm start 4/8", "warm start 8/8"]
+
+
+def test_a_terminal_gets_a_live_display_that_is_closed_even_after_an_error(tmp_path: Path) -> None:
+    out = io.StringIO()
+    progress = RolloutProgress(console=Console(file=out, force_terminal=True, width=100))
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(tmp_path, progress, module=Player(fail_in=2))
+    shown = out.getvalue()
+    assert "iteration" in shown
+    assert "1/3" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # cursor hidden, shown again
+
+
+def test_trajectories_are_kept_with_their_pictures(tmp_path: Path) -> None:
+    fit(tmp_path, LogTrajectories(every_n_iterations=2, count=3), module=Player())
+    folders = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
+    assert folders == ["iteration_0000", "iteration_0002"]
+    folder = tmp_path / "trajectories" / "iteration_0002"
+    assert len(list(folder.iterdir())) == 6
+    read = json.loads((folder / "1.json").read_text(encoding="utf-8"))
+    assert (read["group"], read["return"], read["ending"]) == (2, 0.5, "terminated")
+    assert read["turns"][0]["think"] == "é"
+    assert read["turns"][0]["logprob"] == -1.5
+    with Image.open(folder / "1.png") as picture:
+        assert picture.size == (96 + 4 + 96 + 4 + 10, 200)
+
+
+def test_trajectories_go_to_mlflow_too(tmp_path: Path, empty_store: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    from ragen_pl.loggers import RunLogger
+
+    uri = f"sqlite:///{empty_store}"
+    logger = RunLogger(run_dir=str(tmp_path), uri=uri)
+    fit(tmp_path, LogTrajectories(count=1), module=Player(), logger=logger, max_epochs=1)
+    files = MlflowClient(uri).list_artifacts(logger.run_id, "trajectories/iteration_0000")
+    assert [Path(file.path).name for file in files] == ["0.json", "0.png"]
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="every_n_iterations=0"):
+        LogTrajectories(every_n_iterations=0)
+
+
+def test_a_strip_enlarges_small_pictures_and_keeps_their_pixels() -> None:
+    picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    canvas = strip([picture, picture])
+    assert canvas.shape == (96, 196, 3)
+    assert (canvas[::24, :96:24] == picture).all()
+    assert (canvas[::24, 100::24] == picture).all()
+    assert (canvas[:, 96:100] == 255).all()
+
+
+def test_the_summary_sets_before_and_after_beside_the_players(tmp_path: Path) -> None:
+    out = io.StringIO()
+    summary = RunSummary(
+        references={"random": {"success": 0.125}}, console=Console(file=out, width=200)
+    )
+    trainer = fit(tmp_path, summary, module=Player())
+    shown = out.getvalue()
+    assert "0.500 ± 0.049" in shown
+    assert "1.000 ± " in shown
+    assert "0.125" in shown
+    assert f"checkpoint {tmp_path}/kept/last.ckpt" in shown
+    assert f"ckpt_path={tmp_path}/kept/last.ckpt" in shown
+    again = RunSummary()
+    again.load_state_dict(
+        torch.load(trainer.checkpoint_callback.last_model_path)["callbacks"]["RunSummary"]
+    )
+    assert again.before["success"] == 0.5
+
+
+def test_commands_can_be_pasted() -> None:
+    assert open_command("http://host:5000") == "http://host:5000"
+    assert (
+        open_command("sqlite:////a b/m.db") == "mlflow ui --backend-store-uri 'sqlite:////a b/m.db'"
+    )
+    assert resume_command(["+ckpt_path=x", "a=[1,2]"], checkpoint="/c.ckpt") == (
+        "python -m ragen_pl.fit 'a=[1,2]' ckpt_path=/c.ckpt"
+    )
+    assert half_width(0.9, episodes=512) == pytest.approx(0.0261, abs=2e-4)

@@ -1,0 +1,129 @@
+"""The package: what a wheel holds, what importing costs, what is declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ragen_pl", "envs", "visual_envs")
+# Names under which distributions are imported, where they differ.
+IMPORTED_AS = {"hydra-core": "hydra", "pillow": "PIL"}
+# Optional: imported in one file, behind an extra.
+OPTIONAL = {"vllm", "peft"}
+
+
+@pytest.fixture(scope="session")
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def imported() -> set[str]:
+    """Return the top-level names that the packages import."""
+    names: set[str] = set()
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - set(PACKAGES)
+
+
+def test_what_is_imported_is_declared(project: dict[str, object]) -> None:
+    required = [re.split(r"[<>=!~\[ ]", line)[0] for line in project["dependencies"]]
+    declared = {IMPORTED_AS.get(name, name) for name in required}
+    assert imported() - declared - OPTIONAL == set()
+
+
+def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None:
+    extras = project["optional-dependencies"]
+    requirements = [
+        *project["dependencies"],
+        *(line for lines in extras.values() for line in lines),
+    ]
+    assert [line for line in requirements if ">=" not in line] == []
+    assert set(extras) == {"vllm", "dev"}
+
+
+def test_the_front_door_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, ragen_pl.config, ragen_pl.tracking\n"
+        "print(sorted({'torch', 'lightning', 'transformers', 'mlflow', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_packages_configuration_and_types(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "-o",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    conf = {
+        f"ragen_pl/conf/{file.relative_to(ROOT / 'conf')}"
+        for file in (ROOT / "conf").rglob("*.yaml")
+    }
+    assert conf <= names
+    assert {
+        "ragen_pl/py.typed",
+        "ragen_pl/fit.py",
+        "envs/__init__.py",
+        "visual_envs/__init__.py",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests", "conf/", "benchmarks"))]
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_the_configuration_is_found_from_a_wheel(tmp_path: Path) -> None:
+    """The unpacked wheel comes before the checkout on the path, as if it had been installed."""
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "-o",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = "from ragen_pl.config import check_packages, config_dir; check_packages(); print(config_dir())"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": ""},
+        check=True,
+    )
+    assert done.stdout.strip() == str(tmp_path / "site" / "ragen_pl" / "conf")
+
+
+def test_make_help_names_the_targets() -> None:
+    done = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT, check=True)
+    for target in ("fit", "test", "lint", "clean"):
+        assert f"make {target}" in done.stdout
