@@ -179,7 +179,7 @@ class RunLogger(MLFlowLogger):
         return str(self.folder)
 
 
-class CSVRunLogger(CSVLogger):
+class RunCSVLogger(CSVLogger):
     """CSV files in `<run_dir>/csv`, which a resumed run goes on with.
 
     Args:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ragen_pl.config.rules import Kind, Rule, covers
+from ragen_pl.config.schema_environments import ENVIRONMENTS
 from ragen_pl.config.schema_trainer import TRAINER
 
 _BOOL = Rule(kind=Kind.BOOL)
@@ -49,11 +50,7 @@ RULES: dict[str, Rule] = {
     "env.turn_limit_bootstraps": _BOOL,
     "env.require_think": _BOOL,
     "env.timeout_s": Rule(kind=Kind.FLOAT, above=0, also=(None,)),
-    "env.kwargs.size": Rule(kind=Kind.INT, minimum=2),
-    "env.kwargs.hole_share": Rule(kind=Kind.FLOAT, minimum=0, below=1),
-    "env.kwargs.min_distance": _COUNT,
-    "env.kwargs.slip_probability": _SHARE,
-    "env.kwargs.step_cost": _NOT_NEGATIVE,
+    **ENVIRONMENTS,
     # what is shown to the policy, and how it samples
     "context.window": Rule(kind=Kind.INT, minimum=1, also=("all",), note="the latest turns shown"),
     "context.turn_template": Rule(kind=Kind.TEXT, contains="{observation}"),
@@ -75,6 +72,8 @@ RULES: dict[str, Rule] = {
     "panel.episodes": _COUNT,
     "panel.held_out": _BOOL,
     "panel.blank": _BOOL,
+    "panel.players": Rule(kind=Kind.GROUP, also=(None,)),
+    "panel.players.*": Rule(kind=Kind.GROUP, also=(None,)),
     # the algorithm
     "algorithm.critic": Rule(kind=Kind.TEXT, choices=("shared", "own", "none")),
     "algorithm.estimator.gamma*": _SHARE,
@@ -109,7 +108,7 @@ RULES: dict[str, Rule] = {
     "warm_start.warm_up": _COUNT_OR_ZERO,
     "warm_start.learning_rate_end": _SHARE,
     "warm_start.player.noise": _SHARE,
-    "warm_start.player.base": Rule(kind=Kind.TEXT, choices=("blind", "optimal", "random")),
+    "warm_start.player.base": Rule(kind=Kind.TEXT, choices=("blind", "optimal")),
     **{f"warm_start.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
     # callbacks, by the names they ship under
     "callbacks": Rule(kind=Kind.GROUP, also=(None,)),
@@ -144,6 +143,7 @@ OPEN: tuple[str, ...] = (
     "algorithm.**",
     "model.**",
     "optimizer.**",
+    "panel.players.*.**",
     "warm_start.player.**",
     "warm_start.optimizer.**",
     "callbacks.*.**",

@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from torch.utils.data import DataLoader
 
 from ragen_pl.config import ConfigError
-from ragen_pl.loggers import CSVRunLogger, RunLogger
+from ragen_pl.loggers import RunCSVLogger, RunLogger
 from ragen_pl.tracking import check_reachable, tracking_uri, version_tags
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
@@ -156,7 +156,7 @@ def test_version_tags_leave_git_out_where_there_is_none(tmp_path: Path) -> None:
 
 def test_csv_goes_on_where_it_stopped(run: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(run, Line(stop_at=5), CSVRunLogger(run_dir=str(run), config={"a": 1}), steps=8)
-    fit(run, Line(), CSVRunLogger(run_dir=str(run), config={"a": 2}), steps=8, resume=True)
+        fit(run, Line(stop_at=5), RunCSVLogger(run_dir=str(run), config={"a": 1}), steps=8)
+    fit(run, Line(), RunCSVLogger(run_dir=str(run), config={"a": 2}), steps=8, resume=True)
     with (run / "csv" / "metrics.csv").open() as stream:
         assert [row["step"] for row in csv.DictReader(stream)] == [str(step) for step in range(8)]
