@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,11 @@ def build_small_vlm(
     from ragen_pl.models.small_vlm.tokenizer import CHAT_TEMPLATE, IMAGE, load_tokenizer
 
     tokenizer = load_tokenizer()
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    ids = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     config = SmallVLMConfig(
         vision=vision,
         text_config=ids | {"eos_token_id": tokenizer.eos_token_id} | (text or {}),
@@ -37,8 +43,7 @@ def build_small_vlm(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _weights_from(seed):
         model = SmallVLMForConditionalGeneration(config)
     images = SmallVLMImageProcessor(patch_size=config.vision["patch_size"])
     processor = SmallVLMProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
@@ -64,14 +69,25 @@ def build_small_lm(*, text: dict[str, Any] | None = None, seed: int = 0) -> Mode
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _weights_from(seed):
         model = Qwen2ForCausalLM(Qwen2Config(**(TEXT | ids | (text or {}))))
     return ModelBundle(model.eval(), tokenizer)
 
 
+@contextmanager
+def _weights_from(seed: int) -> Iterator[None]:
+    """Seed the CPU's generator for a while; a GPU's, which `torch.manual_seed` seeds too, is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 def load_pretrained(
-    path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa", local_files_only: bool = False
+    path: str,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    local_files_only: bool = False,
 ) -> ModelBundle:
     """Load a language or vision-language model, its tokenizer and processor.
 

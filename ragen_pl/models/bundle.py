@@ -48,7 +48,9 @@ class ModelBundle:
         """The id that ends a written reply."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
-            raise ValueError("the tokenizer has no eos_token; set it to the token that ends a reply and save it")
+            raise ValueError(
+                "the tokenizer has no eos_token; set it to the token that ends a reply and save it"
+            )
         return int(eos)
 
     @property
@@ -89,7 +91,9 @@ class ModelBundle:
         assert self.processor is not None
         size = (image.shape[0], image.shape[1])
         if size not in self._image_tokens:
-            counts = self.processor._get_num_multimodal_tokens(image_sizes=[list(size)]).num_image_tokens
+            counts = self.processor._get_num_multimodal_tokens(
+                image_sizes=[list(size)]
+            ).num_image_tokens
             self._image_tokens[size] = int(counts[0])
         return self._image_tokens[size]
 

@@ -42,7 +42,9 @@ class SmallVLMConfig(PreTrainedConfig):
     ) -> None:
         unknown = set(vision or {}) - set(VISION)
         if unknown:
-            raise ValueError(f"model.build.vision has unknown keys {sorted(unknown)}; known: {', '.join(VISION)}")
+            raise ValueError(
+                f"model.build.vision has unknown keys {sorted(unknown)}; known: {', '.join(VISION)}"
+            )
         self.vision = VISION | (vision or {})
         if not isinstance(text_config, Qwen2Config):
             text_config = Qwen2Config(**(TEXT | (text_config or {})))

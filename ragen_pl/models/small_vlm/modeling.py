@@ -9,7 +9,6 @@ from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ragen_pl.models.small_vlm.configuration import SmallVLMConfig
-from ragen_pl.models.small_vlm.vision import build_encoder
 
 
 class SmallVLMPreTrainedModel(PreTrainedModel):
@@ -24,17 +23,27 @@ class SmallVLMPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Qwen2DecoderLayer"]  # noqa: RUF012 - transformers' own convention
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave the encoder and projector as torch built them; the decoder initialises itself."""
+        """Draw the encoder's and the projector's weights torch's way; the decoder draws its own.
+
+        Also reached for weights that a loaded folder lacks, thus nothing may be left as it is.
+        """
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
 
 
 class SmallVLMModel(SmallVLMPreTrainedModel):
     """Encoder, projector and decoder, without a head."""
 
     def __init__(self, config: SmallVLMConfig) -> None:
+        from ragen_pl.models.small_vlm.vision import build_encoder  # timm is slow to import
+
         super().__init__(config)
         hidden, width = config.text_config.hidden_size, config.vision["width"]
         self.vision = build_encoder(**config.vision)
-        self.projector = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden))
+        self.projector = nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden)
+        )
         self.language_model = AutoModel.from_config(config.text_config)
         self.post_init()
 
@@ -47,9 +56,11 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         self.language_model.set_input_embeddings(value)
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return features `[pictures, cells, hidden]` of uint8 pictures `[pictures, 3, height, width]`."""
-        dtype = self.projector[0].weight.dtype
-        return self.projector(self.vision(pixel_values.to(dtype) / 127.5 - 1.0))
+        """Return features `[pictures, cells, hidden]` of pictures `[pictures, 3, height, width]`.
+
+        Pixels go from 0 to 255, as uint8 or in a floating type.
+        """
+        return self.projector(self.vision(pixel_values))
 
     def forward(
         self,
@@ -82,7 +93,9 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         features = self.get_image_features(pixel_values).flatten(0, 1)
         slots = input_ids == self.config.image_token_id
         if int(slots.sum()) != len(features):
-            raise ValueError(f"found {int(slots.sum())} image slots for {len(features)} image features")
+            raise ValueError(
+                f"found {int(slots.sum())} image slots for {len(features)} image features"
+            )
         return embeds.masked_scatter(slots.unsqueeze(-1), features.to(embeds.dtype))
 
 
@@ -142,14 +155,20 @@ class SmallVLMForConditionalGeneration(SmallVLMPreTrainedModel, GenerationMixin)
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.text_config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.text_config.vocab_size
+            )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values
+        )
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """Drop the pictures once their features are in the cache."""
         first = kwargs.pop("is_first_iteration", False)
         pixel_values = kwargs.pop("pixel_values", None)
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, is_first_iteration=first, **kwargs)
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, is_first_iteration=first, **kwargs
+        )
         past = inputs.get("past_key_values")
         if past is None or past.get_seq_length() == 0 or first:
             inputs["pixel_values"] = pixel_values

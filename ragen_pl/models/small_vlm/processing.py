@@ -31,7 +31,9 @@ class SmallVLMImageProcessor(BaseImageProcessor):
         arrays = [np.asarray(image, dtype=np.uint8) for image in listed]
         sizes = {array.shape for array in arrays}
         if len(sizes) != 1 or any(len(size) != 3 or size[-1] != 3 for size in sizes):
-            raise ValueError(f"found pictures of shapes {sorted(sizes)}; expected one shape [height, width, 3]")
+            raise ValueError(
+                f"found pictures of shapes {sorted(sizes)}; expected one shape [height, width, 3]"
+            )
         pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
         return BatchFeature({"pixel_values": pixels if return_tensors == "pt" else pixels.numpy()})
 
@@ -56,7 +58,11 @@ class SmallVLMProcessor(ProcessorMixin):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
     def __call__(
-        self, images: Any = None, text: str | list[str] | None = None, return_tensors: str = "pt", **kwargs: Any
+        self,
+        images: Any = None,
+        text: str | list[str] | None = None,
+        return_tensors: str = "pt",
+        **kwargs: Any,
     ) -> BatchFeature:
         """Encode texts with one `<|image|>` a picture, and the pictures in the order of the texts."""
         texts = [text] if isinstance(text, str) else list(text or [])
@@ -72,7 +78,9 @@ class SmallVLMProcessor(ProcessorMixin):
     def _expanded(self, texts: list[str], shapes: list[tuple[int, ...]]) -> list[str]:
         found = sum(text.count(self.image_token) for text in texts)
         if found != len(shapes):
-            raise ValueError(f"found {found} {self.image_token} in the text for {len(shapes)} pictures")
+            raise ValueError(
+                f"found {found} {self.image_token} in the text for {len(shapes)} pictures"
+            )
         counts = iter([self.image_processor.num_image_tokens(*shape[:2]) for shape in shapes])
         return [
             "".join(
@@ -82,6 +90,8 @@ class SmallVLMProcessor(ProcessorMixin):
             for text in texts
         ]
 
-    def _get_num_multimodal_tokens(self, image_sizes: list[list[int]] | None = None, **_: Any) -> MultiModalData:
+    def _get_num_multimodal_tokens(
+        self, image_sizes: list[list[int]] | None = None, **_: Any
+    ) -> MultiModalData:
         counts = [self.image_processor.num_image_tokens(*size) for size in image_sizes or []]
         return MultiModalData(num_image_tokens=counts, num_image_patches=[1] * len(counts))

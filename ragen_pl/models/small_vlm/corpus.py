@@ -1,0 +1,46 @@
+"""The texts that the small model's tokenizer was trained on: the words of the shipped environments.
+
+Frozen on purpose: a word added here changes every id, and models saved before it become unreadable.
+Other words are read as well, by more tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# Words that also start an observation, a thought or an answer: with and without a blank before them.
+_STARTING = (
+    "Up", "Down", "Left", "Right", "me", "goal", "box", "first", "last", "turn", "arms", "reach", "push",
+)  # fmt: skip
+_FOLLOWING = (
+    "goal", "avoid", "holes", "target", "walls", "the", "boxes", "onto", "targets", "of", "so", "far", "none",
+    "second", "paid", "pulled", "nothing", "best", "try", "risky", "safe", "||", "_", "O", "G", "P", "X", "W",
+    "#", "B", "S", *"0123456789",
+)  # fmt: skip
+_COLOURS = ("Red", "Blue", "Green", "Yellow", "White", "Black", "Pink", "Gray")
+_NAMES = (
+    "Dragon", "Phoenix", "Gambler", "Librarian", "Pirate", "Gardener", "Volcano", "Meadow", "Tiger", "Turtle",
+    "Storm", "Harbor", "Rocket", "Bicycle", "Explorer", "Clerk",
+)  # fmt: skip
+_RULES = (
+    "You walk on a frozen lake of 4 rows and 4 columns. Reach the goal without stepping into a hole: a hole "
+    "ends the walk. The moves are Up, Down, Left and Right, one cell each; a move against the edge leaves you "
+    "where you are. Each turn tells the row and the column of you, of the goal and of the holes.",
+    "You are in a walled room. Push the box onto the target. Walking into a box pushes it one cell further if "
+    "nothing is behind it; a box cannot be pulled, and neither you nor a box can enter a wall. Each turn shows "
+    "a picture of the room from above.",
+    "There are two arms and you pull one of them. One arm is safe, the other is risky. Choose the arm that "
+    "pays more on average; answer with its name. Each turn tells what your last pull paid: remember it.",
+)
+
+
+def texts() -> Iterator[str]:
+    """Yield the corpus; how often a word comes ranks it, so that what replies are made of merges first."""
+    for _ in range(1000):
+        yield from _STARTING
+        yield from (f" {word}" for word in _STARTING + _FOLLOWING)
+    for words, times in ((_COLOURS, 200), (_NAMES, 50)):
+        for _ in range(times):
+            yield from words
+            yield from (f" {word}" for word in words)
+    yield from _RULES
