@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.rules import Kind, covers
 from ragen_pl.config.schema import FREE_TEXT, RULES, is_free_text, is_open, rule_for
+from ragen_pl.config.targets import target_problems
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -24,6 +25,8 @@ def check_config(cfg: DictConfig) -> None:
         problem = problem_with(key, value)
         if problem:
             raise ConfigError(problem)
+    for problem in target_problems(cfg):
+        raise ConfigError(problem)
 
 
 def leaves(cfg: DictConfig | ListConfig, *, prefix: str = "") -> Iterator[tuple[str, object]]:

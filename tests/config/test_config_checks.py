@@ -117,6 +117,34 @@ def test_a_missing_value_and_a_dangling_reference_are_named() -> None:
         check_config(OmegaConf.create({"seed": "${nowhere}"}))
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"_target_": "ragen_pl.callbacks.progress.RolloutProgres"},
+            "did you mean RolloutProgress?",
+        ),
+        ({"_target_": "ragen_pl.callbacks.progres.RolloutProgress"}, "there is no module"),
+        ({"_target_": "ragen_pl.callbacks.progress"}, "expected a class, found a module"),
+        ({"_target_": "no_such_package.Name"}, "there is no package 'no_such_package'"),
+        (
+            {"_target_": "ragen_pl.callbacks.trajectories.LogTrajectories", "cuont": 3},
+            "unknown key callbacks.mine.cuont: LogTrajectories takes no cuont; did you mean count?",
+        ),
+    ],
+)
+def test_a_class_path_that_leads_nowhere_is_told(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(OmegaConf.create({"callbacks": {"mine": settings}}))
+    assert told in str(error.value)
+    assert str(error.value).startswith(("callbacks.mine._target_=", "unknown key"))
+
+
+def test_class_paths_of_other_packages_take_what_they_like() -> None:
+    mine = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/success"}
+    check_config(OmegaConf.create({"callbacks": {"mine": mine}}))
+
+
 def test_leaves_names_items_of_lists_and_keeps_empty_ones() -> None:
     cfg = OmegaConf.create({"a": {"b": [1, {"c": 2}], "d": {}}, "e": None})
     assert list(leaves(cfg)) == [("a.b.0", 1), ("a.b.1.c", 2), ("a.d", {}), ("e", None)]
