@@ -6,6 +6,7 @@ the format penalty and the turn limit belong here; the world's own rules belong 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,10 +164,15 @@ class EnvironmentManager:
         if isinstance(raw, str):
             return Observation(text=raw)
         if isinstance(raw, Mapping) and isinstance(raw.get("text"), str) and "image" in raw:
-            image = np.asarray(raw["image"], dtype=np.uint8)
-            return Observation(
-                text=raw["text"], images=[np.full_like(image, 128) if self.blank_images else image]
-            )
+            image = np.asarray(raw["image"])
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+                raise TypeError(
+                    f"{self.target} returned a picture of shape {image.shape} and type {image.dtype}; "
+                    "expected uint8 [height, width, 3]"
+                )
+            # a copy, for a world may draw its next picture into the same array
+            picture = np.full_like(image, 128) if self.blank_images else image.copy()
+            return Observation(text=raw["text"], images=[picture])
         raise TypeError(
             f"{self.target} returned an observation of type {type(raw).__name__}; "
             "expected a str, or a dict with 'text' (str) and 'image' (uint8 [height, width, 3])"
@@ -182,10 +188,14 @@ class EnvironmentManager:
         names = lane.action_names
         for action in reply.actions:
             raw, reward, terminated, truncated, info = lane.env.step(action)
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f"{self.target} returned reward {reward}; expected a finite number"
+                )
             result.reward += float(reward)
             result.carried_out.append(names[action])
             result.effective |= bool(info.get("action_is_effective", True))
-            result.success, result.info = bool(info.get("success", False)), info
+            result.success, result.info = bool(info.get("success", False)), dict(info)
             self._look(lane, raw)
             result.observation = lane.observation
             if terminated or truncated:

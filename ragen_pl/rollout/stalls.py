@@ -25,17 +25,19 @@ class _Sweep(Generic[T]):
 
     def _run(self) -> None:
         while self.current < len(self.jobs):
-            number, self.began = self.current, time.monotonic()
+            number = self.current
             result: T | BaseException
             try:
                 result = self.jobs[number]()
-            except Exception as error:  # an environment's error belongs to its trajectory
+            except (
+                BaseException
+            ) as error:  # an environment's error, even an exit, is its trajectory's
                 result = error
             with self.lock:
                 if self.abandoned:
                     return
                 self.results[number] = result
-                self.current = number + 1
+                self.current, self.began = number + 1, time.monotonic()
 
     def abandon(self, number: int, reason: BaseException) -> bool:
         """Give job `number` up unless it has just ended; return whether it was given up."""
@@ -65,7 +67,8 @@ def run_guarded(
     sweep = _Sweep(jobs, results, 0)
     while sweep.thread.is_alive():
         sweep.thread.join(timeout_s)
-        number, began = sweep.current, sweep.began
+        with sweep.lock:
+            number, began = sweep.current, sweep.began
         if sweep.thread.is_alive() and time.monotonic() - began >= timeout_s:
             late = TimeoutError(f"the environment took longer than {timeout_s:g} s")
             if sweep.abandon(number, late):

@@ -1,0 +1,206 @@
+"""Tiny models whose context matters and whose replies end at different lengths, and worlds to break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import envs  # noqa: F401 - registers the worlds
+import visual_envs  # noqa: F401
+from ragen_pl.models.build import build_small_lm, build_small_vlm
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import Generation, GenerationRequest
+from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.rollout.proxy import AgentProxy
+
+torch.set_num_threads(1)
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+VISION = {"width": 32, "heads": 2}
+
+
+def lively(bundle: ModelBundle) -> ModelBundle:
+    """Make weights so large that a token of context shifts log-probs, and one token in ten an end."""
+    with torch.no_grad():
+        for parameter in bundle.model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    ends = [bundle.end_of_turn_id, *range(100, 130)]
+    bundle.model.generation_config.eos_token_id = ends
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def lm() -> ModelBundle:
+    return lively(build_small_lm(seed=0, text=TEXT))
+
+
+@pytest.fixture(scope="session")
+def vlm() -> ModelBundle:
+    return lively(build_small_vlm(seed=0, vision=VISION, text=TEXT))
+
+
+@pytest.fixture
+def fresh_lm() -> ModelBundle:
+    """A model that a test may change."""
+    return lively(build_small_lm(seed=1, text=TEXT))
+
+
+@pytest.fixture
+def fresh_vlm() -> ModelBundle:
+    return lively(build_small_vlm(seed=1, vision=VISION, text=TEXT))
+
+
+class TextEngine:
+    """Replies with given words: `say(session, turn)` is the text, or a text and False for a cut reply."""
+
+    def __init__(
+        self, context: ContextManager, say: Callable[[int, int], str | tuple[str, bool]]
+    ) -> None:
+        self.context, self.say = context, say
+        self.turns: dict[int, int] = {}
+        self.requests: list[list[GenerationRequest]] = []
+        self.keep: list[bool] = []
+
+    def generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
+        self.requests.append(list(requests))
+        self.keep.append(keep)
+        return [self._reply(request) for request in requests]
+
+    def _reply(self, request: GenerationRequest) -> Generation:
+        turn = self.turns.get(request.session, 0)
+        self.turns[request.session] = turn + 1
+        said = self.say(request.session, turn)
+        text, ends = said if isinstance(said, tuple) else (said, True)
+        ids = self.context.encode_reply(text)
+        ids = ids if ends else ids[:-1]
+        return Generation(
+            ids=ids, logprobs=np.full(len(ids), -1.0, np.float32), entropy=0.5, cut=not ends
+        )
+
+    def sync_weights(self, version: int) -> None:
+        """Nothing to do."""
+
+    def release(self) -> None:
+        self.turns.clear()
+
+
+@pytest.fixture
+def play(lm: ModelBundle):
+    """Play a world with written replies; returns the trajectories and the engine."""
+
+    def run(
+        target, starts, say, *, bundle=lm, window="all", max_tokens=4096, reply_tokens=64, **world
+    ):
+        context = ContextManager(bundle, window=window, system_prompt=None, max_tokens=max_tokens)
+        proxy = AgentProxy(
+            environments=EnvironmentManager(target=target, **world),
+            context=context,
+            max_reply_tokens=reply_tokens,
+        )
+        engine = TextEngine(context, say)
+        return proxy.rollout(engine, starts, seed_key=(0, "test")), engine
+
+    return run
+
+
+class Counter(gymnasium.Env):
+    """Counts to `goal`: `More` adds one, `Stay` nothing; its faults are told by the reset's seed."""
+
+    action_names = ("More", "Stay")
+    instructions = "Count."
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Text(100)
+
+    def __init__(
+        self,
+        goal: int = 100,
+        worlds: int = 1000,
+        faults: dict[int, str] | None = None,
+        limit: int = 1000,
+    ) -> None:
+        self.goal, self.worlds, self.limit = goal, worlds, limit
+        self.faults = faults or {}
+        self.info: dict[str, object] = {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.fault = self.faults.get(seed, "")
+        self.count, self.steps, self.world = 0, 0, int(seed) % self.worlds
+        self._break("reset")
+        return self._see(), {}
+
+    def step(self, action):
+        self.steps += 1
+        self.count += action == 0
+        self._break("step")
+        done = self.count >= self.goal
+        reward = float("nan") if self.fault == "nan reward" else 1.0 * done
+        # one and the same object every time, as sloppy worlds do
+        self.info.update(success=done, action_is_effective=action == 0, count=self.count)
+        return self._see(), reward, done, self.steps >= self.limit, self.info
+
+    def state_key(self):
+        return f"world {self.world} count {self.count}"
+
+    def describe(self):
+        return f"count {self.count}"
+
+    def difficulty(self):
+        return self.goal - self.count
+
+    def _see(self):
+        if self.fault == "number":
+            return 7
+        if self.fault == "flat picture":
+            return {"text": "see", "image": np.zeros((64, 64), np.uint8)}
+        if self.fault == "float picture":
+            return {"text": "see", "image": np.full((64, 64, 3), 0.5)}
+        return f"count {self.count} of {self.goal}"
+
+    def _break(self, where):
+        if self.fault == f"{where} raises":
+            raise RuntimeError(f"broken in {where}")
+        if self.fault == f"{where} exits":
+            raise SystemExit(3)
+        if self.fault == f"{where} hangs":
+            import time
+
+            time.sleep(1.0)
+
+
+class Film(gymnasium.Env):
+    """A picture world that draws into one and the same array."""
+
+    action_names = ("On",)
+    instructions = "Watch."
+    action_space = gymnasium.spaces.Discrete(1)
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "text": gymnasium.spaces.Text(100),
+            "image": gymnasium.spaces.Box(0, 255, (32, 32, 3), np.uint8),
+        }
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.screen = np.zeros((32, 32, 3), np.uint8)
+        return {"text": "look", "image": self.screen}, {}
+
+    def step(self, action):
+        self.screen += 10
+        return {"text": "look", "image": self.screen}, 0.0, False, False, {"success": False}
+
+
+for name, world in (("test/Counter-v0", Counter), ("test/Film-v0", Film)):
+    if name not in gymnasium.registry:
+        gymnasium.register(id=name, entry_point=world)
