@@ -37,7 +37,7 @@ class RunLogger(MLFlowLogger):
 
     Args:
         run_dir: the run's folder; which MLflow run is its own is kept there.
-        config: the resolved config, logged as an artifact and as parameters.
+        settings: the resolved config, logged as an artifact and as parameters.
         experiment_name: MLflow's experiment.
         uri: the tracking server; default MLFLOW_TRACKING_URI, else `<root>/mlflow.db`.
         root: folder of the local store; default `paths.root` of the config, else beside the run.
@@ -50,14 +50,14 @@ class RunLogger(MLFlowLogger):
         self,
         *,
         run_dir: str,
-        config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         experiment_name: str = "ragen_pl",
         uri: str | None = None,
         root: str | None = None,
     ) -> None:
         self.folder = Path(run_dir).absolute()
-        self.config = dict(config or {})
-        root = root or self.config.get("paths", {}).get("root") or str(self.folder.parent)
+        self.settings = dict(settings or {})
+        root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
         known = self._known_run()
         uri = tracking_uri(root, uri=uri) if uri or not known else known["tracking_uri"]
         resumed = known.get("run_id") if known.get("tracking_uri") == uri else None
@@ -107,10 +107,12 @@ class RunLogger(MLFlowLogger):
         os.replace(partial, self.folder / _RUN_FILE)
         if self._resumed:
             self.experiment.update_run(run_id, status="RUNNING")
-        if self.config:
+        if self.settings:
             name = "config_resumed.yaml" if self._resumed else "config.yaml"
-            self.experiment.log_text(run_id, OmegaConf.to_yaml(OmegaConf.create(self.config)), name)
-            self.log_hyperparams(self.config)
+            self.experiment.log_text(
+                run_id, OmegaConf.to_yaml(OmegaConf.create(self.settings)), name
+            )
+            self.log_hyperparams(self.settings)
 
     def _known_run(self) -> dict[str, str]:
         file = self.folder / _RUN_FILE
@@ -184,10 +186,10 @@ class RunCSVLogger(CSVLogger):
 
     Args:
         run_dir: the run's folder.
-        config: the resolved config, written beside the metrics.
+        settings: the resolved config, written beside the metrics.
     """
 
-    def __init__(self, *, run_dir: str, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(save_dir=run_dir, name="", version="csv")
         self._logged: set[tuple[str, str]] = set()
         if getattr(rank_zero_only, "rank", 0):
@@ -195,8 +197,8 @@ class RunCSVLogger(CSVLogger):
         earlier = self._take_over(Path(self.log_dir) / "metrics.csv")
         self.experiment.metrics = list(earlier)
         self._logged = {(name, row["step"]) for row in earlier for name in row}
-        if config:
-            self.log_hyperparams(dict(config))
+        if settings:
+            self.log_hyperparams(dict(settings))
         self.save()
 
     def _take_over(self, file: Path) -> list[dict[str, str]]:

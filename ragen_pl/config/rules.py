@@ -55,13 +55,13 @@ class Rule:
         """Return in words what the rule asks for."""
         words = f"one of {', '.join(self.choices)}" if self.choices else str(self.kind)
         limits = {
-            "of at least": self.minimum,
+            "at least": self.minimum,
             "above": self.above,
-            "of at most": self.maximum,
+            "at most": self.maximum,
             "below": self.below,
         }
         if bounds := [f"{word} {limit}" for word, limit in limits.items() if limit is not None]:
-            words = f"{words} {' and '.join(bounds)}"
+            words = f"{words}, {' and '.join(bounds)}"
         if self.contains:
             words = f"{words} with {self.contains} in it"
         for other in self.also:

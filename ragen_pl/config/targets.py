@@ -115,7 +115,9 @@ def _arguments(node: ast.ClassDef | ast.FunctionDef) -> list[str] | None:
         return [
             item.target.id
             for item in node.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and "ClassVar" not in ast.unparse(item.annotation)
         ]
     return None if node.bases else []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow.tracking import MlflowClient
 from torch.utils.data import DataLoader
 
@@ -80,14 +81,14 @@ def test_a_stopped_run_goes_on_as_the_same_mlflow_run_without_repeating_points(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(run, Line(stop_at=5), RunLogger(run_dir=str(run), config=settings(tmp_path)), steps=8)
+        fit(run, Line(stop_at=5), RunLogger(run_dir=str(run), settings=settings(tmp_path)), steps=8)
     client, run_id = stored(run)
     assert (tmp_path / "mlflow.db").exists()
     assert client.get_run(run_id).info.status == "FAILED"
     assert [p.step for p in client.get_metric_history(run_id, "update/loss")] == [0, 1, 2, 3, 4]
 
     changed = settings(tmp_path, trainer={"max_epochs": 9})
-    logger = RunLogger(run_dir=str(run), config=changed)
+    logger = RunLogger(run_dir=str(run), settings=changed)
     assert logger.run_id == run_id
     assert client.get_run(run_id).info.status == "RUNNING"
     fit(run, Line(), logger, steps=8, resume=True)
@@ -106,7 +107,7 @@ def test_a_stopped_run_goes_on_as_the_same_mlflow_run_without_repeating_points(
 
 
 def test_two_fits_of_one_run_end_as_finished(tmp_path: Path, run: Path) -> None:
-    logger = RunLogger(run_dir=str(run), config=settings(tmp_path))
+    logger = RunLogger(run_dir=str(run), settings=settings(tmp_path))
     fit(run, Line(), logger, steps=2)
     client, run_id = stored(run)
     assert client.get_run(run_id).info.status == "FINISHED"
@@ -119,7 +120,7 @@ def test_two_fits_of_one_run_end_as_finished(tmp_path: Path, run: Path) -> None:
 
 
 def test_a_run_stopped_by_hand_is_killed(tmp_path: Path, run: Path) -> None:
-    logger = RunLogger(run_dir=str(run), config=settings(tmp_path))
+    logger = RunLogger(run_dir=str(run), settings=settings(tmp_path))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         fit(run, Line(stop_at=1, error=KeyboardInterrupt), logger, steps=4)
     client, run_id = stored(run)
@@ -134,7 +135,7 @@ def test_the_tracking_server_of_the_shell_is_honoured(
     shutil.copy(tmp_path / "mlflow.db", tmp_path / "elsewhere.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     assert tracking_uri(tmp_path) == uri
-    RunLogger(run_dir=str(run), config=settings(tmp_path))
+    RunLogger(run_dir=str(run), settings=settings(tmp_path))
     assert json.loads((run / "mlflow_run.json").read_text())["tracking_uri"] == uri
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     # a resumed run stays where it was, whatever the shell says now
@@ -156,7 +157,19 @@ def test_version_tags_leave_git_out_where_there_is_none(tmp_path: Path) -> None:
 
 def test_csv_goes_on_where_it_stopped(run: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(run, Line(stop_at=5), RunCSVLogger(run_dir=str(run), config={"a": 1}), steps=8)
-    fit(run, Line(), RunCSVLogger(run_dir=str(run), config={"a": 2}), steps=8, resume=True)
+        fit(run, Line(stop_at=5), RunCSVLogger(run_dir=str(run), settings={"a": 1}), steps=8)
+    fit(run, Line(), RunCSVLogger(run_dir=str(run), settings={"a": 2}), steps=8, resume=True)
     with (run / "csv" / "metrics.csv").open() as stream:
         assert [row["step"] for row in csv.DictReader(stream)] == [str(step) for step in range(8)]
+
+
+def test_other_ranks_touch_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    folder = tmp_path / "run"
+    logger = RunLogger(run_dir=str(folder), settings=settings(tmp_path))
+    RunCSVLogger(run_dir=str(folder), settings={"a": 1})
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.log_graph(None)
+    logger.finalize("success")
+    assert (logger.version, logger.save_dir) == (None, str(folder))
+    assert list(tmp_path.iterdir()) == []

@@ -67,7 +67,7 @@ def config(**settings: object) -> object:
         ("seed", -1, "at least 0"),
         ("trainer.max_epochs", 2.5, "whole number"),
         ("trainer.precision", "bf16-mixd", "did you mean bf16-mixed?"),
-        ("optimizer.lr", float("nan"), "optimizer.lr=nan: expected a number of at least 0"),
+        ("optimizer.lr", float("nan"), "optimizer.lr=nan: expected a number, at least 0"),
         ("optimizer.betas.1", 1.0, "below 1"),
         ("optimizer.betas", 3, "expected a list; set optimizer.betas.0"),
         ("optimizer", 3, "expected a group of settings"),
