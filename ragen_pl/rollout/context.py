@@ -71,9 +71,9 @@ class ContextManager:
             raise ValueError(
                 f"context.window={window!r}: expected 'all' or a number of turns of at least 1"
             )
-        unknown = {name for _, name, _, _ in Formatter().parse(turn_template) if name} - set(
-            TEMPLATE_FIELDS
-        )
+        unknown = {
+            name for _, name, _, _ in Formatter().parse(turn_template) if name is not None
+        } - set(TEMPLATE_FIELDS)
         if unknown:
             raise ValueError(
                 f"context.turn_template uses unknown fields {sorted(unknown)}; known: {', '.join(TEMPLATE_FIELDS)}"
@@ -139,7 +139,9 @@ class ContextManager:
         pieces = [self.bundle.piece(token) for token in kept]
         if any("\ufffd" in piece for piece in pieces):
             decode = self.bundle.tokenizer.decode
-            texts = [decode(kept[: end + 1], skip_special_tokens=False) for end in range(len(kept))]
+            texts = [
+                str(decode(kept[: end + 1], skip_special_tokens=False)) for end in range(len(kept))
+            ]
             lengths = [0, *(len(text.rstrip("\ufffd")) for text in texts)]
             lengths[-1] = len(texts[-1])
             ends = np.maximum.accumulate(lengths)
@@ -190,8 +192,11 @@ class ContextManager:
 
     def _plain(self, text: str) -> str:
         """Take the tokenizer's control tokens out of a text that must not contain any."""
-        for token in self.bundle.tokenizer.all_special_tokens:
-            text = text.replace(token, "")
+        known, before = self.bundle.tokenizer.all_special_tokens, None
+        while text != before:  # taking one out may bring the halves of another together
+            before = text
+            for token in known:
+                text = text.replace(token, "")
         return text
 
     def _shown_ids(self, text: str, images: Sequence[np.ndarray]) -> np.ndarray:

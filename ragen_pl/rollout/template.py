@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SYSTEM, _USER, _REPLY = "@SYSTEM@", "@USER@", "<think>@REASON@</think><answer>@ANSWER@</answer>"
+_SYSTEM, _USER = "@SYSTEM@", "@USER@"
+# blanks inside and outside, so that a template that rewrites them is found out
+_REPLY = " <think>@REASON@\n\n  @MORE@</think>\n<answer>@ANSWER@</answer>\n"
 
 Message = dict[str, Any]
 

@@ -116,7 +116,7 @@ def test_termination_is_not_truncation(play, settings, ending):
 
 
 def test_a_conversation_without_room_for_a_reply_is_truncated(play):
-    (episode,), engine = play(
+    (episode,), _ = play(
         COUNTER, starts(1), lambda lane, turn: MORE, max_tokens=120, reply_tokens=30, max_turns=50
     )
     assert episode.ending is Ending.TRUNCATED and 1 < len(episode.turns) < 50
