@@ -228,7 +228,6 @@ class RunCSVLogger(CSVLogger):
 
 def _quieten() -> None:
     """Leave out what creating a store tells, forty lines of migrations."""
-    for name in ("alembic", "mlflow.store.db.utils", "lightning.pytorch.loggers.mlflow"):
-        logging.getLogger(name).setLevel(
-            logging.WARNING if "mlflow." not in name else logging.ERROR
-        )
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)

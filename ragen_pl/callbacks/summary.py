@@ -81,7 +81,8 @@ class RunSummary(pl.Callback):
             return
         console = self.console or Console()
         columns = {"before": self.before, "after": self.after}
-        console.print(summary_table({**columns, **self.references, **(references or {})}))
+        if self.after:
+            console.print(summary_table({**columns, **self.references, **(references or {})}))
         for word, line in where_things_are(trainer).items():
             console.print(f"{word:<11}{line}", soft_wrap=True, highlight=False, markup=False)
 
