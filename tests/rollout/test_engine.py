@@ -1,0 +1,308 @@
+"""The in-process engine: what it samples and the log-probs it tells, against plain forward passes."""
+
+import numpy as np
+import pytest
+import torch
+
+from ragen_pl.data.collate import collate
+from ragen_pl.models.distribution import draw, log_distribution
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.environments import EnvironmentManager, Start
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.seeding import uniforms
+
+WORLDS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
+
+
+def proxy_of(bundle, *, window, kind="text", max_lanes=64, temperature=1.0, turns=4, **context):
+    return AgentProxy(
+        environments=EnvironmentManager(target=WORLDS[kind], max_turns=turns, invalid_ends=False),
+        context=ContextManager(bundle, window=window, system_prompt=None, **context),
+        max_reply_tokens=12, temperature=temperature, max_lanes=max_lanes,
+    )  # fmt: skip
+
+
+def starts(groups: int, members: int = 2) -> list[Start]:
+    return [Start(group=g, member=m, seed=g) for g in range(groups) for m in range(members)]
+
+
+def request(prompt, *, session=0, tokens=12, temperature=1.0, seed=0) -> GenerationRequest:
+    draws = uniforms("test", seed, count=tokens)
+    return GenerationRequest(
+        session=session, prompt=prompt, max_tokens=tokens, temperature=temperature, uniforms=draws
+    )
+
+
+def words(bundle, text: str) -> Prompt:
+    return Prompt(ids=np.array(bundle.tokenizer.encode(f"<|user|>{text}<|assistant|>")))
+
+
+def plain_logits(bundle, ids: np.ndarray, images) -> torch.Tensor:
+    """The model's own forward over a whole sequence, no cache: `[time, vocab]`."""
+    pixels = {"pixel_values": bundle.pixel_values(images)} if len(images) else {}
+    with torch.no_grad():
+        return bundle.model(input_ids=torch.from_numpy(ids)[None], **pixels).logits[0]
+
+
+def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tuple[list, list]:
+    """Sample a reply token by token, each from a fresh forward over everything before it."""
+    ids, logprobs = prompt.ids, []
+    banned, greedy = torch.tensor(bundle.banned_token_ids), torch.tensor([False])
+    for u in draws:
+        logits = plain_logits(bundle, ids, prompt.images)[-1:]
+        log_probs = log_distribution(logits, temperature=temperature, banned=banned)
+        token = int(draw(log_probs, torch.tensor([u]), greedy=greedy))
+        ids, logprobs = np.append(ids, token), [*logprobs, float(log_probs[0, token])]
+        if token in bundle.eos_token_ids:
+            break
+    return ids[len(prompt.ids) :].tolist(), logprobs
+
+
+def same(first, second) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert (one.group, one.member, one.ending) == (other.group, other.member, other.ending)
+        for a, b in zip(one.turns, other.turns, strict=True):
+            assert a.prompt_ids.tolist() == b.prompt_ids.tolist()
+            assert a.reply_ids.tolist() == b.reply_ids.tolist()
+            np.testing.assert_allclose(a.reply_logprobs, b.reply_logprobs, atol=1e-4)
+
+
+# ---- against plain forwards
+
+
+def test_greedy_replies_are_those_of_generate(lm):
+    engine = TransformersEngine(lm)
+    prompts = [words(lm, text) for text in ("me 1 2", "goal 3 0 avoid Up", "x")]
+    requests = [request(p, session=n, temperature=0.0) for n, p in enumerate(prompts)]
+    for prompt, reply in zip(prompts, engine.generate(requests, keep=False), strict=True):
+        ids = torch.from_numpy(prompt.ids)[None]
+        expected = lm.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
+            suppress_tokens=list(lm.banned_token_ids), pad_token_id=lm.pad_token_id,
+        )  # fmt: skip
+        assert reply.ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+@pytest.mark.parametrize("window", [1, 2, "all"])
+def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind, window):
+    bundle = vlm if kind == "images" else lm
+    proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.8)
+    episodes = proxy.rollout(TransformersEngine(bundle), starts(3), seed_key=(5, "sample"))
+    lengths = {len(turn.reply_ids) for episode in episodes for turn in episode.turns}
+    assert len(lengths) > 4  # lanes did end at different tokens
+    worst = 0.0
+    for episode in episodes[::2]:
+        for number, turn in enumerate(episode.turns):
+            draws = uniforms(5, "sample", episode.group, episode.member, number, count=12)
+            prompt = Prompt(ids=turn.prompt_ids, images=turn.prompt_images)
+            ids, logprobs = replay(bundle, prompt, draws, 0.8)
+            assert turn.reply_ids.tolist() == ids
+            worst = max(worst, float(np.abs(turn.reply_logprobs - logprobs).max()))
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+@pytest.mark.parametrize("window", [1, 2, "all"])
+def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
+    bundle = vlm if kind == "images" else lm
+    proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.7)
+    episodes = proxy.rollout(TransformersEngine(bundle), starts(4), seed_key=(2, "sample"))
+    batch = collate(episodes, bundle)
+    with torch.no_grad():
+        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.pictures)
+    sampled = batch.samples.turn >= 0
+    assert int(sampled.sum()) == sum(len(t.reply_ids) for e in episodes for t in e.turns)
+    gap = (scores.logprobs - batch.samples.behaviour_logprobs)[sampled].abs()
+    assert float(gap.max()) < 1e-4
+    entropies = [t.reply_entropy for e in episodes for t in e.turns]
+    assert np.mean(entropies) == pytest.approx(
+        np.mean([
+            float(scores.entropy[(batch.samples.episode[:, None] == n) & (batch.samples.turn == k)].mean())
+            for n, e in enumerate(episodes) for k in range(len(e.turns))
+        ]), abs=1e-4,
+    )  # fmt: skip
+
+
+# ---- what must not matter
+
+
+@pytest.mark.parametrize("window", [1, "all"])
+def test_neither_the_number_of_lanes_nor_the_order_changes_a_trajectory(lm, window):
+    engine, key = TransformersEngine(lm), (1, "sample", 3)
+    whole = proxy_of(lm, window=window).rollout(engine, starts(4), seed_key=key)
+    pairs = proxy_of(lm, window=window, max_lanes=3).rollout(engine, starts(4), seed_key=key)
+    same(whole, pairs)
+    turned = proxy_of(lm, window=window).rollout(engine, starts(4)[::-1], seed_key=key)
+    same(whole, turned[::-1])
+    other = proxy_of(lm, window=window).rollout(engine, starts(4), seed_key=(1, "sample", 4))
+    first = [episode.turns[0].reply_ids.tolist() for episode in whole]
+    assert first != [episode.turns[0].reply_ids.tolist() for episode in other]
+    assert any(first[n] != first[n + 1] for n in (0, 2, 4, 6))  # members sample for themselves
+
+
+def test_temperature_limit_and_greed_belong_to_each_request(lm):
+    engine = TransformersEngine(lm)
+    prompt = words(lm, "me 1 2")
+    mixed = [
+        request(prompt, session=0, temperature=0.0),
+        request(prompt, session=1, temperature=0.5, seed=1),
+        request(prompt, session=2, temperature=2.0, seed=1, tokens=3),
+        request(prompt, session=3, temperature=1.0, seed=2),
+    ]
+    together = engine.generate(mixed, keep=False)
+    for one, reply in zip(mixed, together, strict=True):
+        (alone,) = TransformersEngine(lm).generate([one], keep=False)
+        assert reply.ids.tolist() == alone.ids.tolist() and reply.cut == alone.cut
+        np.testing.assert_allclose(reply.logprobs, alone.logprobs, atol=1e-5)
+    for one, reply in zip(mixed[1:], together[1:], strict=True):
+        ids, logprobs = replay(lm, prompt, one.uniforms, one.temperature)
+        assert reply.ids.tolist() == ids
+        np.testing.assert_allclose(reply.logprobs, logprobs, atol=1e-4)
+    assert len(together[2].ids) <= 3
+
+
+def test_a_reply_is_cut_exactly_where_it_has_no_end_token(lm):
+    engine = TransformersEngine(lm)
+    requests = [request(words(lm, "go"), session=n, seed=n, tokens=3 + n % 5) for n in range(40)]
+    replies = engine.generate(requests, keep=False)
+    for one, reply in zip(requests, replies, strict=True):
+        ended = int(reply.ids[-1]) in lm.eos_token_ids
+        assert reply.cut == (not ended)
+        assert not any(int(token) in lm.eos_token_ids for token in reply.ids[:-1])
+        assert ended or len(reply.ids) == one.max_tokens
+        assert len(reply.logprobs) == len(reply.ids)
+    assert {reply.cut for reply in replies} == {True, False}
+
+
+def test_banned_tokens_are_never_sampled_however_likely(fresh_vlm):
+    bundle = fresh_vlm
+    slot, banned = bundle.image_token_id, bundle.banned_token_ids
+    assert slot in banned and bundle.pad_token_id in banned and bundle.end_of_turn_id not in banned
+    with torch.no_grad():  # tied to the head: the banned rows now win by far
+        bundle.model.get_output_embeddings().weight[list(banned)] = 5.0
+        bundle.model.model.language_model.norm.bias = torch.nn.Parameter(torch.zeros(32))
+    requests = [
+        request(words(bundle, "go"), session=n, seed=n, temperature=float(n > 0)) for n in range(64)
+    ]
+    replies = TransformersEngine(bundle).generate(requests, keep=False)
+    assert not {int(token) for reply in replies for token in reply.ids} & set(banned)
+    assert all(np.isfinite(reply.logprobs).all() for reply in replies)
+
+
+# ---- caches
+
+
+def test_only_what_is_new_is_computed_and_every_picture_once(vlm, monkeypatch):
+    encoded = []
+    plain = type(vlm).features
+    monkeypatch.setattr(
+        type(vlm),
+        "features",
+        lambda self, pixels: encoded.append(len(pixels)) or plain(self, pixels),
+    )
+    engine = TransformersEngine(vlm)
+    episodes = proxy_of(vlm, window="all", kind="images").rollout(
+        engine, starts(3), seed_key=(0, "x")
+    )
+    new = 0
+    for episode in episodes:
+        held = 0  # the reply's last token is fed with the next prompt
+        for turn in episode.turns:
+            new += len(turn.prompt_ids) - held
+            held = len(turn.prompt_ids) + len(turn.reply_ids) - 1
+    assert engine.prefilled_tokens == new
+    assert engine.sampled_tokens == sum(len(t.reply_ids) for e in episodes for t in e.turns)
+    pictures = {id(image) for e in episodes for t in e.turns for image in t.prompt_images}
+    assert sum(encoded) == len(pictures)
+
+
+def test_new_weights_void_every_cache(fresh_vlm):
+    bundle, engine = fresh_vlm, TransformersEngine(fresh_vlm)
+    context = ContextManager(bundle, window="all")
+    proxy = AgentProxy(environments=EnvironmentManager(target=WORLDS["images"]), context=context)
+    (episode,) = proxy._open([Start(group=0, member=0, seed=3)])
+    first = episode.prompt
+    (reply,) = engine.generate([request(first)], keep=True)
+    context.reply(episode.conversation, ids=reply.ids, text="", actions=[])
+    second = context.observe(episode.conversation, episode.lane.observation, max_turns=5)
+    with torch.no_grad():
+        for parameter in bundle.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=_generator()))
+    fresh = replay(bundle, second, uniforms("test", 9, count=12), 1.0)
+    held = engine._lanes
+    (stale,) = engine.generate([request(second, seed=9)], keep=True)
+    assert held is not None and not close(stale, fresh)
+    engine.sync_weights(1)
+    assert engine.version == 1
+    (synced,) = engine.generate([request(second, seed=9)], keep=True)
+    assert close(synced, fresh)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def close(reply, expected) -> bool:
+    ids, logprobs = expected
+    return reply.ids.tolist() == ids and bool(np.allclose(reply.logprobs, logprobs, atol=1e-4))
+
+
+def test_a_session_whose_prompt_does_not_go_on_starts_afresh(lm):
+    engine = TransformersEngine(lm)
+    talks = [words(lm, "me 1 2"), words(lm, "goal")]
+    first = engine.generate([request(p, session=n) for n, p in enumerate(talks)], keep=True)
+    on = Prompt(ids=np.concatenate([talks[0].ids, first[0].ids, words(lm, "and then").ids]))
+    other = words(lm, "something else altogether")
+    replies = engine.generate(
+        [request(on, session=0, seed=4), request(other, session=1, seed=5)], keep=True
+    )
+    for prompt, seed, reply in ((on, 4, replies[0]), (other, 5, replies[1])):
+        assert close(reply, replay(lm, prompt, uniforms("test", seed, count=12), 1.0))
+
+
+def test_sessions_that_drop_out_leave_the_others_caches_right(lm):
+    engine = TransformersEngine(lm)
+    talks = {n: words(lm, "me " * (n + 1)).ids for n in range(7)}
+    playing = list(talks)
+    for turn in range(4):
+        seeds = {n: 100 * turn + n for n in playing}
+        replies = engine.generate(
+            [
+                request(Prompt(ids=talks[n]), session=n, seed=seeds[n], tokens=4 + 3 * (n % 4))
+                for n in playing
+            ],
+            keep=True,
+        )
+        for n, reply in zip(playing, replies, strict=True):
+            draws = uniforms("test", seeds[n], count=4 + 3 * (n % 4))
+            assert close(reply, replay(lm, Prompt(ids=talks[n]), draws, 1.0)), (turn, n)
+            talks[n] = np.concatenate([talks[n], reply.ids, words(lm, f"turn {turn}").ids])
+        playing = [n for n in playing if n % (turn + 2)] or playing
+
+
+def test_released_memory_and_a_rollouts_end(lm):
+    engine = TransformersEngine(lm)
+    engine.generate([request(words(lm, "go"))], keep=True)
+    assert engine._lanes is not None and engine._lanes.cache.memory_bytes() > 0
+    engine.release()
+    assert engine._lanes is None and not engine._features
+    proxy_of(lm, window="all").rollout(engine, starts(1), seed_key=(0,))
+    assert engine._lanes is None and not engine._features
+
+
+def test_a_policy_in_train_mode_is_refused(fresh_lm):
+    fresh_lm.model.train()
+    with pytest.raises(RuntimeError, match=r"call policy\.eval\(\)"):
+        TransformersEngine(fresh_lm).generate([request(words(fresh_lm, "go"))], keep=False)
+
+
+def test_the_context_of_each_token_matters_in_these_models(lm, vlm):
+    """What the comparisons above rest on: a change far back moves log-probs by more than they allow."""
+    for bundle in (lm, vlm):
+        one, other = (words(bundle, f"{start} me goal avoid holes").ids for start in ("Up", "Down"))
+        gap = (plain_logits(bundle, one, []) - plain_logits(bundle, other, []))[-1].abs().max()
+        assert float(gap) > 0.05
