@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ragen_pl.models.bundle import ModelBundle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def build_small_vlm(
@@ -31,15 +35,10 @@ def build_small_vlm(
     from ragen_pl.models.small_vlm.tokenizer import CHAT_TEMPLATE, IMAGE, load_tokenizer
 
     tokenizer = load_tokenizer()
-    ids = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
     config = SmallVLMConfig(
         vision=vision,
-        text_config=ids | {"eos_token_id": tokenizer.eos_token_id} | (text or {}),
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        text_config=_ids(tokenizer) | (text or {}),
+        image_token_id=tokenizer.get_vocab()[IMAGE],
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
@@ -51,27 +50,34 @@ def build_small_vlm(
 
 
 def build_small_lm(*, text: dict[str, Any] | None = None, seed: int = 0) -> ModelBundle:
-    """Build the small model's decoder alone, for environments told in words.
+    """Build a small language model, for environments told in words.
+
+    The sizes are those of the vision-language model's decoder, the architecture is Llama's:
+    transformers reads the tokenizer of any saved Qwen2 as Qwen's own, whatever its file says.
 
     Args:
-        text: changes to the decoder's settings (`Qwen2Config`).
+        text: changes to the decoder's settings (`LlamaConfig`).
         seed: of the weights; the global generators are left as they were.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from ragen_pl.models.small_vlm.configuration import TEXT
     from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer()
-    ids = {
+    settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | (text or {})
+    with _weights_from(seed):
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+    return ModelBundle(model.eval(), tokenizer)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    with _weights_from(seed):
-        model = Qwen2ForCausalLM(Qwen2Config(**(TEXT | ids | (text or {}))))
-    return ModelBundle(model.eval(), tokenizer)
 
 
 @contextmanager
@@ -99,18 +105,19 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: no model can be read there.
+        ValueError: torch has no such `dtype`.
     """
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoProcessor,
-        AutoTokenizer,
     )
 
-    from ragen_pl.models import small_vlm
-
-    assert small_vlm.SmallVLMConfig  # importing it registers the small model with the Auto classes
+    weights = getattr(torch, dtype, None)
+    if not isinstance(weights, torch.dtype):
+        raise ValueError(f"model.build.dtype={dtype}: expected float32, bfloat16 or float16")
+    import_module("ragen_pl.models.small_vlm")  # registers the small model with the Auto classes
     where = {"local_files_only": local_files_only or Path(path).is_dir()}
     try:
         config = AutoConfig.from_pretrained(path, **where)
@@ -119,10 +126,24 @@ def load_pretrained(
             f"model.build.path={path}: no model can be read there ({str(error).splitlines()[0]}); "
             "give a folder written by save_pretrained, or a model's name where the hub can be reached"
         ) from error
-    settings = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation} | where
+    settings = {"dtype": weights, "attn_implementation": attn_implementation} | where
     if type(config) in AutoModelForImageTextToText._model_mapping:
         model = AutoModelForImageTextToText.from_pretrained(path, **settings)
         processor = AutoProcessor.from_pretrained(path, **where)
         return ModelBundle(model.eval(), processor.tokenizer, processor)
     model = AutoModelForCausalLM.from_pretrained(path, **settings)
-    return ModelBundle(model.eval(), AutoTokenizer.from_pretrained(path, **where))
+    return ModelBundle(model.eval(), _load_tokenizer(path, **where))
+
+
+def _load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer as its file has it, also where transformers would put a known model's own in its place."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    declared = get_tokenizer_config(path, local_files_only=local_files_only).get("tokenizer_class")
+    plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    kind = PreTrainedTokenizerFast if plain else AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
+        path, local_files_only=local_files_only
+    )
+    return tokenizer

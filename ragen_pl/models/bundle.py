@@ -73,7 +73,7 @@ class ModelBundle:
     def piece(self, token: int) -> str:
         """Return the text of one token."""
         if token not in self._pieces:
-            self._pieces[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+            self._pieces[token] = str(self.tokenizer.decode([token], skip_special_tokens=False))
         return self._pieces[token]
 
     # ---- pictures
@@ -91,10 +91,8 @@ class ModelBundle:
         assert self.processor is not None
         size = (image.shape[0], image.shape[1])
         if size not in self._image_tokens:
-            counts = self.processor._get_num_multimodal_tokens(
-                image_sizes=[list(size)]
-            ).num_image_tokens
-            self._image_tokens[size] = int(counts[0])
+            count = self.processor._get_num_multimodal_tokens  # type: ignore[attr-defined]
+            self._image_tokens[size] = int(count(image_sizes=[list(size)]).num_image_tokens[0])
         return self._image_tokens[size]
 
     def expand_image_slots(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
@@ -127,8 +125,10 @@ class ModelBundle:
 
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return features `[images, tokens, hidden]` of processed pictures."""
-        features: Tensor = self.model.get_image_features(pixel_values)
-        return features
+        found = self.model.get_image_features(pixel_values)  # type: ignore[operator]
+        # transformers' own models wrap their features in an output, as a tensor or one a picture
+        features = getattr(found, "pooler_output", found)
+        return features if isinstance(features, Tensor) else torch.stack(list(features))
 
     # ---- the decoder
 
@@ -147,7 +147,9 @@ class ModelBundle:
     @property
     def hidden_size(self) -> int:
         """Width of the decoder's states."""
-        return int(self.model.get_input_embeddings().weight.shape[1])
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return int(weight.shape[1])
 
     def save(self, folder: str | Path) -> None:
         """Write model, tokenizer and processor as a Hugging Face folder."""
@@ -160,5 +162,5 @@ class ModelBundle:
 
     def to(self, device: torch.device) -> ModelBundle:
         """Move the model and return the bundle."""
-        self.model.to(device)
+        torch.nn.Module.to(self.model, device)
         return self

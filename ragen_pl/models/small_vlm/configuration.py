@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedConfig, Qwen2Config
+from transformers.configuration_utils import SubConfigSpec
 
-VISION = {"patch_size": 16, "width": 96, "depth": 1, "heads": 4, "mlp_ratio": 2.0, "most_cells": 8}
-TEXT = {
+VISION: dict[str, Any] = {
+    "patch_size": 16,
+    "width": 96,
+    "depth": 1,
+    "heads": 4,
+    "mlp_ratio": 2.0,
+    "most_cells": 8,
+}
+TEXT: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -31,7 +39,7 @@ class SmallVLMConfig(PreTrainedConfig):
     """
 
     model_type = "ragen_small_vlm"
-    sub_configs = {"text_config": Qwen2Config}  # noqa: RUF012 - transformers' own convention
+    sub_configs_defaults = {"text_config": SubConfigSpec(Qwen2Config)}  # noqa: RUF012 - as transformers has it
 
     def __init__(
         self,

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 # Words that also start an observation, a thought or an answer: with and without a blank before them.
 _STARTING = (
     "Up", "Down", "Left", "Right", "me", "goal", "box", "first", "last", "turn", "arms", "reach", "push",
+    "so",
 )  # fmt: skip
 _FOLLOWING = (
-    "goal", "avoid", "holes", "target", "walls", "the", "boxes", "onto", "targets", "of", "so", "far", "none",
-    "second", "paid", "pulled", "nothing", "best", "try", "risky", "safe", "||", "_", "O", "G", "P", "X", "W",
+    "goal", "avoid", "holes", "target", "walls", "the", "boxes", "onto", "targets", "of", "far", "none",
+    "second", "paid", "||", "_", "O", "G", "P", "X", "W",
     "#", "B", "S", *"0123456789",
 )  # fmt: skip
 _COLOURS = ("Red", "Blue", "Green", "Yellow", "White", "Black", "Pink", "Gray")

@@ -162,17 +162,5 @@ class SmallVLMForConditionalGeneration(SmallVLMPreTrainedModel, GenerationMixin)
             loss=loss, logits=logits, past_key_values=outputs.past_key_values
         )
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """Drop the pictures once their features are in the cache."""
-        first = kwargs.pop("is_first_iteration", False)
-        pixel_values = kwargs.pop("pixel_values", None)
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids, is_first_iteration=first, **kwargs
-        )
-        past = inputs.get("past_key_values")
-        if past is None or past.get_seq_length() == 0 or first:
-            inputs["pixel_values"] = pixel_values
-        return inputs
-
 
 __all__ = ["SmallVLMForConditionalGeneration", "SmallVLMModel"]

@@ -25,17 +25,28 @@ class SmallVLMImageProcessor(BaseImageProcessor):
         super().__init__(**kwargs)
         self.patch_size = patch_size
 
-    def __call__(self, images: Any, return_tensors: str = "pt", **_: Any) -> BatchFeature:
-        """Return uint8 `pixel_values` `[pictures, 3, height, width]` of PIL pictures or `[height, width, 3]` arrays."""
-        listed = list(images) if isinstance(images, Sequence) else [images]
-        arrays = [np.asarray(image, dtype=np.uint8) for image in listed]
-        sizes = {array.shape for array in arrays}
-        if len(sizes) != 1 or any(len(size) != 3 or size[-1] != 3 for size in sizes):
+    def __call__(  # type: ignore[override] # transformers' own takes every option of every processor
+        self, images: Any, return_tensors: str = "pt", **_: Any
+    ) -> BatchFeature:
+        """Return uint8 `pixel_values` `[pictures, 3, height, width]`.
+
+        Args:
+            images: PIL pictures or uint8 arrays `[height, width, 3]`, one or a sequence, of one size.
+            return_tensors: `"pt"` or `"np"`.
+
+        Raises:
+            ValueError: the pictures differ in size, are not of three channels or not of bytes.
+        """
+        arrays = [_array(image) for image in _listed(images)]
+        shapes = sorted({array.shape for array in arrays})
+        if len(shapes) != 1 or len(shapes[0]) != 3 or shapes[0][-1] != 3:
             raise ValueError(
-                f"found pictures of shapes {sorted(sizes)}; expected one shape [height, width, 3]"
+                f"found pictures of shapes {shapes}, expected one shape [height, width, 3]; "
+                "pass pictures of different sizes one size at a time"
             )
-        pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
-        return BatchFeature({"pixel_values": pixels if return_tensors == "pt" else pixels.numpy()})
+        pixels = np.stack(arrays).transpose(0, 3, 1, 2)
+        values = torch.from_numpy(pixels).contiguous() if return_tensors == "pt" else pixels
+        return BatchFeature({"pixel_values": values})
 
     def num_image_tokens(self, height: int, width: int) -> int:
         """Return how many features a picture has."""
@@ -67,21 +78,23 @@ class SmallVLMProcessor(ProcessorMixin):
         """Encode texts with one `<|image|>` a picture, and the pictures in the order of the texts."""
         texts = [text] if isinstance(text, str) else list(text or [])
         data: dict[str, Any] = {}
+        sizes: list[Sequence[int]] = []
         if images is not None:
-            listed = list(images) if isinstance(images, Sequence) else [images]
-            data |= self.image_processor(listed)
-            texts = self._expanded(texts, [np.asarray(image).shape for image in listed])
+            pixels = self.image_processor(images, return_tensors=return_tensors)["pixel_values"]
+            data["pixel_values"] = pixels
+            sizes = [pixels.shape[2:]] * len(pixels)
         if texts:
+            texts = self._expanded(texts, sizes)
             data |= self.tokenizer(texts, return_tensors=return_tensors, **kwargs)
         return BatchFeature(data)
 
-    def _expanded(self, texts: list[str], shapes: list[tuple[int, ...]]) -> list[str]:
+    def _expanded(self, texts: list[str], sizes: Sequence[Sequence[int]]) -> list[str]:
         found = sum(text.count(self.image_token) for text in texts)
-        if found != len(shapes):
+        if found != len(sizes):
             raise ValueError(
-                f"found {found} {self.image_token} in the text for {len(shapes)} pictures"
+                f"found {found} {self.image_token} in the text for {len(sizes)} pictures"
             )
-        counts = iter([self.image_processor.num_image_tokens(*shape[:2]) for shape in shapes])
+        counts = iter([self.image_processor.num_image_tokens(*size) for size in sizes])
         return [
             "".join(
                 part if number == 0 else self.image_token * next(counts) + part
@@ -95,3 +108,17 @@ class SmallVLMProcessor(ProcessorMixin):
     ) -> MultiModalData:
         counts = [self.image_processor.num_image_tokens(*size) for size in image_sizes or []]
         return MultiModalData(num_image_tokens=counts, num_image_patches=[1] * len(counts))
+
+
+def _listed(images: Any) -> list[Any]:
+    if isinstance(images, np.ndarray) and images.ndim == 4:
+        return list(images)
+    return list(images) if isinstance(images, Sequence) else [images]
+
+
+def _array(image: Any) -> np.ndarray:
+    if not isinstance(image, np.ndarray):
+        return np.asarray(image.convert("RGB"))
+    if image.dtype != np.uint8:
+        raise ValueError(f"found a picture of {image.dtype}, expected uint8 from 0 to 255")
+    return image

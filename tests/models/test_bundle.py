@@ -1,0 +1,161 @@
+"""What the rest of the project asks of a model, whichever it is, and loading one that somebody made."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    return build_small_vlm(seed=0)
+
+
+@pytest.fixture(scope="module")
+def reading():
+    return build_small_lm(seed=0)
+
+
+def picture(side: int = 64) -> np.ndarray:
+    return np.zeros((side, side, 3), dtype=np.uint8)
+
+
+def test_ids_that_are_never_sampled(seeing, reading):
+    # pad, user, assistant, system and image; neither the end of a turn (1) nor the tags (508 to 511)
+    assert seeing.banned_token_ids == reading.banned_token_ids == (0, 2, 3, 4, 5)
+    assert seeing.eos_token_ids == {1} and seeing.end_of_turn_id == 1 and seeing.pad_token_id == 0
+
+
+def test_rows_of_the_head_without_a_token_are_never_sampled():
+    padded = build_small_lm(seed=0, text={"vocab_size": 520})
+    assert padded.banned_token_ids == (0, 2, 3, 4, 5, *range(512, 520))
+
+
+def test_image_slots_are_repeated_as_often_as_a_picture_has_features(seeing):
+    ids = np.array([2, 5, 40, 5, 3])
+    found = seeing.expand_image_slots(ids, [picture(32), picture(48)])
+    assert found.tolist() == [2, *[5] * 4, 40, *[5] * 9, 3]
+    with pytest.raises(ValueError, match="2 image slots for 1 images"):
+        seeing.expand_image_slots(ids, [picture()])
+
+
+def test_a_text_model_given_pictures_says_what_to_do(reading):
+    assert reading.image_token_id is None and reading.processor is None
+    with pytest.raises(ValueError, match="model=small_vlm"):
+        reading.expand_image_slots(np.array([2, 3]), [picture()])
+
+
+def test_pieces_join_to_the_text(reading):
+    text = "<think>me 1 2</think><answer>Up</answer>"
+    ids = reading.tokenizer(text)["input_ids"]
+    assert "".join(reading.piece(token) for token in ids) == text
+
+
+def test_the_decoder_and_the_head_are_the_model(seeing, reading):
+    ids = torch.tensor([[2, 40, 41, 3]])
+    for bundle in (seeing, reading):
+        embeds = bundle.model.get_input_embeddings()(ids)
+        states = bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        assert states.shape == (1, 4, bundle.hidden_size)
+        assert torch.equal(bundle.lm_head(states), bundle.model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("name", ["seeing", "reading"])
+def test_a_saved_bundle_is_loaded_as_it_was(name, request, tmp_path):
+    bundle = request.getfixturevalue(name)
+    bundle.save(tmp_path)
+    loaded = load_pretrained(str(tmp_path))
+    assert type(loaded.model) is type(bundle.model) and not loaded.model.training
+    assert (loaded.processor is None) == (bundle.processor is None)
+    weights = loaded.model.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in bundle.model.state_dict().items())
+    for property_name in ("banned_token_ids", "eos_token_ids", "image_token_id", "pad_token_id"):
+        assert getattr(loaded, property_name) == getattr(bundle, property_name)
+    chat = [{"role": "user", "content": "reach the goal"}]
+    texts = [each.renderer.apply_chat_template(chat, tokenize=False) for each in (loaded, bundle)]
+    assert texts[0] == texts[1] == "<|user|>reach the goal"
+    words = "<think>me 12 3 || Up\n\n don't</think>"
+    for tokenizer in (loaded.tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert tokenizer(words)["input_ids"] == bundle.tokenizer(words)["input_ids"]
+        assert len(tokenizer) == 512
+
+
+def test_a_language_model_somebody_else_made_is_loaded(tmp_path):
+    tokenizer = load_tokenizer()
+    made = Qwen2ForCausalLM(Qwen2Config(vocab_size=600, eos_token_id=[1, 7], **TINY))
+    ModelBundle(made, tokenizer).save(tmp_path)
+    bundle = load_pretrained(str(tmp_path), dtype="bfloat16", attn_implementation="eager")
+    assert bundle.eos_token_ids == {1, 7} and bundle.hidden_size == 32
+    assert bundle.banned_token_ids[-1] == 599 and 7 not in bundle.banned_token_ids
+    assert next(bundle.model.parameters()).dtype == torch.bfloat16
+    assert bundle.model.config._attn_implementation == "eager"
+    # plain AutoTokenizer would read it with Qwen's rules for digits and blanks
+    assert bundle.tokenizer("me 12 3")["input_ids"] == tokenizer("me 12 3")["input_ids"]
+
+
+def test_a_vision_language_model_somebody_else_made_is_loaded(tmp_path):
+    eyes = CLIPVisionConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=16,
+    )
+    config = LlavaConfig(
+        vision_config=eyes, text_config=Qwen2Config(vocab_size=512, **TINY), image_token_index=5,
+        vision_feature_select_strategy="full", vision_feature_layer=-1, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    processor = LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}), load_tokenizer(),
+        patch_size=16, vision_feature_select_strategy="full", image_token="<|image|>", num_additional_image_tokens=1,
+        chat_template=load_tokenizer().chat_template,
+    )  # fmt: skip
+    ModelBundle(LlavaForConditionalGeneration(config), processor.tokenizer, processor).save(
+        tmp_path
+    )
+    bundle = load_pretrained(str(tmp_path))
+    assert bundle.image_token_id == 5
+    features = bundle.features(bundle.pixel_values([picture(), picture()]))
+    assert features.shape == (2, bundle.num_image_tokens(picture()), 32)
+
+
+def test_a_missing_model_is_told_in_one_line(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"model\.build\.path=.*save_pretrained") as caught:
+        load_pretrained(str(tmp_path / "nothing"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dtype_that_is_none_is_told(reading, tmp_path):
+    reading.save(tmp_path)
+    with pytest.raises(ValueError, match=r"dtype=float33.*float32"):
+        load_pretrained(str(tmp_path), dtype="float33")
+
+
+def test_importing_bundles_and_building_a_text_model_leaves_timm_alone():
+    code = (
+        "import sys, ragen_pl.models.bundle, ragen_pl.models.build as build\n"
+        "assert 'transformers' not in sys.modules\n"
+        "build.build_small_lm(seed=0)\n"
+        "assert 'timm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
