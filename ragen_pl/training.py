@@ -9,6 +9,7 @@ import json
 import logging
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,11 +23,17 @@ from ragen_pl.assemble import (
     build_agent,
     build_callbacks,
     build_datamodule,
+    build_environments,
     build_warm_start,
     plain,
+    scripted,
 )
+from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.modules.agent import AgentModule
 from ragen_pl.runs import Run, forget_sharing, locate, share_with_children
+from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +121,8 @@ def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str,
     """Alternate rollouts and updates, then measure the last weights on every panel."""
     cfg = parts.cfg
     agent, datamodule = build_agent(parts), build_datamodule(parts)
-    callbacks = [RolloutUpdate(), *build_callbacks(cfg)]
+    summary = RunSummary(print_at_end=False)
+    callbacks = [RolloutUpdate(), summary, *build_callbacks(cfg)]
     for callback in callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)
@@ -129,19 +137,39 @@ def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str,
     )
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    figures |= reference_figures(parts, agent)
-    figures["time/total_s"] = time.perf_counter() - began
     if trainer.is_global_zero:
+        references = {
+            f"{name} player": player_figures(parts, name) for name in parts.cfg.panel.players or {}
+        }
+        if cfg.panel.blank:
+            references["blanked"] = blank_figures(parts, agent)
+        for name, column in references.items():
+            figures |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
+        figures["time/total_s"] = time.perf_counter() - began
+        summary.show(trainer, references=references)
         (run.folder / "figures.json").write_text(json.dumps(figures, indent=1, sort_keys=True))
     return figures
 
 
-def reference_figures(parts: Parts, agent: Any) -> dict[str, float]:
-    """Return what a random, an optimal and a blinded player make of the panel."""
-    from envs.players import OptimalPlayer, RandomPlayer  # noqa: F401  (replaced by config targets)
+def player_figures(parts: Parts, name: str) -> dict[str, float]:
+    """Return what one of the config's scripted players makes of the panel."""
+    proxy = scripted(parts, instantiate(parts.cfg.panel.players[name]))
+    return _figures(proxy.play(parts.panels[0].starts, seed_key=("player", name)))
 
-    figures: dict[str, float] = {}
-    return figures
+
+def blank_figures(parts: Parts, agent: AgentModule) -> dict[str, float]:
+    """Return what the agent makes of the panel when its pictures are blanked."""
+    proxy = replace(parts.proxy, environments=build_environments(parts.cfg, blank_images=True))
+    agent.eval()
+    engine = agent.rollout_engine()
+    engine.sync_weights(-1)
+    return _figures(proxy.rollout(engine, parts.panels[0].starts, seed_key=("panel",), greedy=True))
+
+
+def _figures(trajectories: list[Trajectory]) -> dict[str, float]:
+    statistics = RolloutStatistics(over_ranks=False)
+    statistics.update(trajectories)
+    return statistics.compute()
 
 
 def _under(prefix: str, state: dict[str, Any]) -> dict[str, Any]:

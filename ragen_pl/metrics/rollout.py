@@ -17,10 +17,14 @@ _NAMES = (
 
 
 class RolloutStatistics(NamedSums):
-    """Sums over trajectories; groups must not be split over ranks."""
+    """Sums over trajectories; groups must not be split over ranks.
 
-    def __init__(self) -> None:
-        super().__init__(_NAMES)
+    Args:
+        over_ranks: whether `compute` adds the ranks' sums up; False for figures of one process.
+    """
+
+    def __init__(self, *, over_ranks: bool = True) -> None:
+        super().__init__(_NAMES, over_ranks=over_ranks)
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:  # type: ignore[override]
         """Count these trajectories."""

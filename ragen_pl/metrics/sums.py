@@ -19,8 +19,10 @@ class NamedSums(Metric):
     sums: Tensor
     maxima: Tensor
 
-    def __init__(self, names: Sequence[str], *, maxima: Sequence[str] = ()) -> None:
-        super().__init__()
+    def __init__(
+        self, names: Sequence[str], *, maxima: Sequence[str] = (), over_ranks: bool = True
+    ) -> None:
+        super().__init__(sync_on_compute=over_ranks)
         self.names, self.maximum_names = tuple(names), tuple(maxima)
         self.add_state(
             "sums", torch.zeros(len(self.names), dtype=torch.float64), dist_reduce_fx="sum"
