@@ -63,7 +63,9 @@ class DemonstrationDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> MinibatchLoader:
         """Return the loader over all demonstrated samples."""
         assert self.batch is not None
-        minibatches = max(1, -(-len(self.batch.samples) * world_size() // self.batch_size))
+        # counted over all ranks: episodes differ in length, and ranks must take as many steps
+        samples = int(sum_over_ranks(torch.tensor(len(self.batch.samples))))
+        minibatches = max(1, -(-samples // self.batch_size))
         return MinibatchLoader(
             self.batch,
             epochs=math.ceil(self.steps / minibatches),

@@ -45,9 +45,19 @@ class Panel:
         ]
 
     def state_keys(self) -> list[str]:
-        """Return the start state of every episode, for training to leave out."""
+        """Return the start state of every episode, for training to leave out.
+
+        Raises:
+            RuntimeError: a start can't be reset to.
+            ValueError: the environment can't name its state.
+        """
         lanes = self.proxy.environments.open(self.starts)
         self.proxy.environments.close(lanes)
+        errors = [lane.error for lane in lanes if lane.error is not None]
+        if errors:
+            raise RuntimeError(
+                f"{len(errors)} of {len(lanes)} starts of panel {self.name!r} failed; the first said: {errors[0]}"
+            )
         keys = [getattr(lane.env.unwrapped, "state_key", str)() for lane in lanes]
         if "" in keys:
             raise ValueError(

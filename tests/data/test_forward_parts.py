@@ -1,5 +1,7 @@
 """Splitting rows by length: everything once, little padding."""
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def test_every_row_is_in_exactly_one_part(length, buckets):
 @given(lengths)
 def test_more_buckets_never_pad_more(length):
     shares = [padding_share(length, split_by_length(length, buckets)) for buckets in (1, 2, 4, 8)]
-    assert all(later <= earlier + 1e-9 for earlier, later in zip(shares, shares[1:], strict=False))
+    assert all(later <= earlier + 1e-9 for earlier, later in pairwise(shares))
 
 
 def test_the_split_with_the_least_padding_is_found():

@@ -1,0 +1,74 @@
+"""Trajectories made up by hand, with the ids that a context of a given window would show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ragen_pl.models.build import build_small_lm, build_small_vlm
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+
+torch.set_num_threads(1)
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def lm() -> ModelBundle:
+    return build_small_lm(seed=0, text=TEXT)
+
+
+@pytest.fixture(scope="session")
+def vlm() -> ModelBundle:
+    return build_small_vlm(seed=0, vision={"width": 32, "heads": 2}, text=TEXT)
+
+
+@pytest.fixture(scope="session")
+def make_trajectory():
+    """Return a maker: one reply for each length in `lengths`, a cut one where it is negative."""
+
+    def make(
+        bundle, lengths, *, seed=0, window="all", group=0, member=0, rewards=None,
+        ending=Ending.TERMINATED, images=False,
+    ) -> Trajectory:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        context = ContextManager(bundle, window=window, system_prompt=None)
+        talk, turns = context.start(""), []
+
+        def see(number):
+            picture = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
+            seen = Observation(text=f"see {number}", images=[picture] if images else [])
+            return seen, context.observe(talk, seen, max_turns=9)
+
+        for number, length in enumerate(lengths):
+            seen, prompt = see(number)
+            ids = rng.integers(20, 200, abs(length))
+            if length > 0:
+                ids[-1] = bundle.end_of_turn_id
+            context.reply(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
+            turns.append(
+                Turn(
+                    observation=seen, prompt_ids=prompt.ids, prompt_images=prompt.images,
+                    reply_ids=ids, reply_logprobs=rng.normal(size=len(ids)).astype(np.float32),
+                    reply_entropy=1.0,
+                    spans=rng.integers(0, 4, len(ids)).astype(np.int8),
+                    reply_text="", think=None, actions=[], action_is_valid=True,
+                    action_is_effective=True, cut=length < 0, temperature=0.5 + number,
+                    reward=rewards[number] if rewards else float(rng.integers(-1, 2)),
+                )
+            )  # fmt: skip
+        final = see(len(lengths))[1] if ending is Ending.TRUNCATED else None
+        return Trajectory(
+            group=group, member=member, seed=seed, turns=turns, ending=ending, success=False,
+            final_prompt_ids=None if final is None else final.ids,
+            final_images=[] if final is None else final.images,
+        )  # fmt: skip
+
+    return make

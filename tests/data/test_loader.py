@@ -1,0 +1,154 @@
+"""The update's loader: every sample once a pass, resumable anywhere, denominators over the whole step."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen_pl.data.collate import collate
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.panel import PanelLoader
+
+
+@pytest.fixture(scope="module")
+def batch(lm, make_trajectory):
+    """Seven samples of 2, 3, … 8 sampled tokens."""
+    made = collate([make_trajectory(lm, [n + 2], seed=n) for n in range(7)], lm)
+    made.reference = torch.arange(int(made.samples.loss_mask.sum())).float()
+    return made
+
+
+def loader_of(batch, **changes) -> MinibatchLoader:
+    return MinibatchLoader(
+        batch, **({"epochs": 2, "minibatches": 3, "seed_key": (1, "shuffle")} | changes)
+    )
+
+
+def episodes(minibatch) -> list[int]:
+    return minibatch.samples.episode[minibatch.samples.weight > 0].tolist()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4))
+def test_every_sample_is_given_once_an_epoch(batch, epochs, minibatches, accumulate):
+    loader = loader_of(batch, epochs=epochs, minibatches=minibatches, accumulate=accumulate)
+    steps = list(loader)
+    assert len(steps) == len(loader) == epochs * minibatches * accumulate
+    size = minibatches * accumulate
+    orders = [
+        [n for step in steps[e * size : (e + 1) * size] for n in episodes(step)]
+        for e in range(epochs)
+    ]
+    assert all(sorted(order) == list(range(7)) for order in orders)
+    assert all(len(step.samples) > 0 for step in steps)
+
+
+def test_the_order_comes_from_the_key_and_differs_between_epochs(batch):
+    def order(**changes):
+        return [episodes(step) for step in loader_of(batch, **changes)]
+
+    assert order() == order() != order(seed_key=(2, "shuffle"))
+    assert order()[:3] != order()[3:]
+
+
+@pytest.mark.parametrize("position", range(7))
+def test_resuming_goes_on_after_what_was_given_out(batch, position):
+    first = loader_of(batch)
+    whole = [episodes(step) for step in loader_of(batch)]
+    given_out = iter(first)
+    for _ in range(position):
+        next(given_out)
+    resumed = loader_of(batch)
+    resumed.load_state_dict(first.state_dict())
+    assert [episodes(step) for step in resumed] == whole[position:]
+    assert [episodes(step) for step in resumed] == whole  # the next pass is a whole one
+
+
+def test_rows_that_only_make_numbers_even_weigh_nothing(batch):
+    steps = list(loader_of(batch, epochs=1, minibatches=9))
+    fillers = [step for step in steps if not episodes(step)]
+    assert len(steps) == 9 and len(fillers) == 2
+    for step in fillers:
+        assert len(step.samples) == 1 and step.samples.weight.tolist() == [0.0]
+        assert not step.samples.loss_mask.any() and not step.samples.kl_mask.any()
+        assert (step.tokens, step.sequences) == (1, 1)  # never a division by 0
+    assert batch.samples.weight.tolist() == [1.0] * 7  # the batch itself is untouched
+    assert batch.samples.loss_mask.sum() == 35
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_denominators_count_the_whole_optimizer_step(batch, accumulate):
+    steps = list(loader_of(batch, epochs=1, minibatches=2, accumulate=accumulate, world_size=3))
+    totals = []
+    for first in range(0, len(steps), accumulate):
+        group = steps[first : first + accumulate]
+        tokens = sum(int(step.samples.loss_mask.sum()) for step in group)
+        assert all(step.tokens == tokens for step in group)
+        assert all(step.sequences == sum(len(episodes(s)) for s in group) for step in group)
+        assert all(step.scale == 3 * accumulate for step in group)
+        totals.append(tokens)
+    assert sum(totals) == 35
+
+
+def test_denominators_count_all_ranks(batch):
+    seen = []
+
+    def sum_over_ranks(counts):  # another rank with 100 tokens and 10 samples in each step
+        seen.append(counts)
+        return counts + torch.tensor([100.0, 10.0])
+
+    steps = list(loader_of(batch, epochs=1, minibatches=2, sum_over_ranks=sum_over_ranks))
+    assert sum(float(step.tokens) for step in steps) == 235
+    assert sum(float(step.sequences) for step in steps) == 27
+    assert len(seen) == 1
+
+
+def test_rows_of_weight_zero_are_not_counted(lm, make_trajectory):
+    made = collate([make_trajectory(lm, [3]), make_trajectory(lm, [4], seed=1)], lm)
+    made.samples.weight[1] = 0
+    (step,) = loader_of(made, epochs=1, minibatches=1)
+    assert (step.tokens, step.sequences) == (3, 1)
+
+
+@pytest.mark.parametrize("minibatches, accumulate", [(1, 1), (3, 1), (2, 3), (9, 1)])
+def test_a_sum_of_token_losses_does_not_depend_on_the_split(batch, minibatches, accumulate):
+    """Loss of a token: its log-prob. Trainer's mean over accumulated steps undoes the scale."""
+    loader = loader_of(batch, epochs=1, minibatches=minibatches, accumulate=accumulate)
+    weighed = 0.0
+    for step in loader:
+        loss = (step.samples.behaviour_logprobs * step.samples.loss_mask).sum()
+        share = float(loss * step.scale / step.tokens) / accumulate
+        weighed += share * float(step.tokens)
+    expected = float((batch.samples.behaviour_logprobs * batch.samples.loss_mask).sum())
+    assert weighed == pytest.approx(expected, rel=1e-5)
+
+
+def test_reference_and_pictures_follow_their_rows(vlm, make_trajectory):
+    made = collate(
+        [make_trajectory(vlm, [n + 1, 2], seed=n, window=1, images=n != 1) for n in range(4)], vlm
+    )
+    tokens = int((made.samples.token >= 0).sum())
+    made.reference = torch.arange(tokens).float()
+    for step in loader_of(made, epochs=1, minibatches=3):
+        samples = step.samples
+        assert step.reference.tolist() == samples.token[samples.token >= 0].tolist()
+        for row in range(len(samples)):
+            whole = int(
+                ((made.samples.token == samples.token[row].max()).any(1)).nonzero().squeeze()
+            )
+            there, here = made.samples.images[whole], samples.images[row]
+            assert torch.equal(there < 0, here < 0)
+            assert torch.equal(step.pictures[here[here >= 0]], made.pictures[there[there >= 0]])
+        assert len(step.pictures) == int((samples.images >= 0).sum())
+
+
+def test_panel_loader_gives_each_episode_once_in_chunks():
+    class Proxy:
+        max_lanes = 4
+
+    class FivePanel:
+        proxy, starts = Proxy(), list(range(10))
+
+    loader = PanelLoader(FivePanel())
+    assert [chunk.starts for chunk in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(loader) == 3
