@@ -108,6 +108,7 @@ class RolloutProgress(ProgressBar):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report the last iteration and close the display."""
         self._report()
+        self._phase("finished")
         self._close()
 
     def on_exception(
