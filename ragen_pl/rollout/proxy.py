@@ -138,6 +138,8 @@ class AgentProxy:
             playing, generations, replies, pieces, truths, results, strict=True
         ):
             turn = self._record(episode, generation, reply, parts, result)
+            if greedy:  # what the engine tells of a greedy reply is the distribution at 1
+                turn.temperature = 1.0
             if truth is not None:
                 turn.info["truth"] = truth
             self._go_on(episode, turn, result)

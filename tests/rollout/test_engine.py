@@ -1,10 +1,14 @@
 """The in-process engine: what it samples and the log-probs it tells, against plain forward passes."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from ragen_pl.data.collate import collate
+from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import draw, log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
@@ -61,6 +65,19 @@ def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tup
     return ids[len(prompt.ids) :].tolist(), logprobs
 
 
+def scored(bundle, episodes):
+    batch = collate(episodes, bundle)
+    with torch.no_grad():
+        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.pictures)
+    return batch, scores
+
+
+def gap(bundle, episodes) -> torch.Tensor:
+    """The trainer's log-probs of the sampled tokens less those that the engine told."""
+    batch, scores = scored(bundle, episodes)
+    return (scores.logprobs - batch.samples.behaviour_logprobs)[batch.samples.turn >= 0].abs()
+
+
 def same(first, second) -> None:
     for one, other in zip(first, second, strict=True):
         assert (one.group, one.member, one.ending) == (other.group, other.member, other.ending)
@@ -111,13 +128,11 @@ def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.7)
     episodes = proxy.rollout(TransformersEngine(bundle), starts(4), seed_key=(2, "sample"))
-    batch = collate(episodes, bundle)
-    with torch.no_grad():
-        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.pictures)
-    sampled = batch.samples.turn >= 0
-    assert int(sampled.sum()) == sum(len(t.reply_ids) for e in episodes for t in e.turns)
-    gap = (scores.logprobs - batch.samples.behaviour_logprobs)[sampled].abs()
-    assert float(gap.max()) < 1e-4
+    batch, scores = scored(bundle, episodes)
+    assert int(batch.samples.loss_mask.sum()) == sum(
+        len(t.reply_ids) for e in episodes for t in e.turns
+    )
+    assert float(gap(bundle, episodes).max()) < 1e-4
     entropies = [t.reply_entropy for e in episodes for t in e.turns]
     assert np.mean(entropies) == pytest.approx(
         np.mean([
@@ -125,6 +140,28 @@ def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
             for n, e in enumerate(episodes) for k in range(len(e.turns))
         ]), abs=1e-4,
     )  # fmt: skip
+
+
+def test_a_greedy_episode_is_recorded_as_what_its_logprobs_are(lm):
+    proxy = proxy_of(lm, window=1, temperature=0.5)
+    episodes = proxy.rollout(TransformersEngine(lm), starts(2), seed_key=(0,), greedy=True)
+    same(episodes[::2], [replace(episode, member=0) for episode in episodes[1::2]])
+    assert float(gap(lm, episodes).max()) < 1e-4
+
+
+def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
+    tokenizer = copy.deepcopy(lm.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content'] is string -%}{{- message['content']",
+        "message['content'] is string -%}{{- message['content'].split('i')[-1] | trim",
+    )
+    bundle = ModelBundle(lm.model, tokenizer)
+    proxy = proxy_of(bundle, window="all")
+    assert not proxy.context.template.keeps_prefix
+    episodes = proxy.rollout(TransformersEngine(bundle), starts(6), seed_key=(3,))
+    samples = collate(episodes, bundle).samples
+    assert len(samples) > 2 * len(episodes)  # most turns break with the one before
+    assert float(gap(bundle, episodes).max()) < 1e-4
 
 
 # ---- what must not matter
