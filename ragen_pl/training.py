@@ -74,7 +74,8 @@ def build_logger(cfg: DictConfig, run: Run) -> Any:
     """Build the config's logger, or return False for none."""
     if not cfg.logger:
         return False
-    return instantiate(cfg.logger, run_dir=str(run.folder), config=plain(cfg), _convert_="all")
+    settings = {"run_dir": str(run.folder), "settings": plain(cfg)}
+    return instantiate(cfg.logger, **settings, _recursive_=False, _convert_="all")
 
 
 def warm_start(parts: Parts, run: Run, logger: Any) -> None:
