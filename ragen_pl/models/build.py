@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -130,6 +131,12 @@ def load_pretrained(
     if type(config) in AutoModelForImageTextToText._model_mapping:
         model = AutoModelForImageTextToText.from_pretrained(path, **settings)
         processor = AutoProcessor.from_pretrained(path, **where)
+        if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
+            warnings.warn(
+                f"{path} was trained with positions in rows and columns of a picture; it is given plain ones, "
+                "in rollouts and updates alike, and may at first see worse than it could",
+                stacklevel=2,
+            )
         return ModelBundle(model.eval(), processor.tokenizer, processor)
     model = AutoModelForCausalLM.from_pretrained(path, **settings)
     return ModelBundle(model.eval(), _load_tokenizer(path, **where))

@@ -27,6 +27,7 @@ class ModelBundle:
     processor: ProcessorMixin | None = None
     _pieces: dict[int, str] = field(default_factory=dict, repr=False)
     _image_tokens: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    _grids: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of patches
 
     @property
     def renderer(self) -> Any:
@@ -117,15 +118,33 @@ class ModelBundle:
         return np.repeat(ids, counts)
 
     def pixel_values(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return pictures, each uint8 `[height, width, 3]`, as the model takes them, `[images, …]`."""
+        """Return pictures, each uint8 `[height, width, 3]`, as the model takes them, `[images, …]`.
+
+        Raises:
+            ValueError: the pictures make grids of different sizes.
+        """
         assert self.processor is not None
         processed = self.processor.image_processor(images=list(images), return_tensors="pt")
         values: Tensor = processed["pixel_values"]
+        grids: Tensor | None = processed.get("image_grid_thw")
+        if grids is None:
+            return values
+        # Qwen's processors join the patches of all pictures into one list
+        if len(grids.unique(dim=0)) != 1:
+            raise ValueError(f"found pictures of grids {grids.tolist()}, expected one size")
+        values = values.view(len(images), -1, values.shape[-1])
+        self._grids[values.shape[1]] = grids[0]
         return values
 
     def features(self, pixel_values: Tensor) -> Tensor:
-        """Return features `[images, tokens, hidden]` of processed pictures."""
-        found = self.model.get_image_features(pixel_values)  # type: ignore[operator]
+        """Return features `[images, tokens, hidden]` of what `pixel_values` returned, or of some of its rows."""
+        encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
+        if pixel_values.ndim == 3:  # patches: `[images, patches, values]`
+            grid = self._grids[pixel_values.shape[1]].to(pixel_values.device)
+            grids = grid.expand(len(pixel_values), 3)
+            found = encode(pixel_values.flatten(0, 1), image_grid_thw=grids)
+        else:
+            found = encode(pixel_values)
         # transformers' own models wrap their features in an output, as a tensor or one a picture
         features = getattr(found, "pooler_output", found)
         return features if isinstance(features, Tensor) else torch.stack(list(features))

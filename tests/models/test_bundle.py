@@ -13,8 +13,13 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
 )
 
 from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
@@ -137,6 +142,37 @@ def test_a_vision_language_model_somebody_else_made_is_loaded(tmp_path):
     assert bundle.image_token_id == 5
     features = bundle.features(bundle.pixel_values([picture(), picture()]))
     assert features.shape == (2, bundle.num_image_tokens(picture()), 32)
+
+
+def test_a_model_that_takes_patches_and_their_grid_is_loaded(tmp_path):
+    tokenizer = load_tokenizer()
+    marks = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]  # 512 to 515
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": marks}, replace_extra_special_tokens=False
+    )
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = Qwen2_5_VLConfig(
+        text_config={"vocab_size": 520, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": 1, **TINY},
+        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32,
+                       "patch_size": 14, "fullatt_block_indexes": [0]},
+        image_token_id=512, video_token_id=513, vision_start_token_id=514, vision_end_token_id=515,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    processor = Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer,
+        video_processor=Qwen2VLVideoProcessor(), chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+    ModelBundle(Qwen2_5_VLForConditionalGeneration(config), tokenizer, processor).save(tmp_path)
+    with pytest.warns(UserWarning, match="positions in rows and columns"):
+        bundle = load_pretrained(str(tmp_path))
+    shown = [np.full((56, 56, 3), value, dtype=np.uint8) for value in (10, 200)]
+    pixels = bundle.pixel_values(shown)
+    features = bundle.features(pixels)
+    assert features.shape == (2, bundle.num_image_tokens(shown[0]), 32) == (2, 4, 32)
+    assert torch.allclose(bundle.features(pixels[1:]), features[1:], atol=1e-6)
+    assert {512, 513, 514, 515, 516, 519} < set(bundle.banned_token_ids)
+    with pytest.raises(ValueError, match="expected one size"):
+        bundle.pixel_values([shown[0], shown[1][:28]])
 
 
 def test_a_missing_model_is_told_in_one_line(tmp_path):

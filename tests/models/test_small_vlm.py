@@ -246,6 +246,17 @@ def test_padding_on_the_left_changes_nothing(bundle, inputs):
         assert torch.allclose(found[:, 3:], expected, atol=1e-5)
 
 
+def test_positions_that_are_given_are_used(bundle, inputs):
+    positions = torch.arange(inputs["input_ids"].shape[1])[None].expand(2, -1)
+    default = logits(bundle.model, **inputs)
+    assert torch.allclose(
+        logits(bundle.model, **inputs, position_ids=positions + 7), default, atol=1e-4
+    )
+    assert not torch.allclose(
+        logits(bundle.model, **inputs, position_ids=3 * positions), default, atol=1e-2
+    )
+
+
 def test_generate_with_pictures_is_greedy_search(bundle, inputs):
     found = bundle.model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
     ids = inputs["input_ids"]
