@@ -52,7 +52,8 @@ class FrozenLake(World):
     ## Starting State
     Start and goal are random, `min_distance` to `max_distance` moves apart around the holes; with
     `random_start=False` the opposite corners.
-    Reset options: `min_distance`, `max_distance`, or `layout` (rows in gymnasium's letters SFHG).
+    Reset options: `min_distance`, `max_distance`, `min_detour` (moves that the holes add to the way),
+    or `layout` (rows in gymnasium's letters SFHG).
 
     ## Rewards
     1 at the goal, else 0; less `step_cost` for every move.
@@ -78,7 +79,7 @@ class FrozenLake(World):
     """
 
     action_names = MOVES
-    option_names = ("min_distance", "max_distance", "layout")
+    option_names = ("min_distance", "max_distance", "min_detour", "layout")
 
     def __init__(
         self,
@@ -117,8 +118,10 @@ class FrozenLake(World):
         if "layout" in options:
             self.lake = read_map(options["layout"], size=self.size)
         else:
-            low, high = self.min_distance, self.max_distance
+            low, high, detour = self.min_distance, self.max_distance, 0
             if options:
+                detour = options.get("min_detour", 0)
+                check_number(detour, name="min_detour", low=0, high=self.size**2, whole=True)
                 low, high = self._distances(
                     options.get("min_distance", low), options.get("max_distance", high)
                 )
@@ -129,6 +132,7 @@ class FrozenLake(World):
                 min_distance=low,
                 max_distance=high,
                 random_start=self.random_start,
+                min_detour=detour,
             )
         self.cell = self.lake.start
         self.__dict__.pop("_values", None)

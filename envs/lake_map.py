@@ -54,11 +54,13 @@ def draw_map(
     min_distance: int,
     max_distance: int,
     random_start: bool,
+    min_detour: int = 0,
 ) -> LakeMap:
     """Draw start, goal and holes until the goal lies `min_distance` to `max_distance` moves away.
 
     Every cell but start and goal is a hole with probability `hole_share`; what is drawn has the
-    distribution of all such lakes given the condition on the distance.
+    distribution of all such lakes given the condition on the distance, and that the way round the
+    holes is `min_detour` moves longer than it would be without any.
 
     Raises:
         RuntimeError: 20,000 lakes in a row were refused.
@@ -75,12 +77,13 @@ def draw_map(
         holes = sum([mark for mark, draw in zip(marks, draws, strict=True) if draw < hole_share])
         holes &= ~(marks[start] | marks[goal])
         distance = walk_distance(size, start=start, goal=goal, holes=holes)
-        if min_distance <= distance <= max_distance:
+        direct = abs(start // size - goal // size) + abs(start % size - goal % size)
+        if min_distance <= distance <= max_distance and distance - direct >= min_detour:
             return LakeMap(size, start, goal, holes, distance)
     raise RuntimeError(
         f"{_TRIES} lakes of size {size} with hole_share {hole_share} in a row had no goal "
-        f"{min_distance} to {max_distance} moves from the start; set a smaller min_distance "
-        "or hole_share, or a larger max_distance"
+        f"{min_distance} to {max_distance} moves from the start, {min_detour} of them a detour; set a "
+        "smaller min_distance, min_detour or hole_share, or a larger max_distance"
     )
 
 

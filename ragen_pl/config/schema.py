@@ -69,6 +69,7 @@ RULES: dict[str, Rule] = {
     "curriculum.share": _SHARE,
     "curriculum.window": _COUNT,
     "curriculum.options.min_distance": _COUNT,
+    "curriculum.options.min_detour": _COUNT_OR_ZERO,
     "panel.episodes": _COUNT,
     "panel.held_out": _BOOL,
     "panel.blank": _BOOL,

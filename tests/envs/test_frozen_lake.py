@@ -272,3 +272,11 @@ def test_wrong_options_are_told() -> None:
         world.reset(options={"layout": ["SF", "FG"]})
     with pytest.raises(RuntimeError, match="set a smaller min_distance"):
         FrozenLake(size=10, hole_share=0.8, min_distance=18).reset(seed=0)
+
+
+def test_starts_with_a_detour_can_be_asked_for():
+    env = FrozenLake()
+    for seed in range(50):
+        env.reset(seed=seed, options={"min_detour": 2})
+        me, goal = divmod(env.lake.start, 4), divmod(env.lake.goal, 4)
+        assert env.difficulty() >= abs(me[0] - goal[0]) + abs(me[1] - goal[1]) + 2
