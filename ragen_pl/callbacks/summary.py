@@ -80,6 +80,8 @@ class RunSummary(pl.Callback):
         if not trainer.is_global_zero:
             return
         console = self.console or Console()
+        if not console.is_terminal and self.console is None:
+            console.width = 120  # a log has no width of its own, and 80 would wrap the table
         columns = {"before": self.before, "after": self.after}
         if self.after:
             console.print(summary_table({**columns, **self.references, **(references or {})}))
