@@ -28,9 +28,7 @@ class Run:
         return self.folder / "warm_start.pt"
 
 
-def locate(
-    *, root: str, name: str, run_dir: str | None, ckpt_path: str | None, job: str = ""
-) -> Run:
+def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) -> Run:
     """Find or name the run's folder.
 
     `ckpt_path="last"` goes on in `run_dir`, or in the newest run of this name: from its last
@@ -61,13 +59,20 @@ def locate(
             )
         folder = runs[-1]
     else:
-        folder = parent / (
-            datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{job}" if job else "")
-        )
+        folder = _unused(parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     if ckpt_path == "last" and not (folder / "config.yaml").exists():
         raise FileNotFoundError(f"ckpt_path=last: {folder} holds no run; give paths.run_dir of one")
     last = folder / "checkpoints" / "last.ckpt"
     return Run(folder, last if ckpt_path == "last" and last.exists() else None)
+
+
+def _unused(folder: Path) -> Path:
+    """Return the folder, numbered where another run of a sweep has taken its name."""
+    number, free = 1, folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}_{number}")
+    return free
 
 
 def share_with_children(folder: Path) -> None:

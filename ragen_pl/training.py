@@ -38,10 +38,10 @@ from ragen_pl.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig, *, job: str = "") -> dict[str, float]:
+def train(cfg: DictConfig) -> dict[str, float]:
     """Run the whole job and return the last figures, the objective of a sweep among them."""
     began = time.perf_counter()
-    run = open_run(cfg, job=job)
+    run = open_run(cfg)
     quieten()
     parts = assemble(cfg)
     logger = build_logger(cfg, run)
@@ -53,14 +53,13 @@ def train(cfg: DictConfig, *, job: str = "") -> dict[str, float]:
     return figures
 
 
-def open_run(cfg: DictConfig, *, job: str = "") -> Run:
+def open_run(cfg: DictConfig) -> Run:
     """Find the run's folder, create it and write the config into it."""
     run = locate(
         root=cfg.paths.root,
         name=cfg.env.name,
         run_dir=cfg.paths.run_dir,
         ckpt_path=cfg.ckpt_path,
-        job=job,
     )
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     share_with_children(run.folder)
@@ -136,6 +135,8 @@ def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str,
         log_every_n_steps=1,
         default_root_dir=run.folder,
     )
+    if logger:
+        logger.log_hyperparams({"panel_digest": parts.panels[0].digest()})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
@@ -185,6 +186,7 @@ def quieten() -> None:
         "does not have many workers",
         "smaller than the logging interval",
         "in eval mode at the start",
+        "LeafSpec",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -1,0 +1,43 @@
+"""The main job, cut short: a warm start that sees, and RL that improves on it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_thirty_iterations_of_the_main_job_double_the_warm_starts_success(tmp_path):
+    overrides = [
+        "env=frozenlake_visual",
+        "trainer.max_epochs=30",
+        "trainer.check_val_every_n_epoch=30",
+        "panel.episodes=256",
+        "logger=csv",
+        f"paths.root={tmp_path}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_pl.fit", *overrides],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (run,) = (tmp_path / "frozenlake_visual").iterdir()
+    figures = json.loads((run / "figures.json").read_text())
+    after, before = figures["val/success"], _first_success(run)
+    print(f"success before {before:.3f}, after {after:.3f}")
+    assert figures["random_player/success"] < 0.3
+    assert before < 0.35
+    assert after > before + 0.25
+    assert figures["blanked/success"] < figures["random_player/success"] + 0.1
+    assert figures["val/true_thoughts"] > 0.9
+    assert figures["rollout/logprob_mismatch_max"] < 1e-3
+
+
+def _first_success(run):
+    lines = (run / "csv" / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("val/success")
+    return float(next(cell for line in lines[1:] if (cell := line.split(",")[column])))
