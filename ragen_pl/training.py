@@ -187,6 +187,7 @@ def quieten() -> None:
         "smaller than the logging interval",
         "in eval mode at the start",
         "LeafSpec",
+        "exists and is not empty",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -78,7 +78,7 @@ class Trajectory:
     success: bool
     difficulty: int | None = None
     error: str | None = None  # of the environment, where ending is FAILED
-    final_prompt_ids: np.ndarray | None = None  # state after the last turn, where it is bootstrapped
+    final_prompt_ids: np.ndarray | None = None  # the state after the last turn, to bootstrap from
     final_images: list[np.ndarray] = field(default_factory=list)
 
     @property

@@ -170,7 +170,7 @@ class RolloutUpdateLoop(_FitLoop):
         module.eval()
         self._tell_callbacks("on_rollout_start")
         with (
-            self.trainer.profiler.profile("rollout"),
+            self.trainer.profiler.profile("rollout"),  # type: ignore[attr-defined]
             torch.no_grad(),
             seeded(datamodule.seed, "rollout", iteration, rank()),
         ):
@@ -185,7 +185,7 @@ class RolloutUpdateLoop(_FitLoop):
 
     def _tell_callbacks(self, hook: str, *arguments: object) -> None:
         """Call a hook that Lightning does not know on the callbacks that have it."""
-        for callback in self.trainer.callbacks:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             function = getattr(callback, hook, None)
             if function is not None:
                 function(self.trainer, self.trainer.lightning_module, *arguments)

@@ -104,5 +104,6 @@ def decoder_states(bundle: ModelBundle, samples: Samples, pictures: Tensor, rows
     if len(images):
         used, index = torch.unique(images, return_inverse=True)
         features = bundle.features(pictures[used])[index].to(embeds.dtype)
-        embeds = embeds.masked_scatter((ids == bundle.image_token_id).unsqueeze(-1), features)
+        slots = ids.eq(bundle.image_token_id or 0)
+        embeds = embeds.masked_scatter(slots.unsqueeze(-1), features)
     return bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state

@@ -32,6 +32,8 @@ class WarmStartModule(pl.LightningModule):
         learning_rate_end: the rate's share at the last step.
     """
 
+    phase = "warm start"  # what a progress display calls it
+
     def __init__(
         self,
         policy: PolicyModule,
