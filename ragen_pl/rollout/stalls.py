@@ -29,9 +29,7 @@ class _Sweep(Generic[T]):
             result: T | BaseException
             try:
                 result = self.jobs[number]()
-            except (
-                BaseException
-            ) as error:  # an environment's error, even an exit, is its trajectory's
+            except BaseException as error:  # even an exit costs its own trajectory only
                 result = error
             with self.lock:
                 if self.abandoned:

@@ -221,11 +221,6 @@ def test_select_takes_rows_and_cuts_them_to_the_longest(lm, make_trajectory):
     assert len(samples.select(torch.tensor([], dtype=torch.int64))) == 0
 
 
-def test_pictures_of_selected_rows_are_not_cut_as_if_they_were_tokens(vlm, make_trajectory):
-    samples = collate([make_trajectory(vlm, [2] * 3, images=True)], vlm).samples
-    assert samples.select(torch.tensor([0])).images.tolist() == [[0, 1, 2]]
-
-
 @pytest.mark.parametrize("ending", [Ending.TERMINATED, Ending.TRUNCATED])
 def test_a_batch_survives_being_taken_apart(vlm, make_trajectory, tmp_path, ending):
     batch = collate([make_trajectory(vlm, [2, 3], images=True, ending=ending)], vlm)

@@ -108,6 +108,7 @@ def play(lm: ModelBundle):
             max_reply_tokens=reply_tokens,
         )
         engine = TextEngine(context, say)
+        engine.proxy = proxy
         return proxy.rollout(engine, starts, seed_key=(0, "test")), engine
 
     return run
@@ -131,10 +132,12 @@ class Counter(gymnasium.Env):
         self.goal, self.worlds, self.limit = goal, worlds, limit
         self.faults = faults or {}
         self.info: dict[str, object] = {}
+        self.resets = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.fault = self.faults.get(seed, "")
+        self.resets += 1
         self.count, self.steps, self.world = 0, 0, int(seed) % self.worlds
         self._break("reset")
         return self._see(), {}

@@ -17,6 +17,7 @@ from ragen_pl.rollout.environments import EnvironmentManager, Start
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.seeding import uniforms
+from ragen_pl.trajectory import Observation
 
 WORLDS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
 
@@ -233,6 +234,29 @@ def test_banned_tokens_are_never_sampled_however_likely(fresh_vlm):
 # ---- caches
 
 
+def talks_with_pictures(bundle, engine, *, lanes: int, turns: int):
+    """Conversations with a new picture every turn; yields each turn's requests and replies."""
+    context, rng = ContextManager(bundle, window="all"), np.random.default_rng(0)
+    talks = [context.start("rules") for _ in range(lanes)]
+    for turn in range(turns):
+        requests = []
+        for lane, talk in enumerate(talks):
+            picture = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
+            seen = Observation(text=f"turn {turn}", images=[picture])
+            prompt = context.observe(talk, seen, max_turns=turns)
+            requests.append(request(prompt, session=lane, seed=10 * turn + lane))
+        replies = engine.generate(requests, keep=True)
+        for talk, reply in zip(talks, replies, strict=True):
+            context.reply(talk, ids=reply.ids, text="", actions=[])
+        yield requests, replies
+
+
+def test_pictures_of_later_turns_take_their_own_places(vlm):
+    for requests, replies in talks_with_pictures(vlm, TransformersEngine(vlm), lanes=3, turns=3):
+        for one, reply in zip(requests, replies, strict=True):
+            assert close(reply, replay(vlm, one.prompt, one.uniforms, 1.0))
+
+
 def test_only_what_is_new_is_computed_and_every_picture_once(vlm, monkeypatch):
     encoded = []
     plain = type(vlm).features
@@ -241,20 +265,26 @@ def test_only_what_is_new_is_computed_and_every_picture_once(vlm, monkeypatch):
         "features",
         lambda self, pixels: encoded.append(len(pixels)) or plain(self, pixels),
     )
-    engine = TransformersEngine(vlm)
-    episodes = proxy_of(vlm, window="all", kind="images").rollout(
-        engine, starts(3), seed_key=(0, "x")
-    )
-    new = 0
-    for episode in episodes:
-        held = 0  # the reply's last token is fed with the next prompt
-        for turn in episode.turns:
-            new += len(turn.prompt_ids) - held
-            held = len(turn.prompt_ids) + len(turn.reply_ids) - 1
-    assert engine.prefilled_tokens == new
-    assert engine.sampled_tokens == sum(len(t.reply_ids) for e in episodes for t in e.turns)
-    pictures = {id(image) for e in episodes for t in e.turns for image in t.prompt_images}
-    assert sum(encoded) == len(pictures)
+    engine, new, sampled, held = TransformersEngine(vlm), 0, 0, [0] * 3
+    for requests, replies in talks_with_pictures(vlm, engine, lanes=3, turns=4):
+        for lane, (one, reply) in enumerate(zip(requests, replies, strict=True)):
+            new += len(one.prompt.ids) - held[lane]
+            # the reply's last token was not fed yet; it is, with the next prompt
+            held[lane] = len(one.prompt.ids) + len(reply.ids) - 1
+            sampled += len(reply.ids)
+    assert (engine.prefilled_tokens, engine.sampled_tokens) == (new, sampled)
+    assert encoded == [3, 3, 3, 3]  # one new picture a lane and turn
+
+
+def test_the_same_sessions_may_come_in_another_order(lm):
+    engine = TransformersEngine(lm)
+    talks = [words(lm, text).ids for text in ("me 1 2", "goal", "avoid holes 3")]
+    for turn, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 0, 2)]):
+        requests = [request(Prompt(ids=talks[n]), session=n, seed=9 * turn + n) for n in order]
+        for one, reply in zip(requests, engine.generate(requests, keep=True), strict=True):
+            assert close(reply, replay(lm, one.prompt, one.uniforms, 1.0))
+            talks[one.session] = np.concatenate([one.prompt.ids, reply.ids, words(lm, "on").ids])
+    assert engine.prefilled_tokens < sum(map(len, talks))
 
 
 def test_new_weights_void_every_cache(fresh_vlm):

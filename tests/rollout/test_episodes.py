@@ -115,13 +115,17 @@ def test_termination_is_not_truncation(play, settings, ending):
         assert shown.endswith("count 2 of 100<|assistant|>")
 
 
-def test_a_conversation_without_room_for_a_reply_is_truncated(play):
+@pytest.mark.parametrize("limit", range(118, 134))
+def test_a_conversation_without_room_for_a_reply_is_truncated(play, limit):
     (episode,), _ = play(
-        COUNTER, starts(1), lambda lane, turn: MORE, max_tokens=120, reply_tokens=30, max_turns=50
+        COUNTER, starts(1), lambda lane, turn: MORE, max_tokens=limit, reply_tokens=30, max_turns=50
     )
     assert episode.ending is Ending.TRUNCATED and 1 < len(episode.turns) < 50
-    assert all(len(turn.prompt_ids) + 30 <= 120 for turn in episode.turns)
-    assert len(episode.final_prompt_ids) + 30 > 120
+    assert all(len(turn.prompt_ids) + 30 <= limit for turn in episode.turns)
+    assert len(episode.final_prompt_ids) + 30 > limit
+
+
+def test_a_first_prompt_without_room_is_told(play):
     with pytest.raises(ValueError, match=r"context\.max_tokens=20; raise it"):
         play(COUNTER, starts(1), lambda lane, turn: MORE, max_tokens=20, reply_tokens=30)
 
@@ -184,6 +188,13 @@ def test_a_broken_world_is_not_used_again():
     second = manager.open([Start(group=0, member=0, seed=seed) for seed in (5, 6, 7)])
     used = [lane.env for lane in second]
     assert first[1].env not in used and first[0].env in used and first[2].env in used
+
+
+def test_a_world_that_broke_in_a_step_is_not_used_again(play):
+    world = {"goal": 1, "faults": {1: "step raises"}}
+    _, engine = play(COUNTER, starts(3), lambda lane, turn: MORE, kwargs=world)
+    lanes = engine.proxy.environments.open(starts(3))
+    assert sorted(lane.env.unwrapped.resets for lane in lanes) == [1, 2, 2]
 
 
 def test_a_screen_that_is_drawn_over_does_not_change_earlier_turns(play, vlm):
