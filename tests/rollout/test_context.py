@@ -21,6 +21,9 @@ STRIPS_THINK = QWEN_LIKE.replace("m['content']", "m['content'].split('</think>')
 STRIPS_OLD_THINK = QWEN_LIKE.replace(
     "m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])"
 )
+SHOUTS = QWEN_LIKE.replace(  # as long as before, so only comparing the letters tells
+    "m['content']", "(m['content'] if loop.last else m['content'] | upper)"
+)
 TRIMS = QWEN_LIKE.replace("m['content']", "m['content'] | trim")
 JOINS_LINES = QWEN_LIKE.replace("m['content']", "m['content'].replace('\n\n', '\n')")
 REPLY = "<think>go\n\non</think><answer>Up</answer>"
@@ -159,7 +162,7 @@ def test_a_cut_reply_gets_its_end_token_as_template_text_not_as_its_own(lm, temp
     assert prompts[1].ids[len(known)] == bundle.tokenizer.convert_tokens_to_ids("<|user|>")
 
 
-@pytest.mark.parametrize("template", [STRIPS_THINK, STRIPS_OLD_THINK, TRIMS, JOINS_LINES])
+@pytest.mark.parametrize("template", [STRIPS_THINK, STRIPS_OLD_THINK, SHOUTS, TRIMS, JOINS_LINES])
 def test_a_template_that_rewrites_history_is_recognised_and_rendered_afresh(lm, template):
     bundle = with_template(lm, template)
     context = ContextManager(bundle, window="all")
