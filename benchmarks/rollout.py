@@ -1,0 +1,210 @@
+"""Time the rollout engine against `model.generate` called afresh every turn on the whole history.
+
+Both sides play the same dialogue with the same model: as many lanes, turns and tokens a reply (the end
+of a turn can't be sampled), the whole history shown, sampled at temperature 1. Then the engine alone
+plays longer and longer dialogues: the exponent of their cost in the number of turns.
+
+Run as `python benchmarks/rollout.py`; `--clock cpu` counts this process's own seconds on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from timing import CLOCKS, Clock, use_threads
+
+import envs  # noqa: F401 - registers the worlds
+import visual_envs  # noqa: F401
+from ragen_pl.models.build import build_small_lm, build_small_vlm
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.seeding import uniforms
+from ragen_pl.trajectory import Observation
+
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+MODELS: dict[str, Callable[[], ModelBundle]] = {
+    "default, text": build_small_lm,
+    "default, images": build_small_vlm,
+    "larger, text": partial(build_small_lm, text=LARGER),
+    "larger, images": partial(build_small_vlm, text=LARGER),
+}
+WORLDS = {False: "ragen/FrozenLake-v0", True: "ragen/FrozenLakeVisual-v0"}  # by whether a model sees
+TARGET_SPEEDUP, TARGET_EXPONENT = 5.0, 1.2
+TURNS_OF_FIT = (4, 8, 16, 32)
+Reply = Callable[[int, list[Prompt]], list[np.ndarray]]
+"""(turn, a prompt a lane) → the sampled ids of each lane's reply."""
+
+
+class Endless(ModelBundle):
+    """A bundle whose policy can't end a reply before its limit."""
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Ids that can't be sampled, the ends of a turn among them."""
+        return tuple(sorted({*super().banned_token_ids, *self.eos_token_ids}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogue:
+    """What both sides are shown: a world's rules or nothing, then an observation a turn."""
+
+    lanes: int
+    turns: int
+    rules: bool
+
+    def play(self, bundle: ModelBundle, reply: Reply) -> None:
+        """Play it with the whole history shown; pictures differ by lane and turn, words by turn only."""
+        system = "instructions" if self.rules else None
+        context = ContextManager(bundle, window="all", system_prompt=system, max_tokens=10**6)
+        world = gymnasium.make(WORLDS[bundle.image_token_id is not None]).unwrapped
+        conversations = [context.start(world.instructions) for _ in range(self.lanes)]
+        for turn in range(self.turns):
+            text, pictures = self._seen(world, turn)
+            prompts = []
+            for lane, conversation in enumerate(conversations):
+                seen = Observation(text=text, images=pictures[lane : lane + 1])
+                prompts.append(context.observe(conversation, seen, max_turns=self.turns))
+            for conversation, ids in zip(conversations, reply(turn, prompts), strict=True):
+                context.reply(conversation, ids=ids, text="", actions=[])
+
+    def _seen(self, world: Any, turn: int) -> tuple[str, list[np.ndarray]]:
+        starts = [world.reset(seed=turn * self.lanes + lane)[0] for lane in range(self.lanes)]
+        if isinstance(starts[0], str):
+            return starts[0], []
+        return starts[0]["text"], [start["image"] for start in starts]
+
+
+def engine_reply(engine: TransformersEngine, tokens: int, turn: int, prompts: list[Prompt]) -> list[np.ndarray]:
+    """Reply with the engine, its caches kept between turns."""
+    requests = [
+        GenerationRequest(
+            session=lane, prompt=prompt, max_tokens=tokens, temperature=1.0,
+            uniforms=uniforms("benchmark", lane, turn, count=tokens),
+        )
+        for lane, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    return [generation.ids for generation in engine.generate(requests, keep=True)]
+
+
+@torch.inference_mode()
+def generate_reply(bundle: ModelBundle, tokens: int, turn: int, prompts: list[Prompt]) -> list[np.ndarray]:
+    """Reply with transformers' own `generate` on the whole history."""
+    ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts]))
+    pictures = [image for prompt in prompts for image in prompt.images]
+    pixels = {"pixel_values": bundle.pixel_values(pictures)} if pictures else {}
+    output = bundle.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **pixels, do_sample=True, top_k=0, use_cache=True,
+        suppress_tokens=list(bundle.banned_token_ids), min_new_tokens=tokens, max_new_tokens=tokens,
+        pad_token_id=bundle.pad_token_id,
+    )  # type: ignore[operator]  # fmt: skip
+    return list(output[:, ids.shape[1] :].numpy())
+
+
+def seconds_of(action: Callable[[], None], clock: Clock, *, rounds: int = 1) -> float:
+    """Return the seconds of the quickest of some rounds."""
+    times = []
+    for _ in range(rounds):
+        began = clock()
+        action()
+        times.append(clock() - began)
+    return min(times)
+
+
+def compare(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
+    """Print the row of one model: engine, generate, ratio."""
+    engine, lanes = TransformersEngine(bundle), args.lanes
+    tokens = args.reply_tokens
+    dialogue = Dialogue(lanes=lanes, turns=args.turns, rules=args.rules)
+
+    def ours() -> None:
+        engine.sync_weights(0)
+        dialogue.play(bundle, partial(engine_reply, engine, tokens))
+
+    def theirs() -> None:
+        dialogue.play(bundle, partial(generate_reply, bundle, tokens))
+
+    both = [
+        [seconds_of(side, CLOCKS[args.clock]) for side in (ours, theirs)]
+        for _ in range(args.rounds)
+    ]
+    mine, other = (min(side) for side in zip(*both, strict=True))
+    replies = lanes * args.turns
+    verdict = ""
+    if name.startswith("default"):
+        verdict = "met" if other / mine >= TARGET_SPEEDUP else "missed"
+    print(
+        f"{name:<18}{bundle.parameter_count() / 1e6:>7.1f}{replies * tokens / mine:>12,.0f}{replies / mine:>9,.1f}"
+        f"{replies * tokens / other:>12,.0f}{replies / other:>9,.1f}{other / mine:>8.1f}  {verdict}",
+        flush=True,
+    )
+
+
+def fit(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
+    """Print seconds of a dialogue by its number of turns, and the exponent of the log-log line."""
+    engine, seconds = TransformersEngine(bundle), []
+    for turns in TURNS_OF_FIT:
+
+        def action(turns: int = turns) -> None:
+            engine.sync_weights(0)
+            reply = partial(engine_reply, engine, args.reply_tokens)
+            Dialogue(lanes=args.lanes, turns=turns, rules=args.rules).play(bundle, reply)
+
+        seconds.append(seconds_of(action, CLOCKS[args.clock], rounds=args.rounds))
+    found = exponent(TURNS_OF_FIT, seconds)
+    row = "".join(f"{value:>9.3f}" for value in seconds)
+    print(f"{name:<18}{row}{found:>10.2f}  {'met' if found <= TARGET_EXPONENT else 'missed'}", flush=True)
+
+
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """Return k of the least-squares fit costs = c * sizes^k on logarithms."""
+    slope, _ = np.polyfit([math.log(size) for size in sizes], [math.log(cost) for cost in costs], 1)
+    return float(slope)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lanes", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--reply-tokens", type=int, default=16)
+    parser.add_argument("--rules", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rounds", type=int, default=3, help="the quickest counts")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args()
+    use_threads(args.threads)
+    built = {}
+    for name in args.models:
+        made = MODELS[name]()
+        built[name] = Endless(made.model, made.tokenizer, made.processor)
+    print(f"{args.lanes} lanes, {args.turns} turns, {args.reply_tokens} tokens a reply, {args.clock} clock")
+    print(f"\n{'':<18}{'':>7}{'engine':>21}{'generate':>21}")
+    print(f"{'model':<18}{'M':>7}{'tokens/s':>12}{'turns/s':>9}{'tokens/s':>12}{'turns/s':>9}{'ratio':>8}")
+    for name, bundle in built.items():
+        compare(name, bundle, args)
+    print(f"\nseconds of the engine by turns, and the exponent from {TURNS_OF_FIT[0]} to {TURNS_OF_FIT[-1]}")
+    print(f"{'model':<18}{''.join(f'{turns:>9}' for turns in TURNS_OF_FIT)}{'exponent':>10}")
+    for name, bundle in built.items():
+        if name.startswith("default"):
+            fit(name, bundle, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What the benchmarks share: clocks, a stopwatch, the parts of a training step, a run built from its config."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra import compose, initialize_config_dir
+
+from ragen_pl.assemble import Parts, assemble
+from ragen_pl.config.paths import config_dir
+from ragen_pl.training import open_run, quieten, warm_start
+
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""`cpu` counts this process's own seconds over all its threads, whatever else the machine does."""
+
+
+class Stopwatch:
+    """Adds up seconds by name."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: object, method: str, *, part: str) -> None:
+        """Time every call of a method (or a module's function) from here on."""
+        original = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = self.clock()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds[part] += self.clock() - began
+
+        setattr(owner, method, timed)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds so far and start again from nothing."""
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+class StepTimer(pl.Callback):
+    """Time forward, backward and optimizer (clipping included) of every training step."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch = watch
+        self._mark = self._step = 0.0
+
+    def _lap(self, part: str) -> None:
+        now = self.watch.clock()
+        self.watch.seconds[part] += now - self._mark
+        self._mark = now
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._mark = self._step = self.watch.clock()
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._lap("forward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self._lap("backward")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._lap("optimizer")
+        self.watch.seconds["steps"] += self.watch.clock() - self._step
+
+
+def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> Parts:
+    """Build a run's parts from its config and warm-start them, or load what `cache` kept of that."""
+    warnings.filterwarnings("ignore")
+    quieten()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", ["logger=none", "callbacks.progress=null", "callbacks.trajectories=null", *overrides])
+    with tempfile.TemporaryDirectory() as root:
+        cfg.paths.root = root
+        run, parts = open_run(cfg), assemble(cfg)
+        kept = Path(cache) / "ours.pt" if cache else None
+        if kept is not None and kept.exists():
+            run.warm_start.write_bytes(kept.read_bytes())
+            cfg.ckpt_path = "kept"
+        warm_start(parts, run, False)
+        cfg.ckpt_path = None
+        if kept is not None and not kept.exists() and run.warm_start.exists():
+            kept.write_bytes(run.warm_start.read_bytes())
+    return parts
+
+
+def use_threads(count: int) -> None:
+    """Set the threads that torch computes with."""
+    torch.set_num_threads(count)
