@@ -93,9 +93,16 @@ class Minibatch:
     samples: Samples
     pictures: Tensor
     reference: Tensor | None
-    tokens: Tensor  # float32 []: trained tokens of the optimizer step
+    tokens: Tensor  # float32 []: trained tokens (M_loss) of the optimizer step
+    credited: Tensor  # float32 []: tokens inside M_adv of the optimizer step
+    anchored: Tensor  # float32 []: tokens held to the reference of the optimizer step
     sequences: Tensor  # float32 []: samples of the optimizer step
     scale: float  # times the local sum, so that what DDP averages is the global mean
+
+    @property
+    def real(self) -> Tensor:
+        """Bool `[rows, 1]`: the rows that are not there to make numbers even."""
+        return (self.samples.weight > 0)[:, None]
 
 
 def credit_layout(batch: TrajectoryBatch) -> tuple[Credit, Tensor, Tensor]:

@@ -71,12 +71,17 @@ class MinibatchLoader:
         self._position = state["position"]
 
     def _count(self, sum_over_ranks: SumOverRanks) -> Tensor:
-        """Return the trained tokens and samples of every optimizer step, over all ranks, `[steps, 2]`."""
-        tokens = self.batch.samples.loss_mask.sum(1) * (self.batch.samples.weight > 0)
-        counts = torch.zeros(len(self._plan) // self.accumulate, 2)
+        """Return what the losses of every optimizer step are divided by, over all ranks, `[steps, 4]`.
+
+        The columns are trained tokens, tokens with credit, tokens held to the reference, samples.
+        """
+        samples = self.batch.samples
+        real = samples.weight > 0
+        masks = (samples.loss_mask, samples.advantage_mask, samples.kl_mask)
+        of_row = torch.stack([*(mask.sum(1) * real for mask in masks), real.long()], dim=1).float()
+        counts = torch.zeros(len(self._plan) // self.accumulate, of_row.shape[1])
         for number, rows in enumerate(self._plan):
-            counts[number // self.accumulate, 0] += tokens[rows].sum()
-            counts[number // self.accumulate, 1] += (self.batch.samples.weight[rows] > 0).sum()
+            counts[number // self.accumulate] += of_row[rows].sum(0)
         return sum_over_ranks(counts).clamp(min=1)
 
     def _minibatch(self, number: int) -> Minibatch:
@@ -89,7 +94,7 @@ class MinibatchLoader:
         used, images = torch.unique(samples.images, return_inverse=True)
         missing = int(bool(len(used) and used[0] < 0))
         samples.images = images.view_as(samples.images) - missing
-        tokens, sequences = self._counts[number // self.accumulate]
+        tokens, credited, anchored, sequences = self._counts[number // self.accumulate]
         return Minibatch(
             samples=samples,
             pictures=batch.pictures[used[missing:]] if len(batch.pictures) else batch.pictures,
@@ -97,6 +102,8 @@ class MinibatchLoader:
             if batch.reference is None
             else batch.reference[samples.token[samples.turn >= 0]],
             tokens=tokens,
+            credited=credited,
+            anchored=anchored,
             sequences=sequences,
             scale=float(self.world_size * self.accumulate),
         )

@@ -16,21 +16,17 @@ from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.estimators import Estimator
-from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
-from ragen_pl.algorithms.policy_loss import clipped_surrogate
-from ragen_pl.algorithms.value_loss import value_loss
-from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.panel import PanelChunk
 from ragen_pl.distributed import gather_over_ranks, rank
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
-from ragen_pl.modules.credit import apply_masks, assign_credit
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.forward import decoder_parts
-from ragen_pl.modules.losses import FULL_KL, LossSettings, Masks
-from ragen_pl.modules.policy import PolicyModule, TokenScores
+from ragen_pl.modules.losses import LossSettings, Masks
+from ragen_pl.modules.objective import objective
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 OptimizerFactory = Callable[[Iterable[dict[str, object]]], torch.optim.Optimizer]
@@ -101,172 +97,33 @@ class AgentModule(pl.LightningModule):
     def _forward_context(self) -> Any:
         return self.trainer.precision_plugin.forward_context()
 
-    @torch.no_grad()
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Fill a batch's masks, values, reference log-probs, advantages and returns."""
         self.statistics.reset()
         self.gradient_norms = {}
         batch = move_data_to_device(batch, self.device)
-        apply_masks(batch, self.masks, kl=None if self.loss.kl is None else self.loss.kl.mask)
-        samples = batch.samples
-        parts = decoder_parts(samples.length, self.tokens_per_forward)
         with self._forward_context():
-            scores = self._score(samples, batch.pictures, parts=parts)
-            if scores.values is not None:
-                samples.values = scores.values
-                self._bootstrap(batch)
-            if self.reference is not None:
-                batch.reference = self._reference_logprobs(samples, batch.pictures, parts)
-        assign_credit(batch, self.estimator, whiten_advantages=self.loss.whiten)
-        self._count_preparation(samples, scores)
+            self.preparation = prepare_batch(
+                batch,
+                self.scorer,
+                estimator=self.estimator,
+                masks=self.masks,
+                tokens_per_forward=self.tokens_per_forward,
+            )
         return move_data_to_device(batch, torch.device("cpu"))
-
-    def _score(
-        self, samples: Samples, pictures: Tensor, *, parts: list[Tensor] | None = None
-    ) -> TokenScores:
-        shared = self.critic if self.critic is not None and self.critic.shares_trunk else None
-        scores = self.policy.score(samples, pictures, critic=shared, parts=parts)
-        if self.critic is not None and shared is None:
-            scores.values = self.critic.values(samples, pictures, parts=parts)
-        return scores
-
-    def _bootstrap(self, batch: TrajectoryBatch) -> None:
-        """Value the state after the last turn of episodes that were cut from outside."""
-        if batch.final is None or self.critic is None:
-            return
-        values = self.critic.last_values(batch.final, batch.pictures, trunk=self.policy.bundle)
-        batch.episodes.bootstrap[batch.final.episode] = values.float()
-
-    def _reference_logprobs(
-        self, samples: Samples, pictures: Tensor, parts: list[Tensor]
-    ) -> Tensor:
-        assert self.reference is not None and self.loss.kl is not None
-        if self.loss.kl.estimator == FULL_KL:
-            return self.reference.reference_logprobs(samples, pictures, parts)
-        scores = self.reference.score(samples, pictures, parts=parts)
-        sampled = samples.turn >= 0
-        result = scores.logprobs.new_zeros(int(sampled.sum()))
-        result[samples.token[sampled]] = scores.logprobs[sampled]
-        return result
-
-    def _count_preparation(self, samples: Samples, scores: TokenScores) -> None:
-        self.preparation.reset()
-        sampled, credited = samples.turn >= 0, samples.advantage_mask
-        delta = (scores.logprobs - samples.behaviour_logprobs)[sampled]
-        returns, errors = (
-            samples.returns[credited].double(),
-            (samples.returns - samples.values)[credited].double(),
-        )
-        self.preparation.update(
-            {
-                "tokens": int(sampled.sum()),
-                "mismatch": delta.abs().double().sum(),
-                "mismatch_max": delta.abs().max(),
-                "mismatch_kl": (delta.exp() - 1 - delta).double().sum(),
-                "credited": len(returns),
-                "returns": returns.sum(),
-                "returns_square": returns.square().sum(),
-                "errors": errors.sum(),
-                "errors_square": errors.square().sum(),
-            }
-        )
 
     # ---- update phase
 
+    @property
+    def scorer(self) -> Scorer:
+        """Policy, critic and reference, asked together."""
+        return Scorer(self.policy, self.critic, self.reference, self.loss)
+
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Return the loss of a minibatch, its sums divided by the optimizer step's global counts."""
-        samples, settings = batch.samples, self.loss
-        shared = self.critic if self.critic is not None and self.critic.shares_trunk else None
-        full = settings.kl is not None and settings.kl.estimator == FULL_KL
-        scores = self.policy.score(
-            samples, batch.pictures, critic=shared, reference=batch.reference if full else None
-        )
-        if self.critic is not None and shared is None:
-            scores.values = self.critic.values(samples, batch.pictures)
-        real = (samples.weight > 0)[:, None]
-        mask = samples.loss_mask & real
-        surrogate = clipped_surrogate(
-            scores.logprobs, samples.behaviour_logprobs, samples.advantages, mask,
-            clip_low=settings.policy.clip_low, clip_high=settings.policy.clip_high, dual_clip=settings.policy.dual_clip,
-        )  # fmt: skip
-        policy = self._reduce(
-            surrogate.losses, mask, batch, settings.policy.aggregation, settings.policy.constant
-        )
-        entropy = self._reduce(
-            scores.entropy, mask, batch, settings.policy.aggregation, settings.policy.constant
-        )
-        value = self._value_loss(scores, samples, batch, real)
-        kl, kl_sum, kl_tokens = self._kl(scores, samples, batch, real)
-        loss = (
-            policy
-            + settings.value_coefficient * value
-            + kl
-            - settings.entropy_coefficient * entropy
-        )
-        self.statistics.update(
-            {
-                "tokens": surrogate.tokens,
-                "entropy": (scores.entropy.detach() * mask).sum(),
-                "approx_kl": surrogate.approx_kl,
-                "clipped_low": surrogate.clipped_low,
-                "clipped_high": surrogate.clipped_high,
-                "dual_clipped": surrogate.dual_clipped,
-                "loss": loss.detach(),
-                "policy_loss": policy.detach(),
-                "value_loss": value.detach(),
-                "kl_loss": kl.detach(),
-                "entropy_bonus": entropy.detach(),
-                "kl": kl_sum,
-                "kl_tokens": kl_tokens,
-            }
-        )
-        return loss * batch.scale
-
-    def _reduce(
-        self,
-        losses: Tensor,
-        mask: Tensor,
-        batch: Minibatch,
-        how: Aggregation,
-        constant: float | None = None,
-    ) -> Tensor:
-        total = (
-            batch.tokens if how is Aggregation.TOKEN_MEAN else batch.sequences * (constant or 1.0)
-        )
-        return aggregate(losses, mask, how=how, denominator=total)
-
-    def _value_loss(
-        self, scores: TokenScores, samples: Samples, batch: Minibatch, real: Tensor
-    ) -> Tensor:
-        if scores.values is None:
-            return scores.logprobs.new_zeros(())
-        mask = samples.advantage_mask & real
-        losses = value_loss(
-            scores.values,
-            samples.returns,
-            mask,
-            old_values=samples.values,
-            clip=self.loss.value_clip,
-        ).losses
-        return self._reduce(losses, mask, batch, Aggregation.TOKEN_MEAN)
-
-    def _kl(
-        self, scores: TokenScores, samples: Samples, batch: Minibatch, real: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weighted penalty, and the plain divergence's sum and tokens for the figures."""
-        settings, zero = self.loss.kl, scores.logprobs.new_zeros(())
-        if settings is None or batch.reference is None:
-            return zero, zero, zero
-        divergence = scores.kl
-        if divergence is None:
-            reference = torch.zeros_like(scores.logprobs)
-            reference[samples.turn >= 0] = batch.reference
-            divergence = kl_estimate(
-                scores.logprobs, reference, how=KLEstimator(settings.estimator)
-            )
-        mask = samples.kl_mask & real
-        penalty = settings.coefficient * self._reduce(divergence, mask, batch, settings.aggregation)
-        return penalty, (divergence.detach() * mask).sum(), mask.sum()
+        """Return the loss of a minibatch, scaled so that what the ranks average is the global loss."""
+        result = objective(self.scorer.score_minibatch(batch), batch, self.loss)
+        self.statistics.update(result.sums)
+        return result.loss * batch.scale
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return one optimizer with the named groups `policy` and `critic`, its rate falling by iteration."""

@@ -93,12 +93,14 @@ def test_denominators_count_the_whole_optimizer_step(batch, accumulate):
 def test_denominators_count_all_ranks(batch):
     seen = []
 
-    def sum_over_ranks(counts):  # another rank with 100 tokens and 10 samples in each step
+    def sum_over_ranks(counts):  # another rank with 100 tokens, 80 credited, 60 held, 10 samples a step
         seen.append(counts)
-        return counts + torch.tensor([100.0, 10.0])
+        return counts + torch.tensor([100.0, 80.0, 60.0, 10.0])
 
     steps = list(loader_of(batch, epochs=1, minibatches=2, sum_over_ranks=sum_over_ranks))
     assert sum(float(step.tokens) for step in steps) == 235
+    assert sum(float(step.credited) for step in steps) == 195
+    assert sum(float(step.anchored) for step in steps) == 155
     assert sum(float(step.sequences) for step in steps) == 27
     assert len(seen) == 1
 

@@ -1,0 +1,115 @@
+"""What an update step minimises: the policy's loss, the critic's, the anchor to the reference, the entropy bonus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.aggregation import Aggregation, aggregate
+from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
+from ragen_pl.algorithms.policy_loss import SurrogateLoss, clipped_surrogate
+from ragen_pl.algorithms.value_loss import value_loss
+from ragen_pl.data.batch import Minibatch
+from ragen_pl.modules.losses import LossSettings
+from ragen_pl.modules.policy import TokenScores
+
+
+@dataclass(slots=True)
+class Objective:
+    """A minibatch's share of the optimizer step's loss, and the sums that its figures are made of."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+
+
+def objective(scores: TokenScores, batch: Minibatch, settings: LossSettings) -> Objective:
+    """Return the loss of a minibatch.
+
+    Its sums are divided by the optimizer step's counts over all ranks and accumulated parts, so that
+    the gradient does not depend on how a step's samples are split. Rows of weight 0 count nowhere.
+    """
+    surrogate, mask = _surrogate(scores, batch, settings)
+    how, constant = settings.policy.aggregation, settings.policy.constant
+    policy = _reduce(surrogate.losses, mask, batch, how=how, tokens=batch.tokens, constant=constant)
+    entropy = _reduce(scores.entropy, mask, batch, how=how, tokens=batch.tokens, constant=constant)
+    value = _value_loss(scores, batch, settings)
+    kl, kl_sum, kl_tokens = _reference_kl(scores, batch, settings)
+    loss = policy + settings.value_coefficient * value + kl - settings.entropy_coefficient * entropy
+    sums = {
+        "tokens": surrogate.tokens,
+        "entropy": (scores.entropy * mask).sum(),
+        "approx_kl": surrogate.approx_kl,
+        "clipped_low": surrogate.clipped_low,
+        "clipped_high": surrogate.clipped_high,
+        "dual_clipped": surrogate.dual_clipped,
+        "loss": loss,
+        "policy_loss": policy,
+        "value_loss": value,
+        "kl_loss": kl,
+        "entropy_bonus": entropy,
+        "kl": kl_sum,
+        "kl_tokens": kl_tokens,
+    }
+    return Objective(loss, {name: value.detach() for name, value in sums.items()})
+
+
+def _surrogate(
+    scores: TokenScores, batch: Minibatch, settings: LossSettings
+) -> tuple[SurrogateLoss, Tensor]:
+    samples = batch.samples
+    mask = samples.loss_mask & batch.real
+    surrogate = clipped_surrogate(
+        scores.logprobs,
+        samples.behaviour_logprobs,
+        samples.advantages,
+        mask,
+        clip_low=settings.policy.clip_low,
+        clip_high=settings.policy.clip_high,
+        dual_clip=settings.policy.dual_clip,
+    )
+    return surrogate, mask
+
+
+def _value_loss(scores: TokenScores, batch: Minibatch, settings: LossSettings) -> Tensor:
+    """Return the critic's loss over M_adv, where returns are defined."""
+    if scores.values is None:
+        return scores.logprobs.new_zeros(())
+    samples = batch.samples
+    mask = samples.advantage_mask & batch.real
+    losses = value_loss(
+        scores.values, samples.returns, mask, old_values=samples.values, clip=settings.value_clip
+    ).losses
+    return _reduce(losses, mask, batch, how=Aggregation.TOKEN_MEAN, tokens=batch.credited)
+
+
+def _reference_kl(
+    scores: TokenScores, batch: Minibatch, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted penalty, and the plain divergence's sum and tokens."""
+    zero = scores.logprobs.new_zeros(())
+    if settings.kl is None or batch.reference is None:
+        return zero, zero, zero
+    samples, divergence = batch.samples, scores.kl
+    if divergence is None:
+        reference = torch.zeros_like(scores.logprobs)
+        reference[samples.turn >= 0] = batch.reference
+        divergence = kl_estimate(scores.logprobs, reference, how=KLEstimator(settings.kl.estimator))
+    mask = samples.kl_mask & batch.real
+    penalty = _reduce(divergence, mask, batch, how=settings.kl.aggregation, tokens=batch.anchored)
+    return settings.kl.coefficient * penalty, (divergence * mask).sum(), mask.sum()
+
+
+def _reduce(
+    losses: Tensor,
+    mask: Tensor,
+    batch: Minibatch,
+    *,
+    how: Aggregation,
+    tokens: Tensor,
+    constant: float | None = None,
+) -> Tensor:
+    """Aggregate token losses, `tokens` being the mask's count over the whole optimizer step."""
+    total = tokens if how is Aggregation.TOKEN_MEAN else batch.sequences * (constant or 1.0)
+    return aggregate(losses, mask, how=how, denominator=total)
