@@ -48,7 +48,7 @@ def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
     """
     if bool(greedy.all()):
         return log_probs.argmax(-1)
-    cumulative = log_probs.double().exp().cumsum(-1)
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     # 1 - u lies in (0, 1], so that a token of probability 0 is never the first to reach it
     target = (1.0 - uniforms) * cumulative[:, -1]
     sampled = (
@@ -56,4 +56,6 @@ def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
         .squeeze(-1)
         .clamp_(max=log_probs.shape[-1] - 1)
     )
+    if not bool(greedy.any()):
+        return sampled
     return torch.where(greedy, log_probs.argmax(-1), sampled)

@@ -57,9 +57,11 @@ class InPlaceLayer(DynamicLayer):
         assert other._keys is not None and other._values is not None
         self._reserve(other._keys, other.length)
         assert self._keys is not None and self._values is not None
-        self._keys[rows, :, first : other.length] = other._keys[:, :, first : other.length]
-        self._values[rows, :, first : other.length] = other._values[:, :, first : other.length]
-        self.length = other.length
+        end = other.length
+        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            mine[:, :, self.length : end] = 0  # finite where a row has nothing, masked though it is
+            mine[rows, :, first:end] = theirs[:, :, first:end]
+        self.length = end
 
     def get_seq_length(self) -> int:
         """Return the number of slots in use."""
@@ -76,7 +78,7 @@ class InPlaceLayer(DynamicLayer):
         size = max(_FIRST_CAPACITY, needed, 2 * capacity)
         rows = like.shape[0] if self._keys is None else self._keys.shape[0]
         for name in ("_keys", "_values"):
-            grown = like.new_zeros(rows, like.shape[1], size, like.shape[-1])
+            grown = like.new_empty(rows, like.shape[1], size, like.shape[-1])
             old = getattr(self, name)
             if old is not None:
                 grown[:, :, : self.length] = old[:, :, : self.length]

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ragen_pl.models.distribution import draw, entropy, log_distribution
 from ragen_pl.rollout.engine import Generation, GenerationRequest
 from ragen_pl.rollout.kv_cache import InPlaceCache
+from ragen_pl.rollout.sampling import Draws, Replies
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -35,17 +36,6 @@ class _Lanes:
     cache: InPlaceCache
     valid: Tensor  # bool [rows, slots]: slots that hold a token of the row, not padding
     count: Tensor  # int64 [rows]: tokens held, that is the next position
-
-
-@dataclass(slots=True)
-class _Replies:
-    """The replies of one call, filled column by column."""
-
-    ids: Tensor  # int64 [requests, tokens]
-    logprobs: Tensor  # float32 [requests, tokens]
-    entropies: Tensor  # float32 [requests, tokens]
-    length: Tensor  # int64 [requests]; beyond the last column while the reply goes on
-    cut: Tensor  # bool [requests]
 
 
 class TransformersEngine:
@@ -95,8 +85,8 @@ class TransformersEngine:
         with self.forward_context():
             lanes = self._take_up(requests)
             hidden = self._prefill(lanes, requests)
-            replies = self._decode(lanes, requests, hidden, keep=keep)
-        generations = self._finish(requests, replies)
+            generations = self._decode(lanes, requests, hidden, keep=keep).generations()
+        self.sampled_tokens += sum(len(generation.ids) for generation in generations)
         if keep:
             self._settle(lanes, generations)
         self._lanes = lanes if keep else None
@@ -144,8 +134,13 @@ class TransformersEngine:
         embeds = self._embed(
             torch.from_numpy(padded).to(real_t.device), [r.prompt.images for r in requests], fresh
         )
-        hidden = self._forward(lanes, embeds, positions, real_t)
-        return hidden[:, -1]
+        past = lanes.valid.shape[1]
+        lanes.valid = torch.cat([lanes.valid, real_t], dim=1)
+        lanes.count = lanes.count + real_t.sum(1)
+        # without padding the decoder's own causal rule is right for a first prefill
+        plain = past == 0 and bool(real_t.all())
+        mask = None if plain else _causal_mask(lanes.valid, width)
+        return self._forward(lanes.cache, embeds, positions, mask)
 
     def _embed(
         self, ids: Tensor, images: Sequence[Sequence[np.ndarray]], fresh: Sequence[np.ndarray]
@@ -178,99 +173,57 @@ class TransformersEngine:
                 )  # the array is held so that its id stays its own
         return [self._features[id(image)][1] for image in images]
 
-    def _forward(self, lanes: _Lanes, embeds: Tensor, positions: Tensor, real: Tensor) -> Tensor:
-        """Run the decoder on `[rows, new]` tokens and append them to the lanes' caches."""
-        past, new = lanes.valid, embeds.shape[1]
-        lanes.valid = torch.cat([past, real], dim=1)
-        # without padding the decoder's own causal rule is right for a first prefill and for one token
-        plain = bool(lanes.valid.all()) and (new == 1 or past.shape[1] == 0)
+    def _forward(
+        self, cache: InPlaceCache, embeds: Tensor, positions: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Run the decoder on `[rows, new]` tokens, appended to the cache; return its last states `[rows, hidden]`."""
         output = self.bundle.decoder(
-            inputs_embeds=embeds,
-            attention_mask=None if plain else _causal_mask(lanes.valid, new),
-            position_ids=positions,
-            past_key_values=lanes.cache,
-            use_cache=True,
-        )
-        lanes.count = lanes.count + real.sum(1)
-        return output.last_hidden_state
+            inputs_embeds=embeds, attention_mask=mask, position_ids=positions,
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        last: Tensor = output.last_hidden_state[:, -1]
+        return last
 
     def _decode(
         self, lanes: _Lanes, requests: Sequence[GenerationRequest], hidden: Tensor, *, keep: bool
-    ) -> _Replies:
-        device, width = hidden.device, max(request.max_tokens for request in requests)
-        limits = torch.tensor([request.max_tokens for request in requests], device=device)
-        temperature = torch.tensor([[request.temperature] for request in requests], device=device)
-        greedy = temperature[:, 0] == 0
-        temperature = temperature.masked_fill(temperature == 0, 1.0)
-        uniforms = torch.from_numpy(
-            np.stack([_padded(request.uniforms, width) for request in requests])
-        ).to(device)
-        banned = torch.tensor(self.bundle.banned_token_ids, device=device)
-        eos = torch.tensor(sorted(self.bundle.eos_token_ids), device=device)
-        shape = (len(requests), width)
-        replies = _Replies(
-            torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device),
-            torch.zeros(shape, device=device), torch.full((len(requests),), width + 1, device=device),
-            torch.zeros(len(requests), dtype=torch.bool, device=device),
-        )  # fmt: skip
-        branch, rows, merged = lanes, torch.arange(len(requests), device=device), lanes.cache.length
-        unit = bool((temperature == 1).all())
-        for step in range(width):
-            logits = self.bundle.lm_head(hidden)
-            log_probs = log_distribution(
-                logits, temperature=1.0 if unit else temperature[rows], banned=banned
-            )
-            token = draw(log_probs, uniforms[rows, step], greedy=greedy[rows])
-            replies.ids[rows, step] = token
-            replies.logprobs[rows, step] = log_probs.gather(-1, token[:, None]).squeeze(-1)
-            replies.entropies[rows, step] = entropy(log_probs)
-            ended = torch.isin(token, eos)
-            over = ended | (step + 1 >= limits[rows])
-            going = replies.length[rows] > width
-            replies.cut[rows] |= going & over & ~ended
-            replies.length[rows] = torch.where(going & over, step + 1, replies.length[rows])
-            alive = going & ~over
-            living = int(alive.sum())
+    ) -> Replies:
+        """Sample the replies; finished lanes are dropped in a copy of the caches."""
+        bundle, device = self.bundle, hidden.device
+        draws = Draws.of(requests, banned=bundle.banned_token_ids, device=device)
+        limits = [request.max_tokens for request in requests]
+        replies = Replies(limits, eos=bundle.eos_token_ids)
+        rows, embed = np.arange(len(requests)), bundle.model.get_input_embeddings()
+        cache, positions, merged = lanes.cache, lanes.count[:, None], lanes.cache.length
+        # while every slot holds a token of its row, one new token needs no mask
+        plain = bool(lanes.valid.all())
+        seen = None if plain else functional.pad(lanes.valid, (0, max(limits)), value=True)
+        for step in range(max(limits)):
+            token, *figures = draws.sample(bundle.lm_head(hidden), step)
+            going = replies.add(rows, token, *figures)
+            living = int(going.sum())
             if living == 0:
                 break
             if living < _DROP_BELOW * len(rows):
-                if keep and branch is not lanes:
-                    lanes.cache.merge(branch.cache, rows, merged)
-                index = alive.nonzero().squeeze(-1)
-                merged = branch.cache.length
-                rows, token = rows[index], token[index]
-                branch = _Lanes(
-                    [], [], branch.cache.select(index), branch.valid[index], branch.count[index]
-                )
+                if keep and cache is not lanes.cache:
+                    lanes.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
+                index, rows = torch.from_numpy(going.nonzero()[0]).to(device), rows[going]
+                merged, cache = cache.length, cache.select(index)
+                draws, token, positions = draws.select(index), token[index], positions[index]
+                seen = None if seen is None else seen[index]
                 if not keep:
-                    lanes.cache = branch.cache  # the other rows' memory is free from here on
-            embeds = self.bundle.model.get_input_embeddings()(token[:, None])
-            real = torch.ones(embeds.shape[:2], dtype=torch.bool, device=device)
-            hidden = self._forward(branch, embeds, branch.count[:, None], real)
-            hidden = hidden[:, -1]
-        if keep and branch is not lanes:
-            lanes.cache.merge(branch.cache, rows, merged)
+                    lanes.cache = cache  # the other rows' memory is free from here on
+            mask = None if seen is None else seen[:, None, None, : cache.length + 1]
+            hidden = self._forward(cache, embed(token[:, None]), positions, mask)
+            positions = positions + 1
+        if keep and cache is not lanes.cache:
+            lanes.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
         return replies
-
-    def _finish(self, requests: Sequence[GenerationRequest], replies: _Replies) -> list[Generation]:
-        ids, logprobs = replies.ids.cpu().numpy(), replies.logprobs.cpu().numpy()
-        entropies, lengths = replies.entropies.cpu().numpy(), replies.length.tolist()
-        cuts = replies.cut.tolist()
-        self.sampled_tokens += sum(lengths)
-        return [
-            Generation(
-                ids=ids[row, :length].copy(), logprobs=logprobs[row, :length].copy(),
-                entropy=float(entropies[row, :length].mean()), cut=cuts[row],
-            )
-            for row, length in enumerate(lengths)
-        ]  # fmt: skip
 
     def _settle(self, lanes: _Lanes, generations: Sequence[Generation]) -> None:
         """Mark what the cache holds of each row: its prompt and its reply but for the last token."""
-        slots = lanes.cache.length
-        started = slots - (max(len(generation.ids) for generation in generations) - 1)
+        slots, started = lanes.cache.length, lanes.valid.shape[1]
         valid = torch.zeros(len(generations), slots, dtype=torch.bool, device=lanes.count.device)
-        valid[:, :started] = lanes.valid[:, :started]
+        valid[:, :started] = lanes.valid
         held = torch.tensor(
             [len(generation.ids) - 1 for generation in generations], device=valid.device
         )
@@ -285,12 +238,7 @@ class TransformersEngine:
 def _causal_mask(valid: Tensor, new: int) -> Tensor:
     """Return bool `[rows, 1, new, slots]`: valid earlier slots and itself, so that padding stays finite."""
     slots = valid.shape[1]
-    if new == 1:
-        return valid[:, None, None, :]
     query = torch.arange(slots - new, slots, device=valid.device)[:, None]
     key = torch.arange(slots, device=valid.device)[None, :]
     return (valid[:, None, None, :] & (key <= query)) | (key == query)
 
-
-def _padded(uniforms: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(uniforms[:width], (0, max(0, width - len(uniforms))))
