@@ -187,6 +187,7 @@ def quieten() -> None:
         "smaller than the logging interval",
         "in eval mode at the start",
         "LeafSpec",
+        "recommended to use `self.log",  # figures are summed over ranks before they are logged
         "exists and is not empty",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}.*")

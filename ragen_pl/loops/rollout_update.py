@@ -22,9 +22,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _ProcessedTracker
+from lightning.pytorch.loops.progress import _BatchProgress, _ProcessedTracker
 
-from ragen_pl.distributed import rank
+from ragen_pl.distributed import gather_over_ranks, rank, world_size
 from ragen_pl.seeding import derive_seed, seeded
 from ragen_pl.trajectory import Trajectory
 
@@ -56,6 +56,8 @@ class RolloutUpdateLoop(_FitLoop):
     _resumed: bool
     _finishing: bool
     _validated: bool
+    _loader_states: list[dict[str, Any]]
+    _gradients: dict[str, torch.Tensor]
 
     @classmethod
     def replacing(cls, old: _FitLoop, *, validate_first: bool) -> RolloutUpdateLoop:
@@ -66,6 +68,8 @@ class RolloutUpdateLoop(_FitLoop):
         new._resumed = False
         new._finishing = False  # resumed after the last minibatch: only the iteration's end is left
         new._validated = False  # this iteration's validation has been run
+        new._loader_states = []  # after the last minibatch that was trained on
+        new._gradients = {}  # of an optimizer step that a checkpoint cut in two
         return new
 
     @property
@@ -98,7 +102,10 @@ class RolloutUpdateLoop(_FitLoop):
         self._resumed = self._loaded_from_state_dict
         resuming = self.restarting and self._collector.has_buffer(self.iteration)
         begun = self._update_begun
-        self._finishing = resuming and begun and self.epoch_loop.batch_progress.is_last_batch
+        batches = self.epoch_loop.batch_progress
+        if _untrained(batches):  # fetched and not trained on: it will be fetched again
+            batches.is_last_batch = False
+        self._finishing = resuming and begun and batches.is_last_batch
         if resuming and not begun:  # written by an epoch-start hook: start the update from there
             self.epoch_progress.total.ready -= self.epoch_progress.current.ready - self.iteration
             self.epoch_progress.current.ready = self.iteration
@@ -123,8 +130,12 @@ class RolloutUpdateLoop(_FitLoop):
     def on_run_start(self) -> None:
         """Call the start hooks, and validate the untrained policy where asked to."""
         super().on_run_start()
+        self._restore_gradients()
         if self.validate_first and not self._resumed and self.trainer.enable_validation:
             self._validate()
+
+    def _warn_if_modules_in_eval_mode(self) -> None:
+        """Stay silent: each phase sets the mode that it needs."""
 
     def on_advance_start(self) -> None:
         """Run the rollout phase, unless a checkpoint brought its trajectories along."""
@@ -132,7 +143,7 @@ class RolloutUpdateLoop(_FitLoop):
             return
         datamodule, iteration = self._collector, self.iteration
         if not datamodule.has_buffer(iteration):
-            self._combined_loader_states_to_load = []
+            self._combined_loader_states_to_load, self._loader_states = [], []
             self._rollout(datamodule, iteration)
             self._validated = False
         self.trainer.lightning_module.train()
@@ -158,12 +169,44 @@ class RolloutUpdateLoop(_FitLoop):
         state = super().on_save_checkpoint()
         validation_ended = self.epoch_loop.val_loop.batch_progress.current.completed > 0
         state["validated"] = self._validated or (self.trainer.validating and validation_ended)
+        batches = self.epoch_loop.batch_progress
+        if _untrained(batches):
+            state["combined_loader"] = self._loader_states
+        if self._inside_a_step():
+            state["gradients"] = gather_over_ranks(
+                {
+                    name: parameter.grad
+                    for name, parameter in self.trainer.lightning_module.named_parameters()
+                    if parameter.grad is not None
+                }
+            )
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Restore the phase."""
         super().on_load_checkpoint(state_dict)
         self._validated = state_dict["validated"]
+        self._loader_states = self._combined_loader_states_to_load
+        gradients = state_dict.get("gradients", [])
+        self._gradients = gradients[rank()] if len(gradients) == world_size() else {}
+
+    def note_trained(self) -> None:
+        """Remember where the loader stands: it is ahead while the next minibatch is being trained on."""
+        if self._combined_loader is not None:
+            self._loader_states = self._combined_loader._state_dicts()
+
+    def _inside_a_step(self) -> bool:
+        """Whether gradients have been accumulated that no optimizer step has used yet."""
+        batches = self.epoch_loop.batch_progress
+        done = batches.is_last_batch and not _untrained(batches)
+        trained = cast(_ProcessedTracker, batches.current).processed
+        return trained % self.trainer.accumulate_grad_batches != 0 and not done
+
+    def _restore_gradients(self) -> None:
+        for name, parameter in self.trainer.lightning_module.named_parameters():
+            if name in self._gradients:
+                parameter.grad = self._gradients[name].to(parameter.device)
+        self._gradients = {}
 
     def _rollout(self, datamodule: CollectsTrajectories, iteration: int) -> None:
         module = self.trainer.lightning_module
@@ -216,11 +259,14 @@ class RolloutUpdate(pl.Callback):
         self.validate_first = validate_first
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Replace the Trainer's fit loop, once."""
-        if stage == "fit" and not isinstance(trainer.fit_loop, RolloutUpdateLoop):
+        """Replace the Trainer's fit loop, once, and refuse a DataModule that can't collect trajectories."""
+        if stage != "fit":
+            return
+        if not isinstance(trainer.fit_loop, RolloutUpdateLoop):
             trainer.fit_loop = RolloutUpdateLoop.replacing(
                 trainer.fit_loop, validate_first=self.validate_first
             )
+        _ = trainer.fit_loop._collector
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
@@ -228,6 +274,18 @@ class RolloutUpdate(pl.Callback):
         """Seed the step from counters, so that dropout after a resume is what it would have been."""
         seed = getattr(trainer.datamodule, "seed", 0)  # type: ignore[attr-defined]
         torch.manual_seed(derive_seed(seed, "update", trainer.current_epoch, rank(), batch_idx))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
+    ) -> None:
+        """Keep the loader's position."""
+        cast(RolloutUpdateLoop, trainer.fit_loop).note_trained()
+
+
+def _untrained(batches: _BatchProgress) -> bool:
+    """Whether a minibatch has been fetched whose training has not ended."""
+    current = cast(_ProcessedTracker, batches.current)
+    return bool(current.ready > current.processed)
 
 
 def _forget_restart(loop: _Loop) -> None:

@@ -77,6 +77,10 @@ class CriticModule(pl.LightningModule):
             result.append(self.read(hidden[0, -1:]))
         return torch.cat(result)
 
+    def on_fit_start(self) -> None:
+        """Leave the eval mode that models are built and loaded in; Lightning does not."""
+        self.train()
+
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the sampled tokens inside the advantage mask."""
         mask = batch.samples.advantage_mask

@@ -140,6 +140,10 @@ class PolicyModule(pl.LightningModule):
         scores = self.score(batch.samples, batch.pictures)
         return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.tokens
 
+    def on_fit_start(self) -> None:
+        """Leave the eval mode that models are built and loaded in; Lightning does not."""
+        self.train()
+
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Learn to give the batch's replies."""
         loss = self.supervised_loss(batch)

@@ -51,6 +51,10 @@ class WarmStartModule(pl.LightningModule):
         self.steps, self.warm_up, self.learning_rate_end = steps, warm_up, learning_rate_end
         self.value_coefficient = value_coefficient
 
+    def on_fit_start(self) -> None:
+        """Leave the eval mode that models are built and loaded in; Lightning does not."""
+        self.train()
+
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Return the joint loss, averaged over all trained tokens of the step."""
         samples = batch.samples

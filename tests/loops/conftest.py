@@ -1,0 +1,168 @@
+"""Whole training runs of a tiny language model on a small frozen lake, each a fraction of a second."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import Logger
+
+import envs  # noqa: F401
+from envs.players import NoisyPlayer
+from ragen_pl.algorithms.estimators import BilevelGAE
+from ragen_pl.algorithms.masks import until_action
+from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.panel import Panel
+from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.models.build import build_small_lm
+from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.losses import LossSettings, Masks, ReferenceKL
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.warm_start import WarmStartModule
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedProxy
+
+torch.set_num_threads(1)
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+LAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}
+LOOP_KEEPS_QUIET = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+class InMemory(Logger):
+    """A logger whose points can be compared."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.points.append((step, dict(metrics)))
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What a run is made of; `fit` builds it all afresh and runs it."""
+
+    warm: dict[str, torch.Tensor]  # weights that know the format
+    window: int | str = 1
+    own_critic: bool = False
+    estimator: Any = field(default_factory=lambda: BilevelGAE(gamma_turn=0.9))
+    dropout: float = 0.0
+    group_size: int = 2
+    lake: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def bundle(self, *, seed: int = 0):
+        bundle = build_small_lm(seed=seed, text=TEXT | {"attention_dropout": self.dropout})
+        bundle.model.load_state_dict(self.warm)
+        return bundle
+
+    def build(self) -> tuple[AgentModule, RolloutDataModule]:
+        torch.manual_seed(1)
+        bundle = self.bundle()
+        context = ContextManager(bundle, window=self.window, system_prompt=None)
+        proxy, panel_proxy = (
+            AgentProxy(
+                environments=EnvironmentManager(**(LAKE | {"invalid_ends": False} | self.lake)),
+                context=context,
+                max_reply_tokens=16,
+            )
+            for _ in range(2)
+        )
+        needs_critic = self.estimator.needs_values
+        own = self.bundle(seed=3) if self.own_critic else None
+        agent = AgentModule(
+            PolicyModule(bundle),
+            CriticModule(bundle.hidden_size, backbone=own) if needs_critic else None,
+            estimator=self.estimator,
+            masks=Masks(advantage=until_action),
+            loss=LossSettings(kl=ReferenceKL(coefficient=0.1)),
+            optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
+        )
+        datamodule = RolloutDataModule(
+            proxy,
+            panels=[Panel("held_out", panel_proxy, episodes=4)],
+            groups=6,
+            group_size=self.group_size,
+            epochs=2,
+            minibatches=2,
+            curriculum=Curriculum(above=0.01, share=0.5, options={"min_distance": 2}, window=1),
+        )
+        return agent, datamodule
+
+    def fit(
+        self, *callbacks: pl.Callback, ckpt_path: str | None = None, **changes: Any
+    ) -> tuple[AgentModule, list, pl.Trainer]:
+        """Run three iterations; return the agent, all points logged and the Trainer."""
+        agent, datamodule = self.build()
+        memory = InMemory()
+        settings = {
+            "max_epochs": 3,
+            "gradient_clip_val": 1.0,
+            "log_every_n_steps": 1,
+            "enable_checkpointing": False,
+        }
+        trainer = pl.Trainer(
+            **(LOOP_KEEPS_QUIET | settings | self.trainer | changes),
+            logger=memory,
+            callbacks=[RolloutUpdate(), *callbacks],
+        )
+        trainer.fit(agent, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=False)
+        return agent, memory.points, trainer
+
+
+@pytest.fixture(scope="session")
+def warm() -> dict[str, torch.Tensor]:
+    """Weights of a policy that mostly keeps the format, learned from demonstrations."""
+    torch.manual_seed(0)
+    bundle = build_small_lm(seed=0, text=TEXT)
+    proxy = ScriptedProxy(
+        environments=EnvironmentManager(**LAKE),
+        context=ContextManager(bundle, window=1, system_prompt=None),
+        max_reply_tokens=16,
+        player=NoisyPlayer(noise=0.3),
+    )
+    demonstrations = DemonstrationDataModule(
+        proxy, episodes=64, batch_size=32, steps=80, gamma=0.9, seed=0
+    )
+    module = WarmStartModule(
+        PolicyModule(bundle),
+        None,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+        steps=80,
+    )
+    pl.Trainer(
+        **LOOP_KEEPS_QUIET, max_steps=80, max_epochs=-1, logger=False, enable_checkpointing=False
+    ).fit(module, datamodule=demonstrations)
+    return {name: value.clone() for name, value in bundle.model.state_dict().items()}
+
+
+@pytest.fixture(scope="session")
+def setup_of(warm):
+    """Return a maker of setups."""
+    return functools.partial(Setup, warm=warm)

@@ -1,0 +1,101 @@
+"""A run resumed from a checkpoint, whichever hook wrote it, ends as the uninterrupted one does, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from ragen_pl.algorithms.estimators import GroupRelative
+
+POINTS = (
+    "on_train_start",
+    "on_rollout_start",
+    "on_rollout_end",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+)
+
+
+class SaveAt(pl.Callback):
+    """Write a checkpoint whenever one of these hooks is called."""
+
+    def __init__(self, folder: Path, points: tuple[str, ...]) -> None:
+        self.folder = folder
+        for point in points:
+            setattr(self, point, self._saver(point))
+        self.files: list[Path] = []
+
+    def _saver(self, point: str):
+        def save(trainer: pl.Trainer, *args: object) -> None:
+            name = f"{len(self.files):03d}_{point}_{trainer.current_epoch}_{trainer.global_step}"
+            self.files.append(self.folder / f"{name}.ckpt")
+            trainer.save_checkpoint(self.files[-1])
+
+        return save
+
+
+def differences(one: torch.nn.Module, other: torch.nn.Module) -> list[str]:
+    known = other.state_dict()
+    return [name for name, value in one.state_dict().items() if not torch.equal(value, known[name])]
+
+
+def resume_everywhere(setup, folder: Path, points: tuple[str, ...], *, every: int = 1) -> int:
+    """Resume from every so-manieth checkpoint and compare weights and points logged."""
+    agent, logged, _ = setup.fit()
+    saver = SaveAt(folder, points)
+    saved_agent, saved_logged, _ = setup.fit(saver)
+    assert differences(agent, saved_agent) == [] and saved_logged == logged, "saving changed it"
+    files, wrong = saver.files[::every], []
+    for file in files:
+        resumed, tail, trainer = setup.fit(ckpt_path=str(file))
+        changed = differences(agent, resumed)
+        epoch = int(file.stem.split("_")[-2])
+        owed = sum(step > epoch + 1 for step, _ in logged)
+        same = len(tail) >= owed and tail == logged[len(logged) - len(tail) :]
+        if changed or not same or trainer.current_epoch != 3:
+            wrong.append((file.name, len(changed), len(tail), trainer.current_epoch))
+    assert wrong == []
+    return len(files)
+
+
+def test_any_hook(setup_of, tmp_path):
+    assert resume_everywhere(setup_of(), tmp_path, POINTS, every=3) == 16
+
+
+def test_all_that_adds_state_at_once(setup_of, tmp_path):
+    """Dropout, a critic of its own, whole conversations, and checkpoints inside an optimizer step."""
+    setup = setup_of(
+        dropout=0.1,
+        own_critic=True,
+        window="all",
+        trainer={"accumulate_grad_batches": 2},
+    )
+    assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"own_critic": True},
+        {"window": "all"},
+        {"estimator": GroupRelative()},
+        {"dropout": 0.1},
+        {"trainer": {"accumulate_grad_batches": 2}},
+        {"trainer": {"check_val_every_n_epoch": 2}},
+        {"lake": {"turn_limit_bootstraps": True}},
+    ],
+    ids=lambda changes: next(iter(changes), "plain"),
+)
+def test_every_hook_of_every_kind_of_run(setup_of, tmp_path, changes):
+    """Every second checkpoint; which hooks those are differs with the number of steps."""
+    assert resume_everywhere(setup_of(**changes), tmp_path, POINTS, every=2) >= 21
