@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
 from rich.console import Console
@@ -131,7 +132,7 @@ def where_things_are(trainer: pl.Trainer) -> dict[str, str]:
         if isinstance(logger, MLFlowLogger):
             lines["MLflow"] = open_command(str(logger._tracking_uri))
     if checkpoint:
-        lines["resume"] = resume_command(sys.argv[1:], checkpoint=checkpoint)
+        lines["resume"] = resume_command(own_overrides(), checkpoint=checkpoint)
     return lines
 
 
@@ -152,6 +153,13 @@ def open_command(uri: str) -> str:
         if uri.startswith(("http://", "https://"))
         else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
     )
+
+
+def own_overrides() -> list[str]:
+    """Return the overrides of this run, which in a sweep are not all of the command line's."""
+    if HydraConfig.initialized():
+        return list(HydraConfig.get().overrides.task)
+    return sys.argv[1:]
 
 
 def resume_command(arguments: Sequence[str], *, checkpoint: str) -> str:
