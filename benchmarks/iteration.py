@@ -139,7 +139,9 @@ class IterationTimer(pl.Callback):
 
 def run_ours(args: argparse.Namespace) -> IterationTimer:
     """Run iterations of the main job, the prototype's between them."""
-    parts = warm_started(["env=frozenlake_visual", "curriculum=null", *args.overrides], cache=args.cache)
+    parts = warm_started(
+        ["env=frozenlake_visual", "curriculum=null", *args.overrides], cache=args.cache
+    )
     clock = CLOCKS[args.clock]
     watch = Stopwatch(clock)
     agent, datamodule = build_agent(parts), build_datamodule(parts)

@@ -44,7 +44,10 @@ MODELS: dict[str, Callable[[], ModelBundle]] = {
     "larger, text": partial(build_small_lm, text=LARGER),
     "larger, images": partial(build_small_vlm, text=LARGER),
 }
-WORLDS = {False: "ragen/FrozenLake-v0", True: "ragen/FrozenLakeVisual-v0"}  # by whether a model sees
+WORLDS = {
+    False: "ragen/FrozenLake-v0",
+    True: "ragen/FrozenLakeVisual-v0",
+}  # by whether a model sees
 TARGET_SPEEDUP, TARGET_EXPONENT = 5.0, 1.2
 TURNS_OF_FIT = (4, 8, 16, 32)
 Reply = Callable[[int, list[Prompt]], list[np.ndarray]]
@@ -90,7 +93,9 @@ class Dialogue:
         return starts[0]["text"], [start["image"] for start in starts]
 
 
-def engine_reply(engine: TransformersEngine, tokens: int, turn: int, prompts: list[Prompt]) -> list[np.ndarray]:
+def engine_reply(
+    engine: TransformersEngine, tokens: int, turn: int, prompts: list[Prompt]
+) -> list[np.ndarray]:
     """Reply with the engine, its caches kept between turns."""
     requests = [
         GenerationRequest(
@@ -103,7 +108,9 @@ def engine_reply(engine: TransformersEngine, tokens: int, turn: int, prompts: li
 
 
 @torch.inference_mode()
-def generate_reply(bundle: ModelBundle, tokens: int, turn: int, prompts: list[Prompt]) -> list[np.ndarray]:
+def generate_reply(
+    bundle: ModelBundle, tokens: int, turn: int, prompts: list[Prompt]
+) -> list[np.ndarray]:
     """Reply with transformers' own `generate` on the whole history."""
     ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts]))
     pictures = [image for prompt in prompts for image in prompt.images]
@@ -168,7 +175,10 @@ def fit(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
         seconds.append(seconds_of(action, CLOCKS[args.clock], rounds=args.rounds))
     found = exponent(TURNS_OF_FIT, seconds)
     row = "".join(f"{value:>9.3f}" for value in seconds)
-    print(f"{name:<18}{row}{found:>10.2f}  {'met' if found <= TARGET_EXPONENT else 'missed'}", flush=True)
+    print(
+        f"{name:<18}{row}{found:>10.2f}  {'met' if found <= TARGET_EXPONENT else 'missed'}",
+        flush=True,
+    )
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
@@ -194,12 +204,18 @@ def main() -> None:
     for name in args.models:
         made = MODELS[name]()
         built[name] = Endless(made.model, made.tokenizer, made.processor)
-    print(f"{args.lanes} lanes, {args.turns} turns, {args.reply_tokens} tokens a reply, {args.clock} clock")
+    print(
+        f"{args.lanes} lanes, {args.turns} turns, {args.reply_tokens} tokens a reply, {args.clock} clock"
+    )
     print(f"\n{'':<18}{'':>7}{'engine':>21}{'generate':>21}")
-    print(f"{'model':<18}{'M':>7}{'tokens/s':>12}{'turns/s':>9}{'tokens/s':>12}{'turns/s':>9}{'ratio':>8}")
+    print(
+        f"{'model':<18}{'M':>7}{'tokens/s':>12}{'turns/s':>9}{'tokens/s':>12}{'turns/s':>9}{'ratio':>8}"
+    )
     for name, bundle in built.items():
         compare(name, bundle, args)
-    print(f"\nseconds of the engine by turns, and the exponent from {TURNS_OF_FIT[0]} to {TURNS_OF_FIT[-1]}")
+    print(
+        f"\nseconds of the engine by turns, and the exponent from {TURNS_OF_FIT[0]} to {TURNS_OF_FIT[-1]}"
+    )
     print(f"{'model':<18}{''.join(f'{turns:>9}' for turns in TURNS_OF_FIT)}{'exponent':>10}")
     for name, bundle in built.items():
         if name.startswith("default"):

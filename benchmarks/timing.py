@@ -62,29 +62,39 @@ class StepTimer(pl.Callback):
         self._mark = now
 
     def on_train_batch_start(self, *_: Any) -> None:
+        """Begin."""
         self._mark = self._step = self.watch.clock()
 
     def on_before_backward(self, *_: Any) -> None:
+        """End the forward part."""
         self._lap("forward")
 
     def on_after_backward(self, *_: Any) -> None:
+        """End the backward part."""
         self._lap("backward")
 
     def on_train_batch_end(self, *_: Any) -> None:
+        """End the optimizer's part."""
         self._lap("optimizer")
         self.watch.seconds["steps"] += self.watch.clock() - self._step
 
 
-def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> Parts:
-    """Build a run's parts from its config and warm-start them, or load what `cache` kept of that."""
+def build_parts(overrides: Sequence[str]) -> Parts:
+    """Build a run's parts from its config, without logger and callbacks."""
     warnings.filterwarnings("ignore")
     quieten()
+    quiet = ["logger=none", "callbacks.progress=null", "callbacks.trajectories=null"]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", ["logger=none", "callbacks.progress=null", "callbacks.trajectories=null", *overrides])
+        return assemble(compose("fit", [*quiet, *overrides]))
+
+
+def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> Parts:
+    """Build a run's parts and warm-start them, or load what `cache` kept of that."""
+    parts = build_parts(overrides)
+    cfg, kept = parts.cfg, Path(cache) / "ours.pt" if cache else None
     with tempfile.TemporaryDirectory() as root:
         cfg.paths.root = root
-        run, parts = open_run(cfg), assemble(cfg)
-        kept = Path(cache) / "ours.pt" if cache else None
+        run = open_run(cfg)
         if kept is not None and kept.exists():
             run.warm_start.write_bytes(kept.read_bytes())
             cfg.ckpt_path = "kept"

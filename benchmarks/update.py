@@ -1,0 +1,146 @@
+"""Time the update phase: trained tokens a second, where its time goes, and what is computed on padding.
+
+Run as `python benchmarks/update.py`. Trajectories are real ones of `env=frozenlake_visual`, played by the
+recipe's noisy player: one turn a sample (`context.window=1`) and the whole history (`context.window=all`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+from timing import CLOCKS, StepTimer, Stopwatch, build_parts, use_threads
+from torch import Tensor
+
+from ragen_pl.assemble import Parts, build_agent, build_datamodule, scripted
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.modules.forward import padding_share, split_by_length
+from ragen_pl.rollout.environments import Start
+from ragen_pl.trajectory import Trajectory
+
+TARGET_PADDING = 0.10
+BUCKETS = (1, 2, 3, 4, 6, 8)
+
+
+class UpdateTimer(pl.Callback):
+    """Keep the seconds of each update phase, from its first minibatch to its last."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch = watch
+        self.phases: list[dict[str, float]] = []
+        self._began = 0.0
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Begin."""
+        self.watch.take()
+        self._began = self.watch.clock()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """End."""
+        whole = self.watch.clock() - self._began
+        self.phases.append(self.watch.take() | {"whole": whole})
+
+
+class Played:
+    """Stands where the DataModule has its proxy: the warm start's noisy player plays, not the model."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.environments, self.context = parts.proxy.environments, parts.proxy.context
+        self.progress = None
+        self._proxy = scripted(parts, instantiate(parts.cfg.warm_start.player))
+
+    def rollout(
+        self, engine: object, starts: Sequence[Start], *, seed_key: Sequence[int | str]
+    ) -> list[Trajectory]:
+        """Play the episodes."""
+        return self._proxy.play(starts, seed_key=seed_key)
+
+
+def run(window: str, args: argparse.Namespace) -> None:
+    """Print the figures of one window."""
+    parts = build_parts(
+        ["env=frozenlake_visual", "curriculum=null", f"context.window={window}", *args.overrides]
+    )
+    watch = Stopwatch(CLOCKS[args.clock])
+    agent, datamodule = build_agent(parts), build_datamodule(parts)
+    datamodule.proxy = Played(parts)  # type: ignore[assignment]
+    lengths: list[Tensor] = []
+    trained = 0
+
+    def minibatch(loader: MinibatchLoader, number: int) -> Any:
+        nonlocal trained
+        began = watch.clock()
+        result = original(loader, number)
+        watch.seconds["data"] += watch.clock() - began
+        lengths.append(result.samples.length)
+        trained += int(result.samples.loss_mask.sum())
+        return result
+
+    original = MinibatchLoader._minibatch
+    MinibatchLoader._minibatch = minibatch  # type: ignore[method-assign]
+    timer = UpdateTimer(watch)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=args.iterations, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, limit_val_batches=0,
+        callbacks=[RolloutUpdate(validate_first=False), timer, StepTimer(watch)],
+    )  # fmt: skip
+    trainer.fit(agent, datamodule=datamodule)
+    MinibatchLoader._minibatch = original  # type: ignore[method-assign]
+    report(
+        window, timer.phases[1:], trained / args.iterations, lengths, agent.policy.length_buckets
+    )
+
+
+def report(
+    window: str, phases: list[dict[str, float]], tokens: float, lengths: list[Tensor], buckets: int
+) -> None:
+    """Print times and padding."""
+    whole = statistics.median(phase["whole"] for phase in phases)
+    print(
+        f"\ncontext.window={window}: {tokens / whole:,.0f} trained tokens/s, {whole:.3f} s a phase"
+    )
+    shares = {
+        name: statistics.median(phase[name] / phase["whole"] for phase in phases)
+        for name in ("data", "forward", "backward", "optimizer")
+    }
+    shares["rest"] = 1.0 - sum(shares.values())
+    print("  time     " + "".join(f"  {name} {share:.1%}" for name, share in shares.items()))
+    row = "".join(f"  {number}: {padding(lengths, number):.1%}" for number in BUCKETS)
+    print(f"  padding by update.length_buckets {row}")
+    now = padding(lengths, buckets)
+    verdict = "met" if now < TARGET_PADDING else "missed"
+    print(f"  as configured ({buckets}): {now:.1%}, target under {TARGET_PADDING:.0%}: {verdict}")
+
+
+def padding(lengths: Sequence[Tensor], buckets: int) -> float:
+    """Return the share of computed positions that are padding, over all minibatches."""
+    real = computed = 0.0
+    for rows in lengths:
+        used = float(rows.sum())
+        real += used
+        computed += used / (1.0 - padding_share(rows, split_by_length(rows, buckets)))
+    return 1.0 - real / computed
+
+
+def main() -> None:
+    """Print the figures of both windows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=5, help="the first is not timed")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: on a busy machine")
+    parser.add_argument("overrides", nargs="*", help="of the config, such as rollout.groups=64")
+    args = parser.parse_args()
+    use_threads(args.threads)
+    torch.manual_seed(0)
+    for window in ("1", "all"):
+        run(window, args)
+
+
+if __name__ == "__main__":
+    main()
