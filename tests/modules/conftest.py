@@ -1,0 +1,157 @@
+"""Tiny agents, and batches that they have really played, with rewards and endings set by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+import envs  # noqa: F401
+import visual_envs  # noqa: F401
+from ragen_pl.algorithms.estimators import BilevelGAE
+from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.collate import collate
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.models.build import build_small_lm, build_small_vlm
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.losses import LossSettings, Masks
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.environments import EnvironmentManager, Start
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.trajectory import Ending, Trajectory
+
+torch.set_num_threads(1)
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+
+
+def build_bundle(*, seed: int = 0, pictures: bool = False) -> ModelBundle:
+    if pictures:
+        return build_small_vlm(seed=seed, text=TEXT, vision={"width": 32, "heads": 2})
+    return build_small_lm(seed=seed, text=TEXT)
+
+
+def build_agent(
+    *, own_critic: bool = False, seed: int = 0, pictures: bool = False, **changes
+) -> AgentModule:
+    """An agent attached to a Trainer that does not run."""
+    torch.manual_seed(seed)
+    bundle = build_bundle(seed=seed, pictures=pictures)
+    backbone = build_bundle(seed=seed + 1, pictures=pictures) if own_critic else None
+    settings = {
+        "estimator": BilevelGAE(gamma_turn=0.9),
+        "masks": Masks(),
+        "loss": LossSettings(),
+        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+    }
+    agent = AgentModule(
+        PolicyModule(bundle),
+        CriticModule(bundle.hidden_size, backbone=backbone),
+        **(settings | changes),
+    )
+    if agent.critic is not None:  # heads start at 0, which would hide what values do
+        torch.nn.init.normal_(agent.critic.head.layers[-1].weight)
+    agent.trainer = pl.Trainer(accelerator="cpu", barebones=True, max_epochs=10)
+    return agent
+
+
+def play(
+    agent: AgentModule, *, groups: int = 4, members: int = 2, window: int | str = 1
+) -> list[Trajectory]:
+    """Let the agent play, then give its turns rewards and spans of their own."""
+    seen = "Visual" if agent.policy.bundle.image_token_id is not None else ""
+    target = f"ragen/FrozenLake{seen}-v0"
+    proxy = AgentProxy(
+        environments=EnvironmentManager(target=target, invalid_ends=False, max_turns=3),
+        context=ContextManager(agent.policy.bundle, window=window, system_prompt=None),
+        max_reply_tokens=9,
+    )
+    starts = [
+        Start(group=group, member=member, seed=group)
+        for group in range(groups)
+        for member in range(members)
+    ]
+    agent.eval()
+    trajectories = proxy.rollout(agent.rollout_engine(), starts, seed_key=(0,))
+    rng = np.random.default_rng(0)
+    for trajectory in trajectories:
+        trajectory.turns = trajectory.turns[: 1 + trajectory.group % 3]
+        for turn in trajectory.turns:
+            turn.reward = float(rng.normal())
+            turn.spans = rng.integers(0, 4, len(turn.reply_ids)).astype(np.int8)
+    return trajectories
+
+
+def build_batch(agent: AgentModule, **changes) -> TrajectoryBatch:
+    """What the agent's update would see."""
+    return agent.prepare(collate(play(agent, **changes), agent.policy.bundle))
+
+
+def build_minibatch(batch: TrajectoryBatch) -> Minibatch:
+    """The whole batch as one minibatch, its rows in order."""
+    (minibatch,) = MinibatchLoader(batch, epochs=1, minibatches=1)
+    return replace(minibatch, samples=copied(batch.samples), reference=batch.reference)
+
+
+def copied(samples: Samples) -> Samples:
+    return Samples(
+        **{field.name: getattr(samples, field.name).clone() for field in fields(samples)}
+    )
+
+
+def take_gradient(
+    agent: AgentModule, minibatches: Sequence[Minibatch]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradient of one optimizer step over these minibatches, as the Trainer takes it."""
+    agent.zero_grad()
+    total = 0.0
+    for minibatch in minibatches:
+        loss = agent.training_step(minibatch, 0) / len(minibatches)
+        loss.backward()
+        total += float(loss.detach())
+    return total, {
+        name: parameter.grad.clone()
+        for name, parameter in agent.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def cut(trajectory: Trajectory) -> Trajectory:
+    """End a trajectory from outside: its last prompt stands for the state after its last turn."""
+    last = trajectory.turns[-1]
+    return replace(
+        trajectory,
+        ending=Ending.TRUNCATED,
+        final_prompt_ids=last.prompt_ids,
+        final_images=list(last.prompt_images),
+    )
+
+
+@pytest.fixture(scope="session")
+def make():
+    """Return the makers of this file, by name."""
+
+    class Make:
+        bundle = staticmethod(build_bundle)
+        agent = staticmethod(build_agent)
+        play = staticmethod(play)
+        batch = staticmethod(build_batch)
+        minibatch = staticmethod(build_minibatch)
+        gradient = staticmethod(take_gradient)
+        copied = staticmethod(copied)
+        cut = staticmethod(cut)
+
+    return Make

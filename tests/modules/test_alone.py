@@ -1,0 +1,141 @@
+"""Policy and critic each by themselves in a plain Trainer, and inside the agent that composes them."""
+
+from __future__ import annotations
+
+import functools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.warm_start import WarmStartModule
+
+FAST = functools.partial(torch.optim.AdamW, lr=3e-3)
+
+
+class Curve(pl.Callback):
+    """Keep a logged figure of every step, and the mode that the step ran in."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: list[float] = []
+        self.modes: set[bool] = set()
+
+    def on_train_batch_end(self, trainer, module, *args) -> None:
+        self.values.append(float(trainer.callback_metrics[self.name]))
+        self.modes |= {one.training for one in module.modules()}
+
+
+def train(module, minibatch, *, figure, steps=30):
+    curve = Curve(figure)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=steps, callbacks=[curve],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([minibatch], batch_size=None))
+    return curve
+
+
+def test_a_policy_alone_learns_the_replies(make):
+    agent = make.agent()
+    minibatch = make.minibatch(make.batch(agent))
+    policy = PolicyModule(make.bundle(seed=4), optimizer=FAST)
+    curve = train(policy, minibatch, figure="train/loss")
+    assert curve.modes == {True}  # models are built in eval mode
+    assert curve.values[0] > 5 and curve.values[-1] < curve.values[0] - 1
+
+
+def test_a_critic_alone_regresses_the_returns(make):
+    agent = make.agent()
+    minibatch = make.minibatch(make.batch(agent))
+    critic = CriticModule(32, backbone=make.bundle(seed=4), optimizer=FAST)
+    curve = train(critic, minibatch, figure="train/value_loss", steps=60)
+    assert curve.modes == {True}
+    returns = minibatch.samples.returns[minibatch.samples.advantage_mask]
+    assert curve.values[0] == pytest.approx(
+        float((returns**2).mean()), rel=1e-4
+    )  # heads start at 0
+    assert curve.values[-1] < 0.2 * float(returns.var())
+
+
+def test_a_critic_alone_needs_a_backbone(make):
+    minibatch = make.minibatch(make.batch(make.agent()))
+    with pytest.raises(ValueError, match="give it a backbone to use it alone"):
+        CriticModule(32).training_step(minibatch, 0)
+
+
+@pytest.mark.parametrize("module", ["policy", "critic"])
+def test_alone_the_default_optimizer_is_there(make, module):
+    made = PolicyModule(make.bundle()) if module == "policy" else CriticModule(32)
+    optimizer = made.configure_optimizers()
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
+        id(p) for p in made.parameters()
+    }
+
+
+def test_a_detached_critic_leaves_the_policy_alone(make):
+    for detach in (False, True):
+        agent = make.agent()
+        agent.critic.detach_states = detach
+        samples = make.batch(agent).samples
+        scores = agent.policy.score(samples, torch.zeros(0), critic=agent.critic)
+        agent.zero_grad()
+        scores.values.sum().backward()
+        reached = any(
+            one.grad is not None and bool(one.grad.any()) for one in agent.policy.parameters()
+        )
+        assert reached is not detach
+
+
+def test_the_agent_is_made_of_policy_and_critic(make):
+    agent = make.agent(own_critic=True, seed=0)
+    state = agent.state_dict()
+    other = make.agent(own_critic=True, seed=7)
+    for name in ("policy", "critic"):
+        part = {
+            key.removeprefix(f"{name}."): value
+            for key, value in state.items()
+            if key.startswith(f"{name}.")
+        }
+        getattr(other, name).load_state_dict(part)  # strict: nothing missing, nothing more
+    known = other.state_dict()
+    assert known.keys() == state.keys()
+    assert all(torch.equal(value, known[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("own_critic", [None, False, True], ids=["none", "shared", "own"])
+def test_the_warm_start_trains_both(make, own_critic):
+    agent = make.agent()
+    minibatch = make.minibatch(make.batch(agent))
+    backbone = make.bundle(seed=5) if own_critic else None
+    critic = None if own_critic is None else CriticModule(32, backbone=backbone)
+    module = WarmStartModule(
+        PolicyModule(make.bundle(seed=4)), critic, optimizer=FAST, steps=40, warm_up=1
+    )
+    curve = train(module, minibatch, figure="warm_start/loss", steps=40)
+    assert curve.modes == {True}
+    assert curve.values[-1] < curve.values[0] - 1
+    if critic is not None:
+        module.zero_grad()
+        value = module.trainer.callback_metrics["warm_start/value_loss"]
+        mask = minibatch.samples.loss_mask
+        start = 0.5 * float((minibatch.samples.returns[mask] ** 2).mean())
+        assert float(value) < 0.6 * start
+
+
+def test_the_warm_starts_rate_rises_then_falls(make):
+    module = WarmStartModule(
+        PolicyModule(make.bundle()), None, optimizer=FAST, steps=100, warm_up=10, learning_rate_end=0.1
+    )  # fmt: skip
+    made = module.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    rates = []
+    for _ in range(101):
+        rates.append(optimizer.param_groups[0]["lr"] / 3e-3)
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9]
+    assert rates[50] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)

@@ -1,0 +1,152 @@
+"""Figures by hand, and the same ones however what they count is split and merged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.metrics.sums import NamedSums
+from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
+from ragen_pl.trajectory import Ending, Observation, Span, Trajectory, Turn
+
+
+def turn(
+    *, reward=0.0, tokens=4, thinks=1, valid=True, effective=True, cut=False, entropy=1.0, **of
+):
+    spans = np.full(tokens, Span.ACTION, dtype=np.int8)
+    spans[:thinks] = Span.THINK
+    return Turn(
+        observation=Observation(text=""), prompt_ids=np.arange(3), prompt_images=[],
+        reply_ids=np.arange(tokens), reply_logprobs=np.zeros(tokens, dtype=np.float32),
+        reply_entropy=entropy, spans=spans, reply_text="", think=of.get("think"), actions=[],
+        action_is_valid=valid, action_is_effective=effective, cut=cut, reward=reward,
+        temperature=1.0, info={"truth": of["truth"]} if "truth" in of else {},
+    )  # fmt: skip
+
+
+def trajectory(*turns, group=0, ending=Ending.TERMINATED, success=False):
+    return Trajectory(
+        group=group, member=0, seed=0, turns=list(turns), ending=ending, success=success
+    )
+
+
+EPISODES = [
+    trajectory(turn(), turn(reward=1.0, tokens=8, thinks=3, entropy=2.0), group=0, success=True),
+    trajectory(turn(reward=-0.1, valid=False, effective=False, cut=True), group=0, ending=Ending.TURN_LIMIT),
+    trajectory(
+        turn(truth="a b", think="a b"), turn(effective=False, truth="c", think="d"), group=1,
+        ending=Ending.TRUNCATED,
+    ),
+    trajectory(group=1, ending=Ending.FAILED),
+]  # fmt: skip
+
+
+def compute(*parts):
+    statistics = RolloutStatistics()
+    for part in parts:
+        statistics.update(part)
+    return statistics.compute()
+
+
+def test_rollout_figures_by_hand():
+    expected = {
+        "episodes": 4,
+        "success": 1 / 4,
+        "return": 0.9 / 4,
+        "return_std": (1.01 / 4 - (0.9 / 4) ** 2) ** 0.5,
+        "turns": 5 / 4,
+        "valid_actions": 4 / 5,
+        "effective_actions": 3 / 5,
+        "reply_tokens": 24 / 5,
+        "think_tokens": 7 / 5,
+        "entropy": (4 * 4 + 8 * 2) / 24,
+        "cut_replies": 1 / 5,
+        "failed": 1 / 4,
+        "turn_limit": 1 / 4,
+        "true_thoughts": 1 / 2,
+        "group_return_std": (1.1 / 2**0.5 + 0.0) / 2,
+    }
+    assert compute(EPISODES) == pytest.approx(expected)
+
+
+def test_a_success_on_the_last_turn_is_no_turn_limit():
+    one = trajectory(turn(reward=1.0), ending=Ending.TURN_LIMIT, success=True)
+    assert compute([one])["turn_limit"] == 0
+
+
+def test_figures_of_nothing_are_nan_and_what_was_not_seen_is_left_out():
+    figures = compute([])
+    assert figures["episodes"] == 0
+    assert np.isnan(figures["success"]) and np.isnan(figures["turns"])
+    assert "true_thoughts" not in figures and "group_return_std" not in figures
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.floats(-2, 2), st.integers(1, 9)), min_size=2, max_size=12), st.data())
+def test_rollout_figures_do_not_depend_on_the_split(rewards, data):
+    """Groups of one here: those of several must stay together."""
+    episodes = [
+        trajectory(turn(reward=reward, tokens=tokens), group=number)
+        for number, (reward, tokens) in enumerate(rewards)
+    ]
+    at = data.draw(st.integers(0, len(episodes)))
+    order = data.draw(st.permutations(episodes))
+    whole, split = compute(episodes), compute(order[:at], order[at:])
+    # a spread is the root of a difference, so its rounding error is a root too
+    spread, other = whole.pop("return_std"), split.pop("return_std")
+    assert split == pytest.approx(whole, abs=1e-9) and other == pytest.approx(spread, abs=1e-6)
+
+
+def test_update_figures_by_hand():
+    statistics = UpdateStatistics()
+    statistics.update(
+        {"tokens": 10, "entropy": 20.0, "clipped_low": 1, "approx_kl": 0.5, "loss": 0.4}
+    )
+    statistics.update(
+        {"tokens": 30, "entropy": 20.0, "clipped_high": 3, "loss": 0.2, "kl_loss": 0.1}
+    )
+    figures = statistics.figures(steps=2)
+    assert figures["entropy"] == pytest.approx(1.0)  # over tokens, not over steps
+    assert figures["approx_kl"] == pytest.approx(0.0125)
+    assert figures["clip_fraction"] == pytest.approx(0.1)
+    assert figures["loss"] == pytest.approx(0.3) and figures["kl_loss"] == pytest.approx(0.05)
+    assert "reference_kl" not in figures
+    statistics.update({"kl": 3.0, "kl_tokens": 12})
+    assert statistics.figures(steps=2)["reference_kl"] == pytest.approx(0.25)
+
+
+def test_preparation_figures_by_hand():
+    """Returns 1, 3 and errors 0, 1: variances 1 and 1/4."""
+    statistics = PreparationStatistics()
+    statistics.update(
+        {"tokens": 4, "mismatch": 0.2, "mismatch_max": 0.1, "mismatch_kl": 0.4,
+         "credited": 1, "returns": 1.0, "returns_square": 1.0}
+    )  # fmt: skip
+    statistics.update(
+        {"tokens": 4, "mismatch": 0.2, "mismatch_max": 0.05, "credited": 1, "returns": 3.0,
+         "returns_square": 9.0, "errors": 1.0, "errors_square": 1.0}
+    )  # fmt: skip
+    figures = statistics.compute()
+    assert figures["logprob_mismatch"] == pytest.approx(0.05)
+    assert figures["logprob_mismatch_max"] == pytest.approx(0.1)
+    assert figures["logprob_mismatch_kl"] == pytest.approx(0.05)
+    assert figures["explained_variance"] == pytest.approx(0.75)
+
+
+def test_sums_survive_export_and_import_to_the_bit():
+    one, other = (NamedSums(["a", "b"], maxima=["m"]) for _ in range(2))
+    one.update({"a": 0.1, "m": 3.0})
+    one.update({"a": 0.2, "b": 1e-9, "m": 2.0})
+    other.update({"a": 99.0, "m": 99.0})
+    other.import_state(one.export_state())
+    assert other.totals() == one.totals() == {"a": 0.1 + 0.2, "b": 1e-9, "m": 3.0}
+    other.update({"m": 4.0})
+    assert other.totals()["m"] == 4.0
+
+
+def test_a_name_not_declared_is_refused():
+    with pytest.raises(KeyError, match=r"NamedSums has no sums named \['c'\]"):
+        NamedSums(["a", "b"]).update({"c": 1.0})

@@ -1,0 +1,208 @@
+"""The update's gradient: the same however a step is split, and blind to what is not its business."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragen_pl.algorithms.aggregation import Aggregation
+from ragen_pl.algorithms.masks import action_span, until_action
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.modules.losses import LossSettings, Masks, PolicyLoss, ReferenceKL
+from ragen_pl.trajectory import Span
+
+
+def loss_settings(aggregation=Aggregation.TOKEN_MEAN, *, coefficient=0.1, **changes):
+    constant = 20.0 if aggregation is Aggregation.CONSTANT else None
+    policy = PolicyLoss(aggregation=aggregation, constant=constant)
+    held = Aggregation.SEQ_MEAN_TOKEN_SUM if aggregation is Aggregation.CONSTANT else aggregation
+    kl = ReferenceKL(coefficient=coefficient, aggregation=held)
+    return LossSettings(policy=policy, kl=kl, **changes)
+
+
+def nudge(agent):
+    """Move the policy off the weights that played, so that ratios and divergences are not trivial."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in agent.policy.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def assert_close(one, other, *, tolerance=1e-5):
+    loss, gradient = one
+    other_loss, other_gradient = other
+    assert loss == pytest.approx(other_loss, rel=1e-4, abs=1e-6)
+    assert gradient.keys() == other_gradient.keys()
+    largest = max(float(value.abs().max()) for value in gradient.values())
+    assert largest > 1e-3
+    for name, value in gradient.items():
+        assert float((value - other_gradient[name]).abs().max()) < tolerance * largest, name
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])
+def test_however_a_step_is_accumulated(make, aggregation, own_critic):
+    agent = make.agent(loss=loss_settings(aggregation), own_critic=own_critic)
+    batch = make.batch(agent)
+    nudge(agent)
+
+    def split(parts):
+        return list(MinibatchLoader(batch, epochs=1, minibatches=1, accumulate=parts))
+
+    whole = make.gradient(agent, split(1))
+    for parts in (2, 3, 4, 40):  # 40: more parts than samples, so some are only fillers
+        assert_close(whole, make.gradient(agent, split(parts)))
+
+
+@pytest.mark.parametrize("aggregation", [Aggregation.TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM])
+def test_however_samples_are_spread_over_ranks(make, aggregation):
+    """DDP averages the ranks' gradients; one rank has a sample more than it needs, another too few."""
+    agent = make.agent(loss=loss_settings(aggregation))
+    batch = make.batch(agent)
+    nudge(agent)
+    whole = make.gradient(agent, list(MinibatchLoader(batch, epochs=1, minibatches=1)))
+    rows = torch.arange(len(batch.samples))
+    ranks = [
+        replace(batch, samples=batch.samples.select(part))
+        for part in (rows[:1], rows[1:4], rows[4:])
+    ]
+    counts = []
+
+    def note(local):
+        counts.append(local)
+        return local
+
+    for rank in ranks:
+        MinibatchLoader(rank, epochs=1, minibatches=1, sum_over_ranks=note)
+    total = torch.stack(counts).sum(0)
+    parts = [
+        make.gradient(
+            agent,
+            list(
+                MinibatchLoader(
+                    rank,
+                    epochs=1,
+                    minibatches=1,
+                    accumulate=2,
+                    world_size=3,
+                    sum_over_ranks=lambda local: total,
+                )
+            ),
+        )
+        for rank in ranks
+    ]
+    mean_loss = sum(loss for loss, _ in parts) / 3
+    mean = {
+        name: sum(gradient.get(name, torch.zeros_like(value)) for _, gradient in parts) / 3
+        for name, value in whole[1].items()
+    }
+    assert_close(whole, (mean_loss, mean))
+
+
+def test_whole_conversations_and_single_turns_of_pictures(make):
+    for window in (1, "all"):
+        agent = make.agent(loss=loss_settings(), pictures=True)
+        batch = make.batch(agent, window=window, groups=3)
+        assert len(batch.pictures) > 1
+        nudge(agent)
+        whole = make.gradient(agent, list(MinibatchLoader(batch, epochs=1, minibatches=1)))
+        split = list(MinibatchLoader(batch, epochs=1, minibatches=1, accumulate=3))
+        assert_close(whole, make.gradient(agent, split), tolerance=1e-4)
+
+
+def test_tokens_off_the_masks_have_no_influence(make):
+    agent = make.agent(
+        loss=loss_settings(value_clip=0.2),
+        masks=Masks(loss=action_span, advantage=until_action),
+    )
+    batch = make.batch(agent)
+    nudge(agent)
+    minibatch = make.minibatch(batch)
+    before = make.gradient(agent, [minibatch])
+    samples = minibatch.samples
+    off_loss, off_advantage = ~samples.loss_mask, ~samples.advantage_mask
+    assert (off_loss & (samples.turn >= 0)).any() and (off_advantage & (samples.turn >= 0)).any()
+    samples.advantages[off_loss] = 1e3
+    samples.behaviour_logprobs[off_loss] = -50.0
+    samples.returns[off_advantage] = 1e3
+    samples.values[off_advantage] = -1e3
+    assert_close(before, make.gradient(agent, [minibatch]), tolerance=1e-9)
+
+
+def test_padding_has_no_influence(make):
+    agent = make.agent(loss=loss_settings())
+    minibatch = make.minibatch(make.batch(agent, window="all"))
+    nudge(agent)
+    before = make.gradient(agent, [minibatch])
+    samples = minibatch.samples
+    padding = torch.arange(samples.input_ids.shape[1]) >= samples.length[:, None]
+    assert padding.any()
+    samples.input_ids[padding] = 77
+    assert_close(before, make.gradient(agent, [minibatch]), tolerance=1e-9)
+
+
+def test_rows_of_weight_zero_have_no_influence(make):
+    agent = make.agent(loss=loss_settings(entropy_coefficient=0.1))
+    minibatch = make.minibatch(make.batch(agent))
+    nudge(agent)
+    rows = torch.arange(len(minibatch.samples))
+    numbers = minibatch.samples.token[:-2][minibatch.samples.turn[:-2] >= 0]
+    without = replace(
+        minibatch,
+        samples=minibatch.samples.select(rows[:-2]),
+        reference=minibatch.reference[numbers],
+    )
+    samples = make.copied(minibatch.samples)
+    samples.weight[-2:] = 0
+    for garbage in (samples.advantages, samples.returns):
+        garbage[-2:] = 1e3
+    filled = replace(minibatch, samples=samples)
+    one, other = make.gradient(agent, [without]), make.gradient(agent, [filled])
+    assert_close(one, other)
+    figures = agent.statistics.totals()
+    assert figures["tokens"] == 2 * int(without.samples.loss_mask.sum())
+
+
+def test_the_value_loss_is_of_the_advantage_mask(make):
+    agent = make.agent(masks=Masks(advantage=until_action))
+    minibatch = make.minibatch(make.batch(agent))
+    samples = minibatch.samples
+
+    def figure():
+        agent.statistics.reset()
+        agent.training_step(minibatch, 0)
+        return agent.statistics.totals()["value_loss"]
+
+    mask = samples.advantage_mask
+    values = samples.values[mask]
+    expected = (
+        0.5 * float(((values - samples.returns[mask]) ** 2).sum()) / float(minibatch.credited)
+    )
+    assert figure() == pytest.approx(expected, rel=1e-4)
+    samples.returns[~mask] = 9.0
+    assert figure() == pytest.approx(expected, rel=1e-4)
+    samples.returns[mask] += 1.0
+    assert figure() != pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("estimator", ["full", "k1", "k2", "k3"])
+def test_divergence_is_zero_at_the_start_and_frees_the_action(make, estimator):
+    loss = LossSettings(kl=ReferenceKL(coefficient=1.0, estimator=estimator))
+    agent = make.agent(loss=loss)
+    minibatch = make.minibatch(make.batch(agent))
+    agent.training_step(minibatch, 0)
+    figures = agent.statistics.totals()
+    spans = minibatch.samples.spans
+    held = (minibatch.samples.turn >= 0) & (spans != Span.ACTION)
+    assert figures["kl"] == pytest.approx(0.0, abs=1e-5) and figures["kl_loss"] == figures["kl"]
+    assert figures["kl_tokens"] == int(held.sum()) < int((minibatch.samples.turn >= 0).sum())
+    nudge(agent)
+    before = make.gradient(agent, [minibatch])
+    action = minibatch.samples.token[(minibatch.samples.turn >= 0) & (spans == Span.ACTION)]
+    minibatch.reference[action] -= 3.0
+    assert_close(before, make.gradient(agent, [minibatch]), tolerance=1e-9)
+    others = minibatch.samples.token[held]
+    minibatch.reference[others] -= 3.0
+    assert make.gradient(agent, [minibatch])[0] != pytest.approx(before[0], rel=1e-3)
