@@ -20,7 +20,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import Player, ScriptedProxy
-from ragen_pl.seeding import derive_seed
+from ragen_pl.seeding import derive_seed, seeded
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -78,9 +78,10 @@ def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
     if kind == "none":
         return None
     backbone = build_bundle(cfg) if kind == "own" else None
-    return CriticModule(
-        bundle.hidden_size, backbone=backbone, length_buckets=cfg["update"].length_buckets
-    )
+    with seeded(cfg.seed, "critic"):
+        return CriticModule(
+            bundle.hidden_size, backbone=backbone, length_buckets=cfg["update"].length_buckets
+        )
 
 
 def build_agent(parts: Parts) -> AgentModule:

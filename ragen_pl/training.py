@@ -33,6 +33,7 @@ from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.runs import Run, forget_sharing, locate, share_with_children
+from ragen_pl.seeding import seeded
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ def warm_start(parts: Parts, run: Run, logger: Any) -> None:
                 if getattr(callback, "in_warm_start", False)
             ],
         )
-        trainer.fit(module, datamodule=demonstrations)
+        with seeded(cfg.seed, "warm_start"):  # dropout
+            trainer.fit(module, datamodule=demonstrations)
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             partial = run.warm_start.with_suffix(".partial")
