@@ -241,4 +241,3 @@ def _causal_mask(valid: Tensor, new: int) -> Tensor:
     query = torch.arange(slots - new, slots, device=valid.device)[:, None]
     key = torch.arange(slots, device=valid.device)[None, :]
     return (valid[:, None, None, :] & (key <= query)) | (key == query)
-

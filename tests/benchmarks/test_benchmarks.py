@@ -1,0 +1,102 @@
+"""The benchmarks measure what they say, and run."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from ragen_pl.models.build import build_small_lm, build_small_vlm
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+torch.set_num_threads(1)
+
+
+def load(name: str) -> ModuleType:
+    """Import a script, which finds its neighbours as it does when it is run."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        __import__(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+    return sys.modules[name]
+
+
+rollout, update, timing = load("rollout"), load("update"), load("timing")
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_both_sides_play_the_same_dialogue(images):
+    made = (build_small_vlm if images else build_small_lm)(text=TEXT)
+    made.model.generation_config.eos_token_id = list(
+        range(200, 400)
+    )  # many ends, were they allowed
+    bundle = rollout.Endless(made.model, made.tokenizer, made.processor)
+    engine, shapes = TransformersEngine(bundle), []
+    for reply in (
+        partial(rollout.engine_reply, engine, 5),
+        partial(rollout.generate_reply, bundle, 5),
+    ):
+        seen = []
+
+        def watched(turn, prompts, reply=reply, seen=seen):
+            replies = reply(turn, prompts)
+            seen.append(([len(p.ids) for p in prompts], [len(p.images) for p in prompts]))
+            assert [len(ids) for ids in replies] == [5] * 3
+            assert not set(np.concatenate(replies).tolist()) & set(bundle.eos_token_ids)
+            return replies
+
+        rollout.Dialogue(lanes=3, turns=3, rules=True).play(bundle, watched)
+        shapes.append(seen)
+    assert shapes[0] == shapes[1]
+    assert [images for _, images in shapes[0]] == [[t * images] * 3 for t in (1, 2, 3)]
+    assert engine.prefilled_tokens < sum(sum(lengths) for lengths, _ in shapes[0])
+
+
+def test_the_exponent_of_a_power_law_is_its_power():
+    assert rollout.exponent([4, 8, 16, 32], [3 * n**1.5 for n in (4, 8, 16, 32)]) == pytest.approx(
+        1.5
+    )
+    assert rollout.exponent([4, 8], [1.0, 2.0]) == pytest.approx(1.0)
+
+
+def test_padding_is_counted_over_all_minibatches():
+    two = [torch.tensor([2, 10]), torch.tensor([10, 10])]
+    assert update.padding(two, 1) == pytest.approx(8 / 40)
+    assert update.padding(two, 2) == pytest.approx(0.0)
+
+
+def test_a_stopwatch_adds_up_and_starts_again():
+    times = iter([1.0, 3.0, 10.0, 10.5])
+    watch = timing.Stopwatch(lambda: next(times))
+    box = ModuleType("box")
+    box.double = lambda number: 2 * number
+    watch.wrap(box, "double", part="work")
+    assert [box.double(2), box.double(5)] == [4, 10]
+    assert watch.take() == {"work": 2.5} and watch.take() == {}
+
+
+def test_rollout_prints_both_tables(monkeypatch, capsys):
+    monkeypatch.setattr(rollout, "TURNS_OF_FIT", (1, 2))
+    monkeypatch.setattr(rollout, "MODELS", {"default, text": partial(build_small_lm, text=TEXT)})
+    arguments = "rollout.py --lanes 2 --turns 2 --reply-tokens 3 --rounds 1"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    rollout.main()
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed and "exponent" in printed and printed.count("default, text") == 2
+
+
+def test_update_prints_both_windows(monkeypatch, capsys):
+    arguments = "update.py --iterations 2 rollout.groups=8 panel.episodes=4"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    update.main()
+    printed = capsys.readouterr().out
+    assert "context.window=1:" in printed and "context.window=all:" in printed
+    assert printed.count("as configured (6)") == 2
