@@ -20,7 +20,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import Player, ScriptedProxy
-from ragen_pl.seeding import derive_seed, seeded
+from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -55,12 +55,8 @@ def assemble(cfg: DictConfig) -> Parts:
 
 
 def build_bundle(cfg: DictConfig) -> ModelBundle:
-    """Build or load the model; a built one's weights come from the run's seed."""
-    seed = derive_seed(cfg.seed, "model") % 2**32
-    builds = "seed" in cfg.model.build
-    bundle: ModelBundle = instantiate(
-        cfg.model.build, _convert_="all", **({"seed": seed} if builds else {})
-    )
+    """Build or load the model."""
+    bundle: ModelBundle = instantiate(cfg.model.build, _convert_="all")
     return bundle
 
 

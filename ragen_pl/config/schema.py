@@ -95,6 +95,7 @@ RULES: dict[str, Rule] = {
     "algorithm.loss.kl.aggregation": _AGGREGATION,
     # the model: one built from its config, or one of the user's own
     "model.build.path": Rule(kind=Kind.TEXT, note="a folder, or a name on the model hub"),
+    "model.build.seed": Rule(kind=Kind.INT, minimum=0, maximum=2**32 - 1),
     "model.build.dtype": Rule(kind=Kind.TEXT, choices=("float32", "bfloat16", "float16")),
     "model.build.attn_implementation": Rule(
         kind=Kind.TEXT, choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3")
@@ -115,7 +116,8 @@ RULES: dict[str, Rule] = {
     "callbacks": Rule(kind=Kind.GROUP, also=(None,)),
     "callbacks.*": Rule(kind=Kind.GROUP, also=(None,)),
     "callbacks.checkpoint.auto_insert_metric_name": _BOOL,
-    "callbacks.checkpoint.every_n_epochs": _COUNT,
+    "callbacks.checkpoint.every_n_epochs": Rule(kind=Kind.INT, minimum=0, also=(None,)),
+    "callbacks.checkpoint.every_n_train_steps": Rule(kind=Kind.INT, minimum=0, also=(None,)),
     "callbacks.checkpoint.save_last": Rule(kind=Kind.BOOL, also=("link",)),
     "callbacks.checkpoint.save_top_k": Rule(kind=Kind.INT, minimum=-1),
     "callbacks.checkpoint.save_on_train_epoch_end": _BOOL,

@@ -1,0 +1,88 @@
+"""Callbacks for the tests of whole jobs: one kills its process, one writes down what its rank did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from ragen_pl.loops.rollout_update import RolloutUpdateLoop
+from ragen_pl.trajectory import Trajectory
+
+
+class KillAt(pl.Callback):
+    """Send SIGKILL to this process at one moment of its run.
+
+    Args:
+        moment: `warm_start-N`: before optimizer step N of the warm start; `rollout-I-N`: when N episodes of
+            iteration I are done; `step-N`: before the N-th optimizer step; `trained-N`: when a minibatch is
+            begun after N steps; `validation-I`: at the start of iteration I's, its update done; `begin-I`: before
+            iteration I.
+        rank: of the process that is killed.
+    """
+
+    in_warm_start = True
+
+    def __init__(self, *, moment: str, rank: int = 0) -> None:
+        self.moment, self.rank = moment, rank
+
+    def _at(self, trainer: pl.Trainer, moment: str) -> None:
+        if moment == self.moment and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        learns = isinstance(trainer.fit_loop, RolloutUpdateLoop)
+        self._at(trainer, f"{'step' if learns else 'warm_start'}-{trainer.global_step}")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        if isinstance(trainer.fit_loop, RolloutUpdateLoop):
+            self._at(trainer, f"trained-{trainer.global_step}")
+
+    def on_rollout_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._at(trainer, f"begin-{trainer.current_epoch}")
+
+    def on_rollout_progress(
+        self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int
+    ) -> None:
+        for number in range(1, done + 1):
+            self._at(trainer, f"rollout-{trainer.current_epoch}-{number}")
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step:
+            self._at(trainer, f"validation-{trainer.current_epoch}")
+
+
+class Record(pl.Callback):
+    """Write this rank's replies of every iteration and a digest of its last weights to a JSON file.
+
+    Args:
+        folder: gets `rank_<number>.json`.
+    """
+
+    def __init__(self, *, folder: str) -> None:
+        self.folder = Path(folder)
+        self.replies: dict[str, list[list[int]]] = {}
+
+    def on_rollout_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, trajectories: list[Trajectory]
+    ) -> None:
+        for one in trajectories:
+            key = f"{trainer.current_epoch} {one.group} {one.member}"
+            self.replies[key] = [turn.reply_ids.tolist() for turn in one.turns]
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        digest = hashlib.sha256()
+        for parameter in module.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        found = {"replies": self.replies, "weights": digest.hexdigest()}
+        file = self.folder / f"rank_{trainer.global_rank}.json"
+        file.write_text(json.dumps(found))

@@ -1,0 +1,36 @@
+"""Two processes train one policy: the same trajectories as one process, the same weights on both."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.mark.slow
+def test_two_ranks_play_what_one_plays_and_agree(job):
+    def play(*overrides):
+        one = job()
+        one.run(
+            "warm_start.enabled=false",
+            "trainer.max_epochs=2",
+            "+callbacks.record._target_=killing.Record",
+            f"+callbacks.record.folder={one.folder.parent}",
+            *overrides,
+        )
+        files = sorted(one.folder.parent.glob("rank_*.json"))
+        return one, [json.loads(file.read_text()) for file in files]
+
+    alone, [single] = play()
+    both, [first, second] = play("trainer.devices=2", "trainer.strategy=ddp")
+    assert first["weights"] == second["weights"]
+    assert first["replies"].keys().isdisjoint(second["replies"])
+    together = first["replies"] | second["replies"]
+    assert together.keys() == single["replies"].keys() and len(together) == 16
+    before_any_update = [key for key in together if key.startswith("0 ")]
+    assert len(before_any_update) == 8
+    assert all(together[key] == single["replies"][key] for key in before_any_update)
+    assert both.figures["val/episodes"] == alone.figures["val/episodes"] == 16
+    assert both.figures["rollout/episodes"] == alone.figures["rollout/episodes"] == 8
+    for file in both.folder.rglob("*"):
+        assert "rank" not in file.name and file.suffix != ".partial"

@@ -1,0 +1,36 @@
+"""All that a run draws comes from its seed, whatever the process has drawn before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from ragen_pl.assemble import assemble, build_warm_start
+from ragen_pl.config.paths import config_dir
+
+
+def weights(*, seed, critic, drawn):
+    torch.manual_seed(drawn)
+    overrides = [
+        "env=frozenlake", "panel.episodes=4", "warm_start.episodes=4", f"seed={seed}",
+        f"algorithm.critic={critic}", "+model.build.text.hidden_size=32",
+        "+model.build.text.num_attention_heads=2", "+model.build.text.num_key_value_heads=2",
+    ]  # fmt: skip
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        parts = assemble(compose("fit", overrides=overrides))
+    return build_warm_start(parts)[0].state_dict()
+
+
+@pytest.mark.parametrize("critic", ["shared", "own"])
+def test_first_weights(critic):
+    one = weights(seed=3, critic=critic, drawn=1)
+    same = weights(seed=3, critic=critic, drawn=2)
+    other = weights(seed=4, critic=critic, drawn=1)
+    assert all(torch.equal(value, same[name]) for name, value in one.items())
+    for part in ("policy.", "critic.head"):
+        assert any(
+            not torch.equal(value, other[name])
+            for name, value in one.items()
+            if name.startswith(part)
+        )
