@@ -24,6 +24,7 @@ from ragen_pl.rollout.sampling import Draws, Replies
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
+_SHARE_FROM = 16  # tokens that prompts must have in common for that to be computed once for all
 _DROP_BELOW = 0.75  # finished lanes are dropped once the share of living ones falls under this
 
 
@@ -84,6 +85,8 @@ class TransformersEngine:
             )
         with self.forward_context():
             lanes = self._take_up(requests)
+            if lanes.cache.length == 0:
+                self._prefill_shared(lanes, requests)
             hidden = self._prefill(lanes, requests)
             generations = self._decode(lanes, requests, hidden, keep=keep).generations()
         self.sampled_tokens += sum(len(generation.ids) for generation in generations)
@@ -111,6 +114,29 @@ class TransformersEngine:
         return _Lanes(
             sessions, ids, held.cache.select(select), held.valid[select], held.count[select]
         )
+
+    def _prefill_shared(self, lanes: _Lanes, requests: Sequence[GenerationRequest]) -> None:
+        """Compute what all prompts begin with, such as the rules of a world, once for all new lanes."""
+        prompts, slot = [request.prompt.ids for request in requests], self.bundle.image_token_id
+        first, most = (
+            prompts[0],
+            min(len(ids) for ids in prompts) - 1,
+        )  # each keeps a token of its own
+        alike = np.all(
+            [ids[:most] == first[:most] for ids in prompts] + [first[:most] != slot], axis=0
+        )
+        shared = most if alike.all() else int(alike.argmin())
+        if len(prompts) == 1 or shared < _SHARE_FROM:
+            return
+        device = lanes.count.device
+        ids, positions = torch.from_numpy(first[:shared]).to(device)[None], torch.arange(shared)
+        embeds = self.bundle.model.get_input_embeddings()(ids)
+        self._forward(lanes.cache, embeds, positions.to(device)[None], None)
+        self.prefilled_tokens += shared
+        lanes.cache = lanes.cache.select(torch.zeros_like(lanes.count))
+        lanes.ids = [first[:shared]] * len(prompts)
+        lanes.valid = torch.ones(len(prompts), shared, dtype=torch.bool, device=device)
+        lanes.count = lanes.count + shared
 
     def _prefill(self, lanes: _Lanes, requests: Sequence[GenerationRequest]) -> Tensor:
         """Compute what is new in each prompt; return the last hidden state `[rows, hidden]`."""
