@@ -93,7 +93,9 @@ def test_denominators_count_the_whole_optimizer_step(batch, accumulate):
 def test_denominators_count_all_ranks(batch):
     seen = []
 
-    def sum_over_ranks(counts):  # another rank with 100 tokens, 80 credited, 60 held, 10 samples a step
+    def sum_over_ranks(
+        counts,
+    ):  # another rank with 100 tokens, 80 credited, 60 held, 10 samples a step
         seen.append(counts)
         return counts + torch.tensor([100.0, 80.0, 60.0, 10.0])
 
