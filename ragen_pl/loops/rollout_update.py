@@ -105,6 +105,8 @@ class RolloutUpdateLoop(_FitLoop):
         batches = self.epoch_loop.batch_progress
         if _untrained(batches):  # fetched and not trained on: it will be fetched again
             batches.is_last_batch = False
+            if self.restarting and not self.epoch_loop._should_accumulate():
+                self.epoch_loop._batches_that_stepped -= 1  # Lightning counts it as trained
         self._finishing = resuming and begun and batches.is_last_batch
         if resuming and not begun:  # written by an epoch-start hook: start the update from there
             self.epoch_progress.total.ready -= self.epoch_progress.current.ready - self.iteration

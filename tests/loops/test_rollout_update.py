@@ -121,6 +121,25 @@ def test_the_outer_random_stream_does_not_change_a_run(setup_of):
     )
 
 
+def test_an_iterations_samples_are_in_the_checkpoints_of_its_update_only(setup_of, tmp_path):
+    held = {}
+
+    class Look(pl.Callback):
+        def look(self, trainer, hook):
+            trainer.save_checkpoint(tmp_path / "one.ckpt")
+            state = torch.load(tmp_path / "one.ckpt", weights_only=True)
+            held[hook] = state["RolloutDataModule"]["buffers"] != [None]
+
+        def on_train_batch_end(self, trainer, *args):
+            self.look(trainer, "batch")
+
+        def on_train_epoch_end(self, trainer, *args):
+            self.look(trainer, "epoch")
+
+    setup_of().fit(Look(), max_epochs=1)
+    assert held == {"batch": True, "epoch": False}
+
+
 # ---- what it refuses
 
 
