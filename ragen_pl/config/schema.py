@@ -95,6 +95,19 @@ RULES: dict[str, Rule] = {
     "algorithm.loss.kl.aggregation": _AGGREGATION,
     # the model: one built from its config, or one of the user's own
     "model.build.path": Rule(kind=Kind.TEXT, note="a folder, or a name on the model hub"),
+    "model.build.vision.mlp_ratio": _POSITIVE,
+    "model.build.vision.*": _COUNT,
+    **{
+        f"model.build.text.{name}": _COUNT
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        )
+    },
     "model.build.seed": Rule(kind=Kind.INT, minimum=0, maximum=2**32 - 1),
     "model.build.dtype": Rule(kind=Kind.TEXT, choices=("float32", "bfloat16", "float16")),
     "model.build.attn_implementation": Rule(

@@ -14,8 +14,8 @@ def weights(*, seed, critic, drawn):
     torch.manual_seed(drawn)
     overrides = [
         "env=frozenlake", "panel.episodes=4", "warm_start.episodes=4", f"seed={seed}",
-        f"algorithm.critic={critic}", "+model.build.text.hidden_size=32",
-        "+model.build.text.num_attention_heads=2", "+model.build.text.num_key_value_heads=2",
+        f"algorithm.critic={critic}", "++model.build.text.hidden_size=32",
+        "++model.build.text.num_attention_heads=2", "++model.build.text.num_key_value_heads=2",
     ]  # fmt: skip
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         parts = assemble(compose("fit", overrides=overrides))
