@@ -142,8 +142,10 @@ def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str,
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
+        players = {name: player for name, player in (cfg.panel.players or {}).items() if player}
         references = {
-            f"{name} player": player_figures(parts, name) for name in parts.cfg.panel.players or {}
+            f"{name} player": player_figures(parts, name, player)
+            for name, player in players.items()
         }
         if cfg.panel.blank:
             references["blanked"] = blank_figures(parts, agent)
@@ -155,9 +157,9 @@ def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str,
     return figures
 
 
-def player_figures(parts: Parts, name: str) -> dict[str, float]:
+def player_figures(parts: Parts, name: str, player: DictConfig) -> dict[str, float]:
     """Return what one of the config's scripted players makes of the panel."""
-    proxy = scripted(parts, instantiate(parts.cfg.panel.players[name]))
+    proxy = scripted(parts, instantiate(player))
     return _figures(proxy.play(parts.panels[0].starts, seed_key=("player", name)))
 
 

@@ -51,7 +51,8 @@ class ScriptedProxy(AgentProxy):
         lane = episode.lane
         seed = derive_seed(*seed_key, lane.start.group, lane.start.member, lane.turn)
         action = self.player.act(lane.env, np.random.Generator(np.random.Philox(key=seed)))
-        think = "" if lane.truth is None else f"<think>{lane.truth}</think>"
+        spoken = lane.truth is not None or self.environments.require_think
+        think = f"<think>{lane.truth or ''}</think>" if spoken else ""
         ids = self.context.encode_reply(f"{think}<answer>{lane.action_names[action]}</answer>")
         return Generation(ids=ids, logprobs=np.zeros(len(ids), np.float32), entropy=0.0, cut=False)
 
