@@ -86,7 +86,8 @@ class ContextManager:
         self.template = ChatTemplate(bundle.renderer)
         self._encoded: dict[str, np.ndarray] = {}
         close = self._encode_markup(self.template.close) if self.template.keeps_prefix else _NO_IDS
-        ends_turn = len(close) and int(close[0]) in bundle.eos_token_ids
+        self._ends = frozenset(bundle.eos_token_ids)
+        ends_turn = len(close) and int(close[0]) in self._ends
         self._close_after_end = close[1:] if ends_turn else close
         self._close_after_cut = close
 
@@ -135,7 +136,7 @@ class ContextManager:
 
         A character made of several tokens is counted to the last of them.
         """
-        kept = [int(token) for token in ids if int(token) not in self.bundle.eos_token_ids]
+        kept = [token for token in ids.tolist() if token not in self._ends]
         pieces = [self.bundle.piece(token) for token in kept]
         if any("\ufffd" in piece for piece in pieces):
             decode = self.bundle.tokenizer.decode
@@ -171,10 +172,7 @@ class ContextManager:
             parts.append(exchange.shown_ids)
             if exchange.reply_ids is not None:
                 parts.append(exchange.reply_ids)
-                ended = (
-                    len(exchange.reply_ids)
-                    and int(exchange.reply_ids[-1]) in self.bundle.eos_token_ids
-                )
+                ended = len(exchange.reply_ids) and int(exchange.reply_ids[-1]) in self._ends
                 parts.append(self._close_after_end if ended else self._close_after_cut)
         return Prompt(ids=np.concatenate(parts), images=images)
 
