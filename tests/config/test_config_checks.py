@@ -22,8 +22,7 @@ def shipped_configs() -> list[list[str]]:
     """One override list for each option of each group of the shipped configuration."""
     options = [[]]
     for file in sorted(config_dir().glob("*/*.yaml")):
-        plus = "+" if file.parent.name == "experiment" else ""
-        options.append([f"{plus}{file.parent.name}={file.stem}"])
+        options.append([f"{file.parent.name}={file.stem}"])
     return options
 
 
