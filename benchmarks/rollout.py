@@ -142,7 +142,7 @@ def seconds_of(action: Callable[[], None], clock: Clock, *, rounds: int = 1) -> 
 def compare(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
     """Print the row of one model: engine, generate, ratio."""
     larger = name.startswith("larger")
-    lanes, rounds = (max(1, args.lanes // 4), 1) if larger else (args.lanes, args.rounds)
+    lanes, rounds = (max(1, args.lanes // 16), 1) if larger else (args.lanes, args.rounds)
     engine = TransformersEngine(bundle)
     tokens = args.reply_tokens
     dialogue = Dialogue(lanes=lanes, turns=args.turns, rules=args.rules)
@@ -200,7 +200,9 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", type=int, default=32, help="a quarter of them, larger model")
+    parser.add_argument(
+        "--lanes", type=int, default=128, help="a sixteenth of them with the larger model"
+    )
     parser.add_argument("--fit-lanes", type=int, default=8, help="lanes of the second table")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--reply-tokens", type=int, default=13)
