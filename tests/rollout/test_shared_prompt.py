@@ -1,0 +1,61 @@
+"""What all prompts begin with is computed once, and changes nothing that is sampled."""
+
+import numpy as np
+import pytest
+
+from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.seeding import uniforms
+
+RULES = "walk to the goal and do not fall into a hole on the way up down left or right " * 2
+
+
+def requests_of(prompts: list[Prompt]) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            session=lane, prompt=prompt, max_tokens=10, temperature=1.0,
+            uniforms=uniforms("shared", lane, count=10),
+        )
+        for lane, prompt in enumerate(prompts)
+    ]  # fmt: skip
+
+
+def check_like_alone(bundle, prompts: list[Prompt], *, shared: int) -> None:
+    requests, engine = requests_of(prompts), TransformersEngine(bundle)
+    together = engine.generate(requests, keep=False)
+    assert engine.prefilled_tokens == sum(len(p.ids) for p in prompts) - shared * (len(prompts) - 1)
+    for request, reply in zip(requests, together, strict=True):
+        (alone,) = TransformersEngine(bundle).generate([request], keep=False)
+        assert reply.ids.tolist() == alone.ids.tolist()
+        np.testing.assert_allclose(reply.logprobs, alone.logprobs, atol=1e-4)
+
+
+def words(bundle, text: str, *, head: str = RULES) -> list[int]:
+    return bundle.tokenizer.encode(f"<|user|>{head}{text}<|assistant|>")
+
+
+@pytest.mark.parametrize("ends", [["Up", "Left and Up", "hole 1 2"], ["Up", "Up", "Up"]])
+def test_lanes_with_the_same_rules_sample_what_they_would_alone(lm, ends):
+    ids = [words(lm, end) for end in ends]
+    alike = [len(set(column)) == 1 for column in zip(*ids, strict=False)]
+    shared = min([*np.flatnonzero(~np.array(alike)), min(map(len, ids)) - 1])
+    assert shared > 16
+    check_like_alone(lm, [Prompt(ids=np.array(row)) for row in ids], shared=int(shared))
+
+
+def test_a_few_tokens_alike_are_not_worth_a_pass_of_their_own(lm):
+    prompts = [Prompt(ids=np.array(words(lm, end, head=""))) for end in ("Up", "Left")]
+    check_like_alone(lm, prompts, shared=0)
+
+
+def test_pictures_are_never_shared(vlm):
+    rng, slot = np.random.default_rng(0), vlm.image_token_id
+    head = vlm.tokenizer.encode(RULES)
+    prompts = [
+        Prompt(
+            ids=np.array([*head, *[slot] * 16, *words(vlm, end, head="")]),
+            images=[rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)],
+        )
+        for end in ("Up", "Up")
+    ]
+    check_like_alone(vlm, prompts, shared=len(head))
