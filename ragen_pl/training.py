@@ -141,6 +141,10 @@ def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str,
         logger.log_hyperparams({"panel_digest": parts.panels[0].digest()})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if trainer.current_epoch % (trainer.check_val_every_n_epoch or 1):
+        # the last weights have not been measured: the run ended between two validations
+        trainer.validate(agent, datamodule=datamodule, verbose=False)
+        figures |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
         players = {name: player for name, player in (cfg.panel.players or {}).items() if player}
         references = {
