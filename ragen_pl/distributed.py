@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,8 +43,3 @@ def gather_over_ranks(value: T) -> list[T]:
     gathered: list[T | None] = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered  # type: ignore[return-value]
-
-
-def any_rank(flag: bool) -> bool:
-    """Return whether the flag is set on any rank."""
-    return bool(sum_over_ranks(torch.tensor(float(flag))) > 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -69,7 +68,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self.curriculum = curriculum
         self.buffer: TrajectoryBatch | None = None
         self.metrics: dict[str, float] = {}
-        self.rollout_seconds = 0.0
         self._iteration = -1
 
     def setup(self, stage: str) -> None:
@@ -101,14 +99,12 @@ class RolloutDataModule(pl.LightningDataModule):
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Trajectory]:
         """Roll out this rank's share of an iteration and fill the buffer; return the trajectories."""
-        began = time.perf_counter()
         engine = module.rollout_engine()
         engine.sync_weights(iteration)
         self.proxy.progress = progress
         trajectories = self.proxy.rollout(
             engine, self.starts(iteration), seed_key=(self.seed, "sample", iteration)
         )
-        self.rollout_seconds = time.perf_counter() - began
         statistics = RolloutStatistics()
         statistics.update(trajectories)
         self.metrics = statistics.compute()

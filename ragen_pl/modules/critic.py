@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.value_head import ValueHead
 from ragen_pl.modules.forward import decoder_states, sampled_states, split_by_length
-from ragen_pl.modules.policy import OptimizerFactory
+from ragen_pl.modules.policy import OptimizerFactory, PolicyModule, TokenScores
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -101,3 +101,23 @@ class CriticModule(pl.LightningModule):
                 "this critic reads the policy's states; give it a backbone to use it alone"
             )
         return self.backbone
+
+
+def score_together(
+    policy: PolicyModule,
+    critic: CriticModule | None,
+    samples: Samples,
+    pictures: Tensor,
+    *,
+    reference: Tensor | None = None,
+    parts: list[Tensor] | None = None,
+) -> TokenScores:
+    """Score samples with the policy and value them with the critic, in one pass where they share a trunk.
+
+    The arguments are those of `PolicyModule.score`.
+    """
+    shared = critic if critic is not None and critic.shares_trunk else None
+    scores = policy.score(samples, pictures, critic=shared, reference=reference, parts=parts)
+    if critic is not None and shared is None:
+        scores.values = critic.values(samples, pictures, parts=parts)
+    return scores

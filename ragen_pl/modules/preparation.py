@@ -11,7 +11,7 @@ from ragen_pl.algorithms.estimators import Estimator
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.metrics.update import PreparationStatistics
 from ragen_pl.modules.credit import apply_masks, assign_credit
-from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.forward import decoder_parts
 from ragen_pl.modules.losses import FULL_KL, LossSettings, Masks
 from ragen_pl.modules.policy import PolicyModule, TokenScores
@@ -28,13 +28,14 @@ class Scorer:
 
     def score(self, samples: Samples, pictures: Tensor, *, parts: list[Tensor]) -> TokenScores:
         """Return log-probs and, with a critic, values of the sampled tokens."""
-        return self._score(samples, pictures, parts=parts)
+        return score_together(self.policy, self.critic, samples, pictures, parts=parts)
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
         """Return what the update's loss needs, the divergence over the vocabulary where it is asked for."""
         full = self.loss.kl is not None and self.loss.kl.estimator == FULL_KL
-        return self._score(
-            batch.samples, batch.pictures, reference=batch.reference if full else None
+        reference = batch.reference if full else None
+        return score_together(
+            self.policy, self.critic, batch.samples, batch.pictures, reference=reference
         )
 
     def bootstrap(self, batch: TrajectoryBatch) -> None:
@@ -57,22 +58,6 @@ class Scorer:
         result = scores.logprobs.new_zeros(int(sampled.sum()))
         result[samples.token[sampled]] = scores.logprobs[sampled]
         return result
-
-    def _score(
-        self,
-        samples: Samples,
-        pictures: Tensor,
-        *,
-        reference: Tensor | None = None,
-        parts: list[Tensor] | None = None,
-    ) -> TokenScores:
-        shared = self.critic if self.critic is not None and self.critic.shares_trunk else None
-        scores = self.policy.score(
-            samples, pictures, critic=shared, reference=reference, parts=parts
-        )
-        if self.critic is not None and shared is None:
-            scores.values = self.critic.values(samples, pictures, parts=parts)
-        return scores
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.data.batch import Minibatch
-from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.policy import OptimizerFactory, PolicyModule
 
 
@@ -59,17 +59,12 @@ class WarmStartModule(pl.LightningModule):
         """Return the joint loss, averaged over all trained tokens of the step."""
         samples = batch.samples
         mask = samples.loss_mask & (samples.weight > 0)[:, None]
-        shared = self.critic if self.critic is not None and self.critic.shares_trunk else None
-        scores = self.policy.score(samples, batch.pictures, critic=shared)
+        scores = score_together(self.policy, self.critic, samples, batch.pictures)
         reply_loss = -(scores.logprobs * mask).sum() / batch.tokens
         figures = {"warm_start/loss": reply_loss.detach()}
         loss = reply_loss
-        if self.critic is not None:
-            values = (
-                scores.values if shared is not None else self.critic.values(samples, batch.pictures)
-            )
-            assert values is not None
-            error = value_loss(values, samples.returns, mask).losses.sum() / batch.tokens
+        if scores.values is not None:
+            error = value_loss(scores.values, samples.returns, mask).losses.sum() / batch.tokens
             figures["warm_start/value_loss"] = error.detach()
             loss = loss + self.value_coefficient * error
         self.log_dict(figures, prog_bar=True, sync_dist=True, reduce_fx="sum")
