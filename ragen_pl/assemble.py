@@ -49,10 +49,7 @@ def assemble(cfg: DictConfig) -> Parts:
             cfg, record_states=getattr(estimator, "needs_states", False)
         ),
         context=ContextManager(bundle, **plain(cfg.context)),
-        max_reply_tokens=cfg.rollout.max_reply_tokens,
-        temperature=cfg.rollout.temperature,
-        max_lanes=cfg.rollout.max_lanes,
-        adaptive_temperature=instantiate(cfg.rollout.get("adaptive_temperature"), _convert_="all"),
+        **rollout_settings(cfg),
     )
     panel_proxy = replace(proxy, environments=build_environments(cfg))
     panels = [Panel("held_out", panel_proxy, episodes=cfg.panel.episodes)]
@@ -63,6 +60,17 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     """Build or load the model."""
     bundle: ModelBundle = instantiate(cfg.model.build, _convert_="all")
     return bundle
+
+
+def rollout_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return what the config says to an AgentProxy of lengths, lanes and temperatures."""
+    rollout = cfg.rollout
+    return {
+        "max_reply_tokens": rollout.max_reply_tokens,
+        "temperature": rollout.temperature,
+        "max_lanes": rollout.max_lanes,
+        "adaptive_temperature": instantiate(rollout.get("adaptive_temperature"), _convert_="all"),
+    }
 
 
 def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:

@@ -23,11 +23,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking import check_reachable, flattened, tracking_uri, version_tags
+from ragen_pl.tracking import (
+    RUN_FILE,
+    check_reachable,
+    flattened,
+    known_run,
+    tracking_uri,
+    version_tags,
+)
 
 _PARAM_LENGTH = 250  # characters; the whole config is kept as an artifact
 _STOPPED_BY_SOMEBODY = (KeyboardInterrupt, SystemExit, SIGTERMException)
-_RUN_FILE = "mlflow_run.json"
 # Lightning adds `epoch` to all that is logged, so it would mix the steps of a run's phases.
 _NOT_LOGGED = frozenset({"epoch"})
 
@@ -58,7 +64,7 @@ class RunLogger(MLFlowLogger):
         self.folder = Path(run_dir).absolute()
         self.settings = dict(settings or {})
         root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
-        known = self._known_run()
+        known = known_run(self.folder)
         uri = tracking_uri(root, uri=uri) if uri or not known else known["tracking_uri"]
         resumed = known.get("run_id") if known.get("tracking_uri") == uri else None
         self._logged_steps: dict[str, set[int]] = {}
@@ -102,9 +108,9 @@ class RunLogger(MLFlowLogger):
         """Create the run or take it up again, and log its config."""
         run_id = self.run_id
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f"{_RUN_FILE}.partial"
+        partial = self.folder / f"{RUN_FILE}.partial"
         partial.write_text(json.dumps({"run_id": run_id, "tracking_uri": self._tracking_uri}))
-        os.replace(partial, self.folder / _RUN_FILE)
+        os.replace(partial, self.folder / RUN_FILE)
         if self._resumed:
             self.experiment.update_run(run_id, status="RUNNING")
         if self.settings:
@@ -113,10 +119,6 @@ class RunLogger(MLFlowLogger):
                 run_id, OmegaConf.to_yaml(OmegaConf.create(self.settings)), name
             )
             self.log_hyperparams(self.settings)
-
-    def _known_run(self) -> dict[str, str]:
-        file = self.folder / _RUN_FILE
-        return json.loads(file.read_text()) if file.exists() else {}
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:

@@ -6,12 +6,13 @@ import os
 import shutil
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zipfile import is_zipfile
 
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.pairs import class_named
 from ragen_pl.probe import probe
 from ragen_pl.runs import locate
 from ragen_pl.tracking import check_reachable, tracking_uri
@@ -55,23 +56,33 @@ def preflight(cfg: DictConfig) -> None:
             )
 
 
-def check_folder(folder: Path) -> None:
-    """Check that a run can be written to this folder, which need not exist yet.
+def check_folder(
+    folder: Path,
+    *,
+    said: str | None = None,
+    mend: str = "set paths.root (or paths.run_dir) to a folder of yours",
+) -> None:
+    """Check that a run, or what is made of one, can be written to this folder, which need not exist yet.
+
+    Args:
+        folder: an absolute path.
+        said: what the user said that it follows from; None for the path itself.
+        mend: what to do where it is somebody else's.
 
     Raises:
         ConfigError: something that is no folder is in the way, it may not be written to, or the disk is full.
     """
     place = next(path for path in (folder, *folder.parents) if path.exists())
-    mend = "set paths.root (or paths.run_dir) to a folder of yours"
+    told = said or str(folder)
     if not place.is_dir():
-        raise ConfigError(f"{folder}: cannot be made, for {place} is a file; {mend}")
+        raise ConfigError(f"{told}: cannot be made, for {place} is a file; {mend}")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{folder}: {place} may not be written to; {mend}")
+        raise ConfigError(f"{told}: {place} may not be written to; {mend}")
     free = shutil.disk_usage(place).free
     if free < _ROOM:
         raise ConfigError(
-            f"{folder}: {free >> 20} MB are left on its disk, a run needs {_ROOM >> 20} MB for checkpoints; "
-            "make room, or set paths.root to another disk"
+            f"{told}: {free >> 20} MB are left on its disk, a run needs {_ROOM >> 20} MB for checkpoints; "
+            f"make room, or {mend}"
         )
 
 
@@ -83,10 +94,8 @@ def check_environment(env: DictConfig) -> None:
     """
     from gymnasium.error import Error
 
-    kwargs = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
-    assert isinstance(kwargs, dict)
     try:
-        _make(str(env.target), {str(name): value for name, value in kwargs.items()})
+        _make(env)
     except (Error, ImportError, AttributeError) as error:
         raise ConfigError(
             f"env.target={env.target}: {error}; give a gymnasium id such as envs:ragen/FrozenLake-v0, "
@@ -113,11 +122,10 @@ def check_world_model(cfg: DictConfig) -> None:
                 f"world_model.{weight}={value}: a reply in env.prompt_format={cfg.env.prompt_format} has no "
                 f"such block; set env.prompt_format={word} or grounding_worldmodeling"
             )
-        kwargs = OmegaConf.to_container(cfg.env.kwargs, resolve=True) if cfg.env.kwargs else {}
-        world = _make(str(cfg.env.target), dict(kwargs))  # type: ignore[arg-type]
-        if not hasattr(world.unwrapped, "relations"):
+        world = _make(cfg.env).unwrapped
+        if not hasattr(world, "relations"):
             raise ConfigError(
-                f"world_model.{weight}={value}: {type(world.unwrapped).__name__} has no relations() to hold a "
+                f"world_model.{weight}={value}: {type(world).__name__} has no relations() to hold a "
                 f"statement against; give it one, or set world_model.{weight}=0"
             )
 
@@ -149,12 +157,10 @@ def check_anchor_states(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the environment has no `state_key()`.
     """
-    target = OmegaConf.select(cfg, "algorithm.estimator._target_") or ""
-    estimator = str(target).rpartition(".")[2]
+    estimator = class_named(cfg, "algorithm.estimator")
     if estimator != "GroupInGroup":
         return
-    kwargs = OmegaConf.to_container(cfg.env.kwargs, resolve=True) if cfg.env.kwargs else {}
-    world = _make(str(cfg.env.target), dict(kwargs)).unwrapped  # type: ignore[arg-type]
+    world = _make(cfg.env).unwrapped
     if not hasattr(world, "state_key"):
         raise ConfigError(
             f"algorithm.estimator={estimator}: {type(world).__name__} has no state_key() to tell by which turns "
@@ -162,9 +168,12 @@ def check_anchor_states(cfg: DictConfig) -> None:
         )
 
 
-def _make(target: str, kwargs: dict[str, Any]) -> gymnasium.Env[object, object]:
+def _make(env: DictConfig) -> gymnasium.Env[object, object]:
     import gymnasium
 
+    settings = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
+    assert isinstance(settings, dict)
+    target, kwargs = str(env.target), {str(name): value for name, value in settings.items()}
     if "/" in target or target in gymnasium.registry:
         made: gymnasium.Env[object, object] = gymnasium.make(
             target, disable_env_checker=True, **kwargs

@@ -8,9 +8,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from ragen_pl.assemble import Parts, build_environments, scripted
-from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.metrics.rollout import rollout_figures
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.trajectory import Trajectory
 
 
 def reference_figures(parts: Parts, agent: AgentModule) -> dict[str, dict[str, float]]:
@@ -29,7 +28,7 @@ def reference_figures(parts: Parts, agent: AgentModule) -> dict[str, dict[str, f
 def player_figures(parts: Parts, name: str, player: DictConfig) -> dict[str, float]:
     """Return what one of the config's scripted players makes of the panel."""
     proxy = scripted(parts, instantiate(player))
-    return _figures(proxy.play(parts.panels[0].starts, seed_key=("player", name)))
+    return rollout_figures(proxy.play(parts.panels[0].starts, seed_key=("player", name)))
 
 
 def blank_figures(parts: Parts, agent: AgentModule) -> dict[str, float]:
@@ -38,10 +37,6 @@ def blank_figures(parts: Parts, agent: AgentModule) -> dict[str, float]:
     agent.eval()
     engine = agent.rollout_engine()
     engine.sync_weights(-1)
-    return _figures(proxy.rollout(engine, parts.panels[0].starts, seed_key=("panel",), greedy=True))
-
-
-def _figures(trajectories: list[Trajectory]) -> dict[str, float]:
-    statistics = RolloutStatistics(over_ranks=False)
-    statistics.update(trajectories)
-    return statistics.compute()
+    return rollout_figures(
+        proxy.rollout(engine, parts.panels[0].starts, seed_key=("panel",), greedy=True)
+    )

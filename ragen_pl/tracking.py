@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -12,6 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ragen_pl.config.errors import ConfigError
+
+RUN_FILE = "mlflow_run.json"
+"""In a run's folder: which MLflow run it is."""
 
 _PATIENCE_S = 3.0
 _PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
@@ -24,6 +28,13 @@ def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
         or os.environ.get("MLFLOW_TRACKING_URI")
         or f"sqlite:///{Path(root).absolute()}/mlflow.db"
     )
+
+
+def known_run(folder: Path) -> dict[str, str]:
+    """Return `run_id` and `tracking_uri` of a run folder's run in MLflow; empty where it has none."""
+    file = folder / RUN_FILE
+    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    return known
 
 
 def check_reachable(uri: str) -> None:

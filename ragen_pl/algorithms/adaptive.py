@@ -7,16 +7,14 @@ of the state keeps the Bellman equation sound (White, 2017, "Unifying task speci
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.advantages.bilevel import bilevel_gae
-from ragen_pl.algorithms.credit import Advantages, Credit, check_unit, finish
+from ragen_pl.algorithms.credit import Credit, check_unit
+from ragen_pl.algorithms.estimators import BilevelGAE
 from ragen_pl.algorithms.scan import next_on_mask
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
-from ragen_pl.algorithms.whitening import AllReduce
 
 
 def turn_progress(
@@ -65,28 +63,23 @@ def turn_progress(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveBilevelGAE:
+class AdaptiveBilevelGAE(BilevelGAE):
     """Bi-level GAE with `gamma_k = clip(gamma_turn + beta progress_k, low, high)` in place of one gamma_turn.
 
     After success the future counts for more, after a setback for less; progress is that of `turn_progress`.
     With `beta=0` this is `BilevelGAE`, number for number.
     """
 
-    needs_values: ClassVar[bool] = True
-    needs_states: ClassVar[bool] = False
-    gamma_turn: float = 0.95
     beta: float = 0.1
     low: float = 0.8
     high: float = 0.99
     window: int = 2  # turns that progress is measured over
     feedback: float = 1.0  # weight of turn rewards against the critic's changes
-    gamma_token: float = 1.0
-    lam_turn: float = 1.0
-    lam_token: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_unit(self, "gamma_turn", "low", "high", "gamma_token", "lam_turn", "lam_token")
+        BilevelGAE.__post_init__(self)
+        check_unit(self, "low", "high")
         if not self.low <= self.gamma_turn <= self.high:
             raise ValueError(
                 f"found gamma_turn={self.gamma_turn} outside low={self.low} and high={self.high}, expected it "
@@ -105,17 +98,3 @@ class AdaptiveBilevelGAE:
             feedback=self.feedback,
         )
         return (self.gamma_turn + self.beta * progress.double()).clamp(self.low, self.high)
-
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
-        """Estimate the advantages of a batch of trajectories."""
-        pair = bilevel_gae(
-            credit.rewards,
-            credit.need_values(self),
-            torch.where(credit.advantage_mask, credit.turn, -1),
-            gamma_turn=self.discounts(credit),
-            lam_turn=self.lam_turn,
-            gamma_token=self.gamma_token,
-            lam_token=self.lam_token,
-            bootstrap=credit.bootstrap,
-        )
-        return finish(*pair, credit)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from ragen_pl.algorithms.advantages.bilevel import bilevel_gae
 from ragen_pl.algorithms.advantages.gae import masked_gae
@@ -75,13 +76,17 @@ class BilevelGAE:
         """Check the ranges."""
         check_unit(self, "gamma_turn", "gamma_token", "lam_turn", "lam_token")
 
+    def discounts(self, credit: Credit) -> float | Tensor:
+        """Return gamma_turn, or one for each turn at its end, `[trajectories, tokens]`."""
+        return self.gamma_turn
+
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Estimate the advantages of a batch of trajectories."""
         pair = bilevel_gae(
             credit.rewards,
             credit.need_values(self),
             torch.where(credit.advantage_mask, credit.turn, -1),
-            gamma_turn=self.gamma_turn,
+            gamma_turn=self.discounts(credit),
             lam_turn=self.lam_turn,
             gamma_token=self.gamma_token,
             lam_token=self.lam_token,

@@ -12,16 +12,10 @@ from lightning.pytorch.loggers import MLFlowLogger
 from PIL import Image
 
 from ragen_pl.evaluation.credit import token_credit
-from ragen_pl.evaluation.records import (
-    Origin,
-    PictureFiles,
-    TokenCredit,
-    TokenReader,
-    to_record,
-    write_records,
-)
+from ragen_pl.evaluation.records import Origin, TokenCredit, TokenReader, write_episodes
 from ragen_pl.evaluation.traces import flush_traces, trace_records
 from ragen_pl.pages.page import PAGE, write_page
+from ragen_pl.pages.pictures import beside, enlarged
 from ragen_pl.trajectory import Trajectory
 
 _GAP = 4  # pixels between the pictures of a strip
@@ -120,14 +114,7 @@ def write_trajectories(
     Returns:
         The records.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = PictureFiles(folder)
-    known = credit or [None] * len(trajectories)
-    records = [
-        to_record(one, reader=reader, pictures=pictures, credit=its, origin=origin)
-        for one, its in zip(trajectories, known, strict=True)
-    ]
-    write_records(records, folder)
+    records = write_episodes(trajectories, folder, reader=reader, credit=credit, origin=origin)
     for number, trajectory in enumerate(trajectories):
         seen = [image for turn in trajectory.turns for image in turn.observation.images]
         seen += trajectory.final_images
@@ -145,15 +132,5 @@ def strip(pictures: Sequence[np.ndarray]) -> np.ndarray:
     Returns:
         uint8 [height, width, 3] on white.
     """
-    enlarged = []
-    for picture in pictures:
-        factor = max(1, _HEIGHT // picture.shape[0])
-        enlarged.append(picture.repeat(factor, axis=0).repeat(factor, axis=1))
-    height = max(picture.shape[0] for picture in enlarged)
-    width = sum(picture.shape[1] + _GAP for picture in enlarged) - _GAP
-    canvas = np.full((height, width, 3), 255, dtype=np.uint8)
-    left = 0
-    for picture in enlarged:
-        canvas[: picture.shape[0], left : left + picture.shape[1]] = picture
-        left += picture.shape[1] + _GAP
-    return canvas
+    large = [enlarged(picture, factor=_HEIGHT // picture.shape[0]) for picture in pictures]
+    return beside(large, gap=_GAP)

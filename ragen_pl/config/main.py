@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config, leaves
 from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation, tell
-from ragen_pl.config.paths import check_packages, config_dir
+from ragen_pl.config.paths import check_packages, config_dir, searched
 
 Task = Callable[[DictConfig], object]
 Prepare = Callable[[argparse.Namespace], list[str]]
@@ -127,13 +127,10 @@ def precheck(args: argparse.Namespace, *, config_name: str) -> None:
     if args.help or args.hydra_help or args.info or args.shell_completion:
         return
     directory = Path(args.config_path or config_dir()).resolve()
-    searched = (
-        [f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"] if args.config_dir else []
-    )
     with initialize_config_dir(str(directory), version_base="1.3"):
         name = args.config_name or config_name
         for overrides in combinations(args.overrides) if args.multirun else [args.overrides]:
-            cfg = _compose(name, [*searched, *overrides], folder=directory)
+            cfg = _compose(name, [*searched(args.config_dir), *overrides], folder=directory)
             if args.cfg is None:
                 check_config(cfg)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from omegaconf import DictConfig, OmegaConf
 
 _MISSING = object()
+_IN_GROUPS = ("GroupRelative", "LeaveOneOut", "GroupInGroup")
 _WITH_VALUES = ("MaskedGAE", "BilevelGAE", "AdaptiveBilevelGAE", "TurnGAE")
 
 
@@ -28,7 +29,8 @@ def _get(cfg: DictConfig, key: str, default: object = None) -> object:
     return default if value is _MISSING or value is None else value
 
 
-def _name(cfg: DictConfig, key: str) -> str:
+def class_named(cfg: DictConfig, key: str) -> str:
+    """Return the name, without its module, of the class that a part of the config is built from."""
     return str(_get(cfg, f"{key}._target_", "")).rpartition(".")[2]
 
 
@@ -36,8 +38,18 @@ def _alone(cfg: DictConfig) -> bool:
     return _get(cfg, "rollout.group_size") == 1
 
 
+def _groups(cfg: DictConfig) -> str | None:
+    estimator = class_named(cfg, "algorithm.estimator")
+    if estimator in _IN_GROUPS and _alone(cfg):
+        return (
+            f"rollout.group_size=1: {estimator} compares the episodes of a group, and one alone "
+            "teaches nothing; set at least 2"
+        )
+    return None
+
+
 def _group_filter(cfg: DictConfig) -> str | None:
-    rule = _name(cfg, "algorithm.filter.keep")
+    rule = class_named(cfg, "algorithm.filter.keep")
     if rule in ("", "KeepAll") and not _get(cfg, "algorithm.filter.reweight"):
         return None
     if _alone(cfg):
@@ -49,7 +61,10 @@ def _group_filter(cfg: DictConfig) -> str | None:
 
 
 def _resample(cfg: DictConfig) -> str | None:
-    rule, rounds = _name(cfg, "algorithm.filter.keep"), _get(cfg, "algorithm.filter.resample", 0)
+    rule, rounds = (
+        class_named(cfg, "algorithm.filter.keep"),
+        _get(cfg, "algorithm.filter.resample", 0),
+    )
     if rounds and rule in ("", "KeepAll", "TopFraction", "TopCount", "TopMass"):
         return (
             f"algorithm.filter.resample={rounds}: {rule or 'no rule'} does not judge each group by itself, so no "
@@ -59,7 +74,10 @@ def _resample(cfg: DictConfig) -> str | None:
 
 
 def _normaliser(cfg: DictConfig) -> str | None:
-    by, estimator = _name(cfg, "algorithm.normalise.by"), _name(cfg, "algorithm.estimator")
+    by, estimator = (
+        class_named(cfg, "algorithm.normalise.by"),
+        class_named(cfg, "algorithm.estimator"),
+    )
     if by == "ByGroup" and _alone(cfg):
         return (
             "rollout.group_size=1: algorithm.normalise.by=ByGroup would make every return 0; set "
@@ -91,14 +109,14 @@ def _penalised(cfg: DictConfig) -> bool:
 
 
 def _values(cfg: DictConfig) -> str | None:
-    name = _name(cfg, "algorithm.estimator")
+    name = class_named(cfg, "algorithm.estimator")
     if name in _WITH_VALUES and _get(cfg, "algorithm.critic") == "none":
         return f"algorithm.critic=none: {name} needs values; set algorithm.critic=shared (or own)"
     return None
 
 
 def _observations(cfg: DictConfig) -> str | None:
-    masks = [_name(cfg, f"algorithm.masks.{which}") for which in ("loss", "advantage")]
+    masks = [class_named(cfg, f"algorithm.masks.{which}") for which in ("loss", "advantage")]
     labelled, window = _get(cfg, "algorithm.masks.observations"), _get(cfg, "context.window")
     if labelled and window != "all":
         return (
@@ -124,7 +142,7 @@ def _observations(cfg: DictConfig) -> str | None:
 
 
 def _weights(cfg: DictConfig) -> str | None:
-    if _name(cfg, "algorithm.masks.advantage") == "think_weighted":
+    if class_named(cfg, "algorithm.masks.advantage") == "think_weighted":
         return (
             "algorithm.masks.advantage=think_weighted: a token is a step of credit or is not, it can't be part of "
             "one; weights belong into algorithm.masks.loss"
@@ -133,7 +151,7 @@ def _weights(cfg: DictConfig) -> str | None:
 
 
 def _loss(cfg: DictConfig) -> str | None:
-    policy, key = _name(cfg, "algorithm.loss.policy"), "algorithm.loss.policy"
+    policy, key = class_named(cfg, "algorithm.loss.policy"), "algorithm.loss.policy"
     dual = _get(cfg, f"{key}.dual_clip")
     if policy in ("SequencePolicyLoss", "ClippedWeightLoss") and dual is not None:
         return f"{key}.dual_clip={dual}: {policy} has no dual clip; set {key}.dual_clip=null"
@@ -158,5 +176,5 @@ def _entropy(cfg: DictConfig) -> str | None:
 
 
 _CHECKS: tuple[Callable[[DictConfig], str | None], ...] = (
-     _group_filter, _resample, _normaliser, _values, _observations, _weights, _loss, _entropy,
+     _groups, _group_filter, _resample, _normaliser, _values, _observations, _weights, _loss, _entropy,
 )  # fmt: skip

@@ -31,6 +31,11 @@ def config_dir() -> Path:
     )
 
 
+def searched(directory: str | None) -> list[str]:
+    """Return the override that lets Hydra find configs in a folder of the user's (`--config-dir`)."""
+    return [f"hydra.searchpath=[file://{Path(directory).resolve()}]"] if directory else []
+
+
 def check_packages() -> None:
     """Check that `envs` and `visual_envs` are this project's and not a stranger's.
 

@@ -1,4 +1,7 @@
-"""What keys must agree on between them; what each may be by itself is in `schema`."""
+"""Numbers that must agree between them.
+
+What each key may be by itself is in `schema`, which parts of an algorithm go together in `pairs`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from omegaconf import DictConfig, OmegaConf
-
-_IN_GROUPS = ("GroupRelative", "LeaveOneOut", "GroupInGroup")
 
 
 def disagreements(cfg: DictConfig) -> Iterator[str]:
@@ -28,12 +29,6 @@ def disagreements(cfg: DictConfig) -> Iterator[str]:
         )
     yield from _order(cfg, "algorithm.estimator", "low", "gamma_turn", "high")
     yield from _order(cfg, "rollout.adaptive_temperature", "low", "high")
-    estimator = str(_get(cfg, "algorithm.estimator._target_")).rpartition(".")[2]
-    if estimator in _IN_GROUPS and _get(cfg, "rollout.group_size") == 1:
-        yield (
-            f"rollout.group_size=1: {estimator} compares the episodes of a group, and one alone "
-            "teaches nothing; set at least 2"
-        )
 
 
 def _order(cfg: DictConfig, group: str, *names: str) -> Iterator[str]:

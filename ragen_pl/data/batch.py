@@ -141,23 +141,25 @@ def credit_layout(batch: TrajectoryBatch) -> tuple[Credit, Tensor, Tensor]:
     at_row = torch.full(shape, -1, dtype=torch.int64, device=episode.device)
     at_column = at_row.clone()
     at_row[episode, place], at_column[episode, place] = rows, columns
-    real = at_row >= 0  # every sampled token, trained on or not: credit passes through all of them
-
-    def laid_out(values: Tensor, fill: float) -> Tensor:
-        return torch.where(real, values[at_row.clamp(min=0), at_column.clamp(min=0)], fill)
-
+    # every sampled token has its place, trained on or not: credit passes through all of them
     credit = Credit(
         rewards=torch.zeros(shape, device=episode.device),
-        values=laid_out(samples.values, 0.0),
-        advantage_mask=laid_out(samples.advantage_mask, False),
-        loss_mask=laid_out(samples.loss_mask, False),
-        turn=laid_out(samples.turn, -1),
+        values=gather_credit(samples.values, at_row, at_column),
+        advantage_mask=gather_credit(samples.advantage_mask, at_row, at_column),
+        loss_mask=gather_credit(samples.loss_mask, at_row, at_column),
+        turn=gather_credit(samples.turn, at_row, at_column, fill=-1),
         group=episodes.group,
         bootstrap=episodes.bootstrap,
         returns=episodes.turn_rewards.sum(1),
         state=episodes.state if bool((episodes.state >= 0).any()) or not count else None,
     )
     return credit, at_row, at_column
+
+
+def gather_credit(values: Tensor, rows: Tensor, columns: Tensor, *, fill: float = 0) -> Tensor:
+    """Carry a figure per token from the samples to the credit layout; `fill` on its padding."""
+    inside = values[rows.clamp(min=0), columns.clamp(min=0)]
+    return torch.where(rows >= 0, inside, values.new_full((), fill))
 
 
 def scatter_credit(values: Tensor, rows: Tensor, columns: Tensor, *, like: Tensor) -> Tensor:

@@ -250,15 +250,11 @@ def as_filler(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
     most = max((len(trajectory.turns) for trajectory in kept), default=0)
-    rewards = torch.zeros(len(kept), most)
+    rewards, cut = torch.zeros(len(kept), most), torch.zeros(len(kept), most, dtype=torch.bool)
     for row, trajectory in enumerate(kept):
-        rewards[row, : len(trajectory.turns)] = torch.tensor(
-            [turn.reward for turn in trajectory.turns]
-        )
-
-    cut, state = torch.zeros(len(kept), most, dtype=torch.bool), _states(kept, most)
-    for row, trajectory in enumerate(kept):
-        cut[row, : len(trajectory.turns)] = torch.tensor([turn.cut for turn in trajectory.turns])
+        turns = trajectory.turns
+        rewards[row, : len(turns)] = torch.tensor([turn.reward for turn in turns])
+        cut[row, : len(turns)] = torch.tensor([turn.cut for turn in turns])
 
     def column(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -269,7 +265,7 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
         group=column([trajectory.group for trajectory in kept], torch.int64),
         member=column([trajectory.member for trajectory in kept], torch.int64),
         cut=cut,
-        state=state,
+        state=_states(kept, most),
         weight=torch.tensor(weights, dtype=torch.float32),
         truncated=column(
             [trajectory.ending is Ending.TRUNCATED for trajectory in kept], torch.bool

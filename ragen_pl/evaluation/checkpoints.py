@@ -5,7 +5,6 @@ Nothing is loaded here, and neither torch nor transformers is imported.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking import check_reachable, tracking_uri
+from ragen_pl.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
 
 EXPORTED = "ragen_pl.yaml"
 """Settings and origin of the weights, beside them in a folder that `ragen_pl.export` wrote."""
@@ -144,8 +143,8 @@ def _origin(folder: Path) -> Path | None:
 
 def _run_in_mlflow(run_id: str, *, root: str) -> Path:
     """Return the folder of an MLflow run: looked for under `root` first, then in the tracking store."""
-    for file in Path(root).absolute().glob("*/*/mlflow_run.json"):
-        if json.loads(file.read_text()).get("run_id") == run_id:
+    for file in Path(root).absolute().glob(f"*/*/{RUN_FILE}"):
+        if known_run(file.parent).get("run_id") == run_id:
             return file.parent
     uri = tracking_uri(root)
     check_reachable(uri)

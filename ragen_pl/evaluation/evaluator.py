@@ -14,12 +14,12 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.assemble import build_environments, plain
+from ragen_pl.assemble import build_environments, plain, rollout_settings
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.panel import Panel
 from ragen_pl.evaluation.panels import PanelSettings, panel_settings
 from ragen_pl.evaluation.preflight import is_greedy, pass_ks, tracked_run
-from ragen_pl.evaluation.records import Origin, PictureFiles, to_record, write_records
+from ragen_pl.evaluation.records import Origin, write_episodes
 from ragen_pl.evaluation.report import print_tables, write_report
 from ragen_pl.evaluation.statistics import by_difficulty, figures
 from ragen_pl.evaluation.tracking import log_evaluation
@@ -74,9 +74,7 @@ class Evaluator:
                 OmegaConf.create({"env": settings.env}), blank_images=blank
             ),
             context=self.context,
-            max_reply_tokens=cfg.rollout.max_reply_tokens,
-            temperature=cfg.rollout.temperature,
-            max_lanes=cfg.rollout.max_lanes,
+            **rollout_settings(cfg),
         )
         return Panel(
             settings.name, proxy, episodes=settings.episodes, key=settings.key,
@@ -122,12 +120,8 @@ class Evaluator:
     def write(self, settings: PanelSettings, trajectories: list[Trajectory]) -> None:
         """Write the policy's episodes as records, and a page to look at them."""
         folder = self.folder / settings.name
-        pictures, origin = PictureFiles(folder), Origin(panel=settings.name)
-        records = [
-            to_record(one, reader=self.context, pictures=pictures, origin=origin)
-            for one in trajectories
-        ]
-        write_records(records, folder)
+        origin = Origin(panel=settings.name)
+        records = write_episodes(trajectories, folder, reader=self.context, origin=origin)
         title = f"{Path(self.evaluation.about['checkpoint']).stem}, panel {settings.name}"
         write_page(records, folder / PAGE, title=title)
 

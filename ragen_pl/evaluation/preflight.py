@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.evaluation.panels import panel_settings
-from ragen_pl.preflight import check_environment
-from ragen_pl.tracking import check_reachable
+from ragen_pl.preflight import check_environment, check_folder
+from ragen_pl.tracking import check_reachable, known_run
+
+_MEND = "give a folder that can be written"
+_NO_WEIGHTS = (
+    "ckpt has no value; give a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, "
+    "best or last; or "
+)
 
 
 def preflight(cfg: DictConfig) -> None:
@@ -19,7 +24,7 @@ def preflight(cfg: DictConfig) -> None:
     Raises:
         ConfigError: on the first thing that can't be done.
     """
-    _check_source(cfg)
+    check_source(cfg)
     panels = panel_settings(cfg)
     if not panels:
         raise ConfigError("panels is empty; give one, such as panels=held_out")
@@ -34,7 +39,7 @@ def preflight(cfg: DictConfig) -> None:
     if run is not None:
         check_reachable(run["tracking_uri"])
     if cfg.to is not None:
-        _check_folder(cfg.to)
+        check_folder(Path(cfg.to).expanduser().absolute(), said=f"to={cfg.to}", mend=_MEND)
 
 
 def check_export(cfg: DictConfig) -> None:
@@ -43,7 +48,7 @@ def check_export(cfg: DictConfig) -> None:
     Raises:
         ConfigError: on the first thing that can't be done.
     """
-    _check_source(cfg)
+    check_source(cfg)
     if cfg.to is None:
         raise ConfigError("to has no value; set to=FOLDER")
     folder = Path(cfg.to).expanduser()
@@ -53,7 +58,7 @@ def check_export(cfg: DictConfig) -> None:
         )
     if cfg.source.checkpoint and Path(cfg.source.checkpoint) == folder.absolute():
         raise ConfigError(f"to={cfg.to}: the weights are read from there; give another folder")
-    _check_folder(cfg.to)
+    check_folder(folder.absolute(), said=f"to={cfg.to}", mend=_MEND)
 
 
 def is_greedy(cfg: DictConfig) -> bool:
@@ -90,24 +95,18 @@ def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
     """Return `run_id` and `tracking_uri` of the training run in MLflow, None where there is none."""
     if not cfg.mlflow or cfg.source.run is None:
         return None
-    file = Path(cfg.source.run) / "mlflow_run.json"
-    found: dict[str, str] | None = json.loads(file.read_text()) if file.exists() else None
-    return found
+    return known_run(Path(cfg.source.run)) or None
 
 
-def _check_source(cfg: DictConfig) -> None:
+def check_source(cfg: DictConfig, *, instead: str = "model=… for an untrained model") -> None:
+    """Check that there are weights.
+
+    Args:
+        cfg: settings as `settle` makes them.
+        instead: what may be given in place of weights.
+
+    Raises:
+        ConfigError: there are none.
+    """
     if cfg.source.checkpoint is None and not cfg.source.untrained:
-        raise ConfigError(
-            "ckpt has no value; give a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, "
-            "best or last; or model=… for an untrained model"
-        )
-
-
-def _check_folder(to: str) -> None:
-    folder = Path(to).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"to={to}: {error.strerror}; give a folder that can be written"
-        ) from error
+        raise ConfigError(_NO_WEIGHTS + instead)

@@ -205,6 +205,33 @@ def write_records(records: Iterable[dict[str, Any]], folder: Path, *, file: str 
     return path
 
 
+def write_episodes(
+    trajectories: Sequence[Trajectory],
+    folder: Path,
+    *,
+    reader: TokenReader | None = None,
+    credit: Sequence[TokenCredit | None] | None = None,
+    origin: Origin | None = None,
+) -> list[dict[str, Any]]:
+    """Write episodes' records and pictures into a folder and return the records.
+
+    Args:
+        trajectories: the episodes.
+        folder: where `trajectories.jsonl` and `pictures/` are written.
+        reader: as of `to_record`.
+        credit: of each episode, as of `to_record`.
+        origin: where they were played.
+    """
+    pictures = PictureFiles(folder)
+    known = credit or [None] * len(trajectories)
+    records = [
+        to_record(one, reader=reader, pictures=pictures, credit=its, origin=origin)
+        for one, its in zip(trajectories, known, strict=True)
+    ]
+    write_records(records, folder)
+    return records
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSONL file; picture paths are relative to the file's folder.
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError, tell
-from ragen_pl.config.paths import config_dir
+from ragen_pl.config.paths import config_dir, searched
 from ragen_pl.evaluation.checkpoints import Checkpoint, find_checkpoint
 from ragen_pl.evaluation.panels import world
 
@@ -136,14 +136,12 @@ def _take_over(
 
 def _shipped(overrides: list[str], *, args: argparse.Namespace) -> dict[str, Any]:
     """Return the training config that these overrides make, as plain settings."""
-    searched = (
-        [f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"] if args.config_dir else []
-    )
-    searched += [one for one in args.overrides if one.lstrip("+").startswith("hydra.searchpath=")]
+    places = searched(args.config_dir)
+    places += [one for one in args.overrides if one.lstrip("+").startswith("hydra.searchpath=")]
     directory = Path(args.config_path or config_dir()).resolve()
     with initialize_config_dir(str(directory), version_base="1.3"):
         try:
-            cfg: DictConfig = compose("fit", overrides=[*searched[-1:], *overrides])
+            cfg: DictConfig = compose("fit", overrides=[*places[-1:], *overrides])
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(tell(error)) from error
     settings = OmegaConf.to_container(cfg, resolve=True)

@@ -1,4 +1,4 @@
-"""What episodes of a panel come to: shares with intervals, pass@k, by difficulty. Pure arithmetic."""
+"""What episodes of a panel come to: shares with intervals, pass@k, by difficulty."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ragen_pl.trajectory import Ending, Trajectory
+from ragen_pl.metrics.rollout import rollout_figures
+from ragen_pl.trajectory import Trajectory
 
+_TOLD = ("return", "turns", "failed", "valid_actions", "effective_actions", "reply_tokens")
 _Z = 1.959963984540054  # of a 95% interval
 
 
@@ -87,21 +89,14 @@ def figures(trajectories: Sequence[Trajectory], *, pass_ks: Sequence[int] = ()) 
     Shares of no replies at all are left out.
     """
     success = clustered(_by_start(trajectories))
-    turns = [turn for one in trajectories for turn in one.turns]
-    count = len(trajectories)
+    known = rollout_figures(trajectories)
     result = {
-        "episodes": float(count),
+        "episodes": known["episodes"],
         "success": success.value,
         "success_low": success.low,
         "success_high": success.high,
-        "return": math.fsum(one.reward for one in trajectories) / count,
-        "turns": len(turns) / count,
-        "failed": sum(one.ending is Ending.FAILED for one in trajectories) / count,
     }
-    if turns:
-        result["valid_actions"] = sum(turn.action_is_valid for turn in turns) / len(turns)
-        result["effective_actions"] = sum(turn.action_is_effective for turn in turns) / len(turns)
-        result["reply_tokens"] = sum(len(turn.reply_ids) for turn in turns) / len(turns)
+    result |= {name: known[name] for name in _TOLD if not math.isnan(known[name])}
     for k in pass_ks:
         rates = [
             pass_at(k, samples=len(one), successes=sum(one)) for one in _by_start(trajectories)

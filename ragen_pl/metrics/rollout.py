@@ -89,3 +89,10 @@ class RolloutStatistics(NamedSums):
         if total["groups"]:
             figures["group_return_std"] = ratio(total["group_std"], total["groups"])
         return figures
+
+
+def rollout_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the figures of these trajectories alone, whatever other ranks have played."""
+    statistics = RolloutStatistics(over_ranks=False)
+    statistics.update(trajectories)
+    return statistics.compute()

@@ -151,6 +151,19 @@ class ModelBundle:
 
     # ---- the decoder
 
+    def embed(self, ids: Tensor, features: Tensor | None = None) -> Tensor:
+        """Return the decoder's inputs `[…, time, hidden]`: words' embeddings, and features in the image slots.
+
+        Args:
+            ids: int64 `[…, time]`.
+            features: `[slots, hidden]`, in the slots' order; None where the ids have none.
+        """
+        embeds: Tensor = self.model.get_input_embeddings()(ids)
+        if features is None:
+            return embeds
+        slots = ids.eq(-1 if self.image_token_id is None else self.image_token_id).unsqueeze(-1)
+        return embeds.masked_scatter(slots, features.to(embeds.dtype))
+
     @property
     def decoder(self) -> Callable[..., Any]:
         """The decoder without its head: embeddings in, `last_hidden_state` out."""

@@ -10,7 +10,7 @@ from ragen_pl.algorithms.normalise import RewardNormaliser
 from ragen_pl.algorithms.rewards import place_turn_rewards
 from ragen_pl.algorithms.turns import nearest_in_turn
 from ragen_pl.algorithms.whitening import whiten
-from ragen_pl.data.batch import TrajectoryBatch, credit_layout, scatter_credit
+from ragen_pl.data.batch import TrajectoryBatch, credit_layout, gather_credit, scatter_credit
 from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.modules.losses import Correction
 
@@ -44,7 +44,7 @@ def assign_credit(
         credit.returns = turn_rewards.sum(1)
     credit.rewards = place_turn_rewards(turn_rewards, credit.turn, credit.advantage_mask)
     if penalty is not None:
-        taken = torch.where(rows >= 0, penalty[rows.clamp(min=0), columns.clamp(min=0)], 0.0)
+        taken = gather_credit(penalty, rows, columns)
         credit.rewards = credit.rewards - carried_to_credit(
             taken, credit.advantage_mask, credit.turn
         )

@@ -108,14 +108,14 @@ def embedded(bundle: ModelBundle, samples: Samples, pictures: Tensor, rows: Tens
     """Return the decoder's inputs `[rows, time, hidden]`: words' embeddings, and features in the image slots."""
     time = int(samples.length[rows].max())
     ids = samples.input_ids[rows, :time]
-    embeds = bundle.model.get_input_embeddings()(ids)
     images = samples.images[rows]
     images = images[images >= 0]
-    if len(images):
-        used, index = torch.unique(images, return_inverse=True)
-        features = bundle.features(pictures[used])[index].to(embeds.dtype)
-        if samples.patches.shape[-1]:
-            features = features[samples.patches[rows][samples.images[rows] >= 0]]
-        slots = ids.eq(bundle.image_token_id or 0)
-        embeds = embeds.masked_scatter(slots.unsqueeze(-1), features)
-    return embeds
+    if not len(images):
+        return bundle.embed(ids)
+    used, index = torch.unique(images, return_inverse=True)
+    features = bundle.features(pictures[used])[index]
+    if samples.patches.shape[-1]:
+        shown = features[samples.patches[rows][samples.images[rows] >= 0]]
+    else:
+        shown = features.flatten(0, 1)
+    return bundle.embed(ids, shown)

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ragen_pl.algorithms.importance import top_in_turn
 from ragen_pl.algorithms.masks import ACTION
-from ragen_pl.data.batch import Samples, TrajectoryBatch, credit_layout, scatter_credit
+from ragen_pl.data.batch import (
+    Samples,
+    TrajectoryBatch,
+    credit_layout,
+    gather_credit,
+    scatter_credit,
+)
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.models.saliency import gradient_times_input
 from ragen_pl.modules.forward import embedded
@@ -101,12 +107,9 @@ def keep_important(
         report: filled with what was selected.
     """
     credit, rows, columns = credit_layout(batch)
-    samples, real = batch.samples, rows >= 0
-
-    def laid_out(values: Tensor) -> Tensor:
-        return torch.where(real, values[rows.clamp(min=0), columns.clamp(min=0)], 0)
-
-    score, action = laid_out(scores), laid_out(samples.spans) == ACTION
+    samples = batch.samples
+    score = gather_credit(scores, rows, columns)
+    action = gather_credit(samples.spans, rows, columns) == ACTION
     acted = torch.zeros(len(action), int(credit.turn.max()) + 2, device=action.device)
     acted = acted.scatter_add(1, credit.turn + 1, action.float()).gather(1, credit.turn + 1) > 0
 

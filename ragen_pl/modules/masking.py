@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.masks import above_quantile
-from ragen_pl.data.batch import TrajectoryBatch, credit_layout, scatter_credit
+from ragen_pl.data.batch import TrajectoryBatch, credit_layout, gather_credit, scatter_credit
 from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.modules.losses import CutReplies, Mask, Masks
 
@@ -21,7 +21,7 @@ def apply_masks(batch: TrajectoryBatch, masks: Masks, *, kl: Mask | None) -> Non
     """
     credit, rows, columns = credit_layout(batch)
     samples = batch.samples
-    spans = torch.where(rows >= 0, samples.spans[rows.clamp(min=0), columns.clamp(min=0)], 0)
+    spans = gather_credit(samples.spans, rows, columns)
     weight = masks.loss(spans, credit.turn).float()
     if masks.cut_replies is CutReplies.MASK:
         weight = torch.where(_of_token(batch.episodes.cut, credit.turn), 0.0, weight)

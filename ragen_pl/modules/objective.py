@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
-from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.losses import LossSettings
 from ragen_pl.modules.policy import TokenScores
+from ragen_pl.modules.reference import divergence
 
 
 @dataclass(slots=True)
@@ -80,14 +79,10 @@ def _reference_kl(
     zero = scores.logprobs.new_zeros(())
     if settings.kl is None or batch.reference is None or settings.kl.coefficient == 0:
         return zero, zero, zero
-    samples, divergence = batch.samples, scores.kl
-    if divergence is None:
-        reference = torch.zeros_like(scores.logprobs)
-        reference[samples.turn >= 0] = batch.reference
-        divergence = kl_estimate(scores.logprobs, reference, how=KLEstimator(settings.kl.estimator))
-    mask = samples.kl_mask & batch.real
-    penalty = _reduce(divergence, mask, batch, how=settings.kl.aggregation, tokens=batch.anchored)
-    return settings.kl.coefficient * penalty, (divergence * mask).sum(), mask.sum()
+    away = divergence(scores, batch.samples, batch.reference, estimator=settings.kl.estimator)
+    mask = batch.samples.kl_mask & batch.real
+    penalty = _reduce(away, mask, batch, how=settings.kl.aggregation, tokens=batch.anchored)
+    return settings.kl.coefficient * penalty, (away * mask).sum(), mask.sum()
 
 
 def _reduce(

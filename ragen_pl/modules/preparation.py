@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.estimators import Estimator
-from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.algorithms.normalise import RewardNormaliser
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks
@@ -21,7 +20,7 @@ from ragen_pl.modules.importance import keep_important, saliency
 from ragen_pl.modules.losses import FULL_KL, KLPlace, LossSettings, Masks
 from ragen_pl.modules.masking import apply_masks, keep_top_entropy
 from ragen_pl.modules.policy import PolicyModule, TokenScores
-from ragen_pl.modules.reference import ReferencePolicy
+from ragen_pl.modules.reference import ReferencePolicy, divergence
 from ragen_pl.trajectory import Span
 
 
@@ -104,9 +103,8 @@ def prepare_batch(
     if scores.values is not None:
         samples.values = scores.values
         scorer.bootstrap(batch)
-    shown = (
-        samples.spans == Span.SHOWN
-    )  # not sampled: what it was before the update stands for that
+    # text that was not sampled: its log-probs before the update stand for those
+    shown = samples.spans == Span.SHOWN
     samples.behaviour_logprobs = torch.where(shown, scores.logprobs, samples.behaviour_logprobs)
     keep_top_entropy(batch, scores.entropy, fraction=masks.top_entropy)
     penalty = _penalty(samples, scores, reference, loss) if in_reward else None
@@ -131,12 +129,9 @@ def _penalty(
     """Return what the divergence from the reference takes from each token's reward, `[rows, time]`."""
     if loss.kl is None or reference is None:
         return None
-    divergence = scores.kl
-    if divergence is None:
-        theirs = torch.zeros_like(scores.logprobs)
-        theirs[samples.turn >= 0] = reference[samples.token[samples.turn >= 0]]
-        divergence = kl_estimate(scores.logprobs, theirs, how=KLEstimator(loss.kl.estimator))
-    return loss.kl.coefficient * torch.where(samples.kl_mask, divergence, 0.0)
+    of_samples = reference[samples.token[samples.turn >= 0]]
+    away = divergence(scores, samples, of_samples, estimator=loss.kl.estimator)
+    return loss.kl.coefficient * torch.where(samples.kl_mask, away, 0.0)
 
 
 def _mean_entropy(samples: Samples, scores: TokenScores) -> float:

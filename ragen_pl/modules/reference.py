@@ -9,8 +9,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.data.batch import Samples
 from ragen_pl.modules.policy import PolicyModule, TokenScores
+
+
+def divergence(
+    scores: TokenScores, samples: Samples, reference: Tensor, *, estimator: str
+) -> Tensor:
+    """Return the policy's divergence from the reference at each token, `[rows, time]`.
+
+    Args:
+        scores: of the policy; its `kl`, where it was computed over the vocabulary, is the answer.
+        samples: that were scored.
+        reference: `[tokens]` log-probs of the samples' sampled tokens, row after row, for an estimate.
+        estimator: k1, k2 or k3.
+    """
+    if scores.kl is not None:
+        return scores.kl
+    theirs = torch.zeros_like(scores.logprobs)
+    theirs[samples.turn >= 0] = reference
+    return kl_estimate(scores.logprobs, theirs, how=KLEstimator(estimator))
 
 
 class WithoutAdapters:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from ragen_pl.pages.pictures import beside, enlarged
 from ragen_pl.trajectory import Trajectory
 
 _SIDE = 288  # pixels that a picture is enlarged to, about
@@ -86,17 +87,8 @@ def _frame(
 
 def _beside(images: Sequence[np.ndarray]) -> Image.Image:
     """Return a turn's pictures side by side, enlarged by whole factors."""
-    large = []
-    for image in images:
-        factor = max(1, _SIDE // max(image.shape[:2]))
-        large.append(Image.fromarray(image.repeat(factor, axis=0).repeat(factor, axis=1)))
-    size = (sum(one.width + _PAD for one in large) - _PAD, max(one.height for one in large))
-    canvas = Image.new("RGB", size, "white")
-    left = 0
-    for one in large:
-        canvas.paste(one, (left, 0))
-        left += one.width + _PAD
-    return canvas
+    large = [enlarged(image, factor=_SIDE // max(image.shape[:2])) for image in images]
+    return Image.fromarray(beside(large, gap=_PAD))
 
 
 def _strip(frames: Sequence[Image.Image]) -> Image.Image:

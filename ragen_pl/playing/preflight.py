@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.evaluation.preflight import check_source
 from ragen_pl.preflight import check_environment
 
 FORMATS = (".gif", ".png")
@@ -19,11 +20,7 @@ def preflight(cfg: DictConfig) -> None:
         ConfigError: on the first thing that can't be done.
     """
     if cfg.policy == "agent":
-        if cfg.source.checkpoint is None and not cfg.source.untrained:
-            raise ConfigError(
-                "ckpt has no value; give a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, "
-                "best or last; or policy=human, random or optimal, which need none"
-            )
+        check_source(cfg, instead="policy=human, random or optimal, which need none")
     elif cfg.policy != "human" and not (cfg.panel.players or {}).get(cfg.policy):
         raise ConfigError(
             f"policy={cfg.policy}: panel.players has no player of that name for this environment; "

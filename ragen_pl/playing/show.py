@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from ragen_pl.assemble import build_environments, plain
+from ragen_pl.assemble import build_environments, plain, rollout_settings
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.pages.film import save_episode
 from ragen_pl.playing.episode import Watch, WatchedProxy, play_by_hand
@@ -80,8 +80,7 @@ def _agent(cfg: DictConfig, start: Start, *, watch: Watch) -> Trajectory:
     proxy = WatchedProxy(
         environments=build_environments(cfg),
         context=ContextManager(bundle, **plain(cfg.context)),
-        max_reply_tokens=cfg.rollout.max_reply_tokens,
-        temperature=cfg.rollout.temperature,
+        **rollout_settings(cfg),
         watch=watch,
     )
     key = ("evaluate", cfg.seed)  # as an evaluation samples

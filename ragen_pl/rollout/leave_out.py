@@ -151,14 +151,13 @@ def _embedded(bundle: ModelBundle, prompt: Prompt, reply: np.ndarray) -> Tensor:
     """Return the decoder's inputs for a prompt and a reply, `[time, hidden]`."""
     device = next(bundle.model.parameters()).device
     ids = torch.from_numpy(np.concatenate([prompt.ids, reply])).to(device)
-    embeds = bundle.model.get_input_embeddings()(ids)
     if not prompt.images:
-        return embeds
+        return bundle.embed(ids)
     features = bundle.features(bundle.pixel_values(prompt.images).to(device))
     shown = zip(features, shown_patches(bundle, prompt), strict=True)
-    flat = torch.cat([one[torch.from_numpy(part).to(device)] for one, part in shown])
-    slots = ids.eq(bundle.image_token_id or 0).unsqueeze(-1)
-    return embeds.masked_scatter(slots, flat.to(embeds.dtype))
+    return bundle.embed(
+        ids, torch.cat([one[torch.from_numpy(part).to(device)] for one, part in shown])
+    )
 
 
 def shown_patches(bundle: ModelBundle, prompt: Prompt) -> list[np.ndarray]:

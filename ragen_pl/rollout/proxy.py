@@ -89,11 +89,10 @@ class AgentProxy:
         return trajectories
 
     def _open(self, starts: Sequence[Start]) -> list[Episode]:
-        episodes = []
-        for number, lane in enumerate(self.environments.open(starts)):
-            manager, world = self.environments, lane.env.unwrapped
-            form = how_to_reply(manager.prompt_format, max_actions=manager.max_actions_per_turn)
-            instructions = f"{getattr(world, 'instructions', '')} {form}".strip()
+        episodes, manager = [], self.environments
+        form = how_to_reply(manager.prompt_format, max_actions=manager.max_actions_per_turn)
+        for number, lane in enumerate(manager.open(starts)):
+            instructions = f"{getattr(lane.env.unwrapped, 'instructions', '')} {form}".strip()
             trajectory = Trajectory(
                 group=lane.start.group, member=lane.start.member, seed=lane.start.seed, turns=[],
                 ending=Ending.FAILED, success=False, difficulty=lane.difficulty, error=lane.error,

@@ -119,10 +119,8 @@ class TransformersEngine:
     def _prefill_shared(self, lanes: _Lanes, requests: Sequence[GenerationRequest]) -> None:
         """Compute what all prompts begin with, such as the rules of a world, once for all new lanes."""
         prompts, slot = [request.prompt.ids for request in requests], self.bundle.image_token_id
-        first, most = (
-            prompts[0],
-            min(len(ids) for ids in prompts) - 1,
-        )  # each keeps a token of its own
+        # each prompt keeps a token of its own
+        first, most = prompts[0], min(len(ids) for ids in prompts) - 1
         alike = np.all(
             [ids[:most] == first[:most] for ids in prompts] + [first[:most] != slot], axis=0
         )
@@ -131,8 +129,7 @@ class TransformersEngine:
             return
         device = lanes.count.device
         ids, positions = torch.from_numpy(first[:shared]).to(device)[None], torch.arange(shared)
-        embeds = self.bundle.model.get_input_embeddings()(ids)
-        self._forward(lanes.cache, embeds, positions.to(device)[None], None)
+        self._forward(lanes.cache, self.bundle.embed(ids), positions.to(device)[None], None)
         self.prefilled_tokens += shared
         lanes.cache = lanes.cache.select(torch.zeros_like(lanes.count))
         lanes.ids = [first[:shared]] * len(prompts)
@@ -170,10 +167,9 @@ class TransformersEngine:
         return self._forward(lanes.cache, embeds, positions, mask)
 
     def _embed(self, ids: Tensor, prompts: Sequence[Prompt], fresh: Sequence[np.ndarray]) -> Tensor:
-        embeds = self.bundle.model.get_input_embeddings()(ids)
         slot = self.bundle.image_token_id
         if slot is None:
-            return embeds
+            return self.bundle.embed(ids)
         new_images: list[np.ndarray] = []
         new_patches: list[np.ndarray] = []
         for prompt, row_ids in zip(prompts, fresh, strict=True):
@@ -184,14 +180,13 @@ class TransformersEngine:
                 slots -= len(patches[taken])
             new_images.extend(prompt.images[taken:])
             new_patches.extend(patches[taken:])
-        if new_images:
-            found = [
-                whole if len(part) == len(whole) else whole[torch.from_numpy(part).to(ids.device)]
-                for whole, part in zip(self._encode(new_images), new_patches, strict=True)
-            ]
-            features = torch.cat(found).to(embeds.dtype)
-            embeds = embeds.masked_scatter((ids == slot).unsqueeze(-1), features)
-        return embeds
+        if not new_images:
+            return self.bundle.embed(ids)
+        found = [
+            whole if len(part) == len(whole) else whole[torch.from_numpy(part).to(ids.device)]
+            for whole, part in zip(self._encode(new_images), new_patches, strict=True)
+        ]
+        return self.bundle.embed(ids, torch.cat(found))
 
     def _encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
         """Return each picture's features `[tokens, hidden]`, computing every array only once."""
