@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
+from torch import Tensor
 
 from ragen_pl.callbacks.summary import own_overrides, resume_command
 from ragen_pl.config.errors import ConfigError, refusing
@@ -46,13 +48,56 @@ def check_checkpoint(file: Path | None, module: pl.LightningModule) -> None:
             f"{said}: holds no {sorted(missing)[0]}, so that training cannot go on from it; "
             "give a checkpoint of ragen_pl.fit that is not of weights only"
         )
-    theirs = {name: list(tensor.shape) for name, tensor in state["state_dict"].items()}
-    ours = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
+    check_shapes(state["state_dict"], module, said=said, mend=AS_IT_WAS)
+
+
+def load_beginning(parts: Parts, file: Path, *, said: str, mend: str) -> None:
+    """Load policy and critic, where there is one, from a `warm_start.pt` or a run's checkpoint.
+
+    Args:
+        parts: whose weights are replaced. A critic in the file that no part needs is left.
+        file: what is loaded.
+        said: what the user said that it follows from.
+        mend: what to do about a file of another kind.
+
+    Raises:
+        ConfigError: the file can't be read, or holds another model, or no critic where one is needed.
+    """
+    with refusing(said, mend=mend):
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        state: dict[str, Tensor] = saved.get("module", saved.get("state_dict", {}))
+    for prefix, module in (("policy.", parts.policy), ("critic.", parts.critic)):
+        if module is None:
+            continue
+        weights = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
+        check_shapes(weights, module, said=said, mend=mend, prefix=prefix)
+        module.load_state_dict(weights)
+
+
+def check_shapes(
+    theirs: Mapping[str, Tensor],
+    module: torch.nn.Module,
+    *,
+    said: str,
+    mend: str,
+    prefix: str = "",
+) -> None:
+    """Check that weights are of this module's names and shapes.
+
+    Raises:
+        ConfigError: naming the first tensor that differs, `prefix` before its name.
+    """
+    found = {name: list(tensor.shape) for name, tensor in theirs.items()}
+    expected = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
             raise ConfigError(
-                f"{said}: holds another model or algorithm: {name} is {theirs.get(name, 'not there')}, expected "
-                f"{ours.get(name, 'none')}; {AS_IT_WAS}"
+                f"{said}: holds another model or algorithm: {prefix}{name} is {found.get(name, 'not there')}, "
+                f"expected {expected.get(name, 'none')}; {mend}"
             )
 
 

@@ -49,11 +49,18 @@ def preflight(cfg: DictConfig) -> None:
     for file, said in (
         (run.checkpoint, f"ckpt_path={cfg.ckpt_path}"),
         (run.warm_start, str(run.warm_start)),
+        *beginning_given(cfg),
     ):
         if file and file.exists() and not is_zipfile(file):
             raise ConfigError(
                 f"{said}: {file} is damaged or no checkpoint; give another one, or delete it and start anew"
             )
+
+
+def beginning_given(cfg: DictConfig) -> list[tuple[Path, str]]:
+    """Return the weights to begin from, and what the user said of them, where any were given."""
+    given = OmegaConf.select(cfg, "warm_start.weights")
+    return [] if given is None else [(Path(given).expanduser(), f"warm_start.weights={given}")]
 
 
 def check_folder(

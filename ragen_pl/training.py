@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.assemble import (
@@ -27,7 +30,14 @@ from ragen_pl.assemble import (
 )
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.config.errors import ConfigError, refusing
-from ragen_pl.guards import AS_IT_WAS, check_checkpoint, check_optimizer, stopped, tell_of_template
+from ragen_pl.guards import (
+    AS_IT_WAS,
+    check_checkpoint,
+    check_optimizer,
+    load_beginning,
+    stopped,
+    tell_of_template,
+)
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.references import reference_figures
@@ -86,45 +96,64 @@ def build_logger(cfg: DictConfig, run: Run) -> Any:
 
 
 def warm_start(parts: Parts, run: Run, logger: Any) -> None:
-    """Train policy and critic on demonstrations, or load what an earlier part of the run made of them."""
-    cfg = parts.cfg
-    if not cfg.warm_start.enabled:
+    """Begin from demonstrations or from another run's weights, or from what an earlier part of the run made of them."""
+    cfg = parts.cfg.warm_start
+    if not cfg.enabled:
         return
-    if not (run.warm_start.exists() and cfg.ckpt_path):
-        module, demonstrations = build_warm_start(parts)
-        settings = plain(cfg.trainer)
-        keep = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
-        trainer = build_trainer(
-            {name: settings[name] for name in keep if name in settings},
-            max_steps=cfg.warm_start.steps,
-            max_epochs=-1,
-            logger=logger,
-            log_every_n_steps=20,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            default_root_dir=run.folder,
-            callbacks=[
-                callback
-                for callback in build_callbacks(cfg)
-                if getattr(callback, "in_warm_start", False)
-            ],
+    own = run.warm_start
+    if own.exists() and parts.cfg.ckpt_path:
+        load_beginning(parts, own, said=str(own), mend=AS_IT_WAS)
+    elif cfg.weights is not None:
+        given = Path(cfg.weights).expanduser()
+        load_beginning(
+            parts, given, said=f"warm_start.weights={cfg.weights}", mend="give that of a like run"
         )
-        with seeded(cfg.seed, "warm_start"):  # dropout
-            trainer.fit(module, datamodule=demonstrations)
-        trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            partial = run.warm_start.with_suffix(".partial")
-            torch.save(
-                {"module": module.state_dict(), "demonstrations": demonstrations.statistics},
-                partial,
-            )
-            partial.replace(run.warm_start)
-        trainer.strategy.barrier()
-    with refusing(str(run.warm_start), mend=AS_IT_WAS):
-        state = torch.load(run.warm_start, weights_only=True)
-        parts.policy.load_state_dict(_under("policy.", state["module"]))
-        if parts.critic is not None:
-            parts.critic.load_state_dict(_under("critic.", state["module"]))
+        _keep_beginning(given, own)
+    else:
+        learn_from_demonstrations(parts, run, logger)
+        load_beginning(parts, own, said=str(own), mend=AS_IT_WAS)
+
+
+def learn_from_demonstrations(parts: Parts, run: Run, logger: Any) -> None:
+    """Train policy and critic on demonstrations and write their weights into the run's folder."""
+    cfg = parts.cfg
+    module, demonstrations = build_warm_start(parts)
+    settings = plain(cfg.trainer)
+    keep = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
+    trainer = build_trainer(
+        {name: settings[name] for name in keep if name in settings},
+        max_steps=cfg.warm_start.steps,
+        max_epochs=-1,
+        logger=logger,
+        log_every_n_steps=20,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=run.folder,
+        callbacks=[
+            callback
+            for callback in build_callbacks(cfg)
+            if getattr(callback, "in_warm_start", False)
+        ],
+    )
+    with seeded(cfg.seed, "warm_start"):  # dropout
+        trainer.fit(module, datamodule=demonstrations)
+    trainer.strategy.barrier()
+    if trainer.is_global_zero:
+        partial = run.warm_start.with_suffix(".partial")
+        torch.save(
+            {"module": module.state_dict(), "demonstrations": demonstrations.statistics},
+            partial,
+        )
+        partial.replace(run.warm_start)
+    trainer.strategy.barrier()
+
+
+@rank_zero_only  # type: ignore[untyped-decorator]
+def _keep_beginning(given: Path, own: Path) -> None:
+    """Copy the weights that a run begins from into its folder, so that it needs nobody else's to go on."""
+    partial = own.with_suffix(".partial")
+    shutil.copyfile(given, partial)
+    partial.replace(own)
 
 
 def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str, float]:
@@ -178,12 +207,6 @@ def build_trainer(settings: dict[str, Any], **own: Any) -> pl.Trainer:
     anywhere = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
     with refusing("trainer", mend=anywhere):
         return pl.Trainer(**settings, **own)
-
-
-def _under(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }
 
 
 def quieten() -> None:

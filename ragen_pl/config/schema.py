@@ -116,6 +116,7 @@ RULES: dict[str, Rule] = {
     ),
     # the warm start
     "warm_start.enabled": _BOOL,
+    "warm_start.weights": Rule(kind=Kind.PATH, also=(None,)),
     "warm_start.episodes": _COUNT,
     "warm_start.steps": _COUNT_OR_ZERO,
     "warm_start.batch_size": _COUNT,

@@ -30,9 +30,11 @@ def go_on(fit, *changes: str, ckpt_path: str = "last") -> str:
 def test_a_checkpoint_that_does_not_fit_is_refused(fit, run):
     last = run / "checkpoints" / "last.ckpt"
     wider = go_on(fit, "trainer.max_epochs=2", "model.build.text.intermediate_size=32")
-    assert "warm_start.pt: " in wider and "size mismatch" in wider and "config.yaml" in wider
+    assert "warm_start.pt: holds another model or algorithm: policy.model." in wider
+    assert "is [32, 64], expected [32, 32]; give the overrides that the run had" in wider
     other = go_on(fit, "trainer.max_epochs=2", "algorithm.critic=own")
-    assert "warm_start.pt: " in other and "give the overrides that the run had" in other
+    assert "warm_start.pt: holds another model or algorithm: critic.model." in other
+    assert "is not there, expected [" in other and "give the overrides that the run had" in other
     (run / "warm_start.pt").unlink()
     other = go_on(
         fit, "warm_start=none", "algorithm=grpo", "rollout.group_size=2", "rollout.groups=2"
@@ -45,6 +47,31 @@ def test_a_checkpoint_that_does_not_fit_is_refused(fit, run):
 
     torch.save({"layer": torch.zeros(2)}, run / "foreign.pt")
     assert "holds no agent" in go_on(fit, "warm_start=none", ckpt_path="run/foreign.pt")
+
+
+def test_weights_to_begin_from_that_do_not_fit_are_refused(fit, run, tmp_path):
+    def begin(file: str, *changes: str) -> str:
+        said = fit(*TINY, f"warm_start.weights={file}", "paths.run_dir=other", *changes).refused()
+        assert not (tmp_path / "other" / "warm_start.pt").exists()
+        return said
+
+    given = "run/warm_start.pt"
+    wider = begin(given, "model.build.text.intermediate_size=32")
+    assert wider.startswith(
+        f"warm_start.weights={given}: holds another model or algorithm: policy."
+    )
+    assert wider.endswith("give that of a like run")
+    own = begin(given, "algorithm.critic=own")
+    assert "critic.model." in own and "is not there, expected [" in own
+    torch.save({"layer": torch.zeros(2)}, tmp_path / "foreign.pt")
+    assert "policy.model." in begin("foreign.pt") and "is not there" in begin("foreign.pt")
+    torch.save(torch.zeros(2), tmp_path / "tensor.pt")
+    assert "warm_start.weights=tensor.pt: " in begin("tensor.pt")
+    (tmp_path / "half.pt").write_bytes((run / "warm_start.pt").read_bytes()[:1000])
+    assert "warm_start.weights=half.pt: " in begin("half.pt")
+    assert "is damaged or no checkpoint" in begin("half.pt")
+    assert "is damaged or no checkpoint" in begin("run")  # a folder
+    assert "warm_start.weights=gone.pt: expected a path that exists" in begin("gone.pt")
 
 
 def test_a_damaged_checkpoint_is_refused(fit, run):
