@@ -1,7 +1,8 @@
-"""Compare algorithms: the same model, worlds, warm-start length and wall time for each, over some seeds.
+"""Compare algorithms: the same model, worlds, warm start and wall time for each, over some seeds.
 
-A cell is one run of `python -m ragen_pl.fit`. Finished cells are kept, unfinished ones are resumed, so the whole
-may be stopped and continued. The report, with its plots, is `docs/results.md`.
+A cell is one run of `python -m ragen_pl.fit`. Cells of a world and seed begin from the same weights, made by one
+warm start; RICO's samples are whole episodes, so it has a warm start of its own. What is finished is kept, what is
+not is resumed, so the whole may be stopped and continued. The report, with its plots, is `docs/results.md`.
 
     python benchmarks/comparison.py run --out runs/comparison
     python benchmarks/comparison.py report --out runs/comparison
@@ -37,6 +38,40 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
+_WHOLE_EPISODES = ("rico",)
+# About as many demonstrated turns in RICO's samples, 16 episodes a step, as in the others', 64 turns a step.
+_STEPS_OF_EPISODES = {"frozenlake_visual": 400, "sokoban_visual": 450}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """A warm start, shared by cells."""
+
+    world: str
+    whole_episodes: bool
+    seed: int
+
+    def folder(self, out: Path) -> Path:
+        """Return its run's folder."""
+        layout = "episodes" if self.whole_episodes else "turns"
+        return out / self.world / f"warm_start_of_{layout}" / str(self.seed)
+
+    def weights(self, out: Path) -> Path:
+        """Return the file of its weights."""
+        return self.folder(out) / "warm_start.pt"
+
+    def command(self, out: Path, args: argparse.Namespace) -> list[str]:
+        """Return the command that makes its weights, and no iteration of RL."""
+        own = ["algorithm=trico"]
+        if self.whole_episodes:
+            own = ["algorithm=rico", f"warm_start.steps={_STEPS_OF_EPISODES[self.world]}"]
+        return [
+            sys.executable, "-m", "ragen_pl.fit", f"env={self.world}", *own, f"seed={self.seed}",
+            f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",
+            f"panel.episodes={args.panel}", "panel.blank=false", *args.overrides,
+        ]  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One run of the comparison."""
@@ -51,14 +86,23 @@ class Cell:
             out / self.world / self.algorithm.replace(", ", "_").replace(" ", "_") / str(self.seed)
         )
 
+    @property
+    def beginning(self) -> Beginning:
+        """The warm start that it begins from."""
+        return Beginning(
+            world=self.world, whole_episodes=self.algorithm in _WHOLE_EPISODES, seed=self.seed
+        )
+
     def command(self, out: Path, args: argparse.Namespace) -> list[str]:
         """Return the command that runs the cell, or goes on with it."""
         folder = self.folder(out)
+        weights = self.beginning.weights(out)
         begun = (folder / "config.yaml").exists()
         return [
             sys.executable, "-m", "ragen_pl.fit", f"env={self.world}", *ALGORITHMS[self.algorithm],
             f"seed={self.seed}", f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
             "callbacks.trajectories=null", f"panel.episodes={args.panel}", "panel.blank=false",
+            f"warm_start.weights={weights}",
             # the rate stays as it is: how many iterations the time will hold is not known before
             "learning_rate_end=1.0", f"optimizer.lr={args.lr}", f"trainer.max_epochs={args.iterations}",
             f"trainer.check_val_every_n_epoch={args.every}",
@@ -79,23 +123,28 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     ]
 
 
+def run_beginning(beginning: Beginning, out: Path, args: argparse.Namespace) -> None:
+    """Make the weights of a warm start, unless they are there."""
+    if not beginning.weights(out).exists():
+        _run(beginning.command(out, args), beginning.folder(out))
+
+
 def run_cell(cell: Cell, out: Path, args: argparse.Namespace) -> None:
-    """Run a cell on one thread, unless it is finished."""
-    folder = cell.folder(out)
-    if (folder / "figures.json").exists():
-        return
+    """Run a cell, unless it is finished."""
+    if not (cell.folder(out) / "figures.json").exists():
+        _run(cell.command(out, args), cell.folder(out))
+
+
+def _run(command: list[str], folder: Path) -> None:
+    """Run a command on one thread; its output goes to the folder's log."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
         done = subprocess.run(
-            cell.command(out, args), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )  # fmt: skip
-    told = (
-        "done"
-        if done.returncode == 0
-        else f"ended with {done.returncode}: see {folder / 'log.txt'}"
-    )
-    print(f"{cell.world} {cell.algorithm} seed {cell.seed}: {told}", flush=True)
+    told = "done" if done.returncode == 0 else f"ended with {done.returncode}: see log.txt there"
+    print(f"{folder}: {told}", flush=True)
 
 
 def main() -> None:
@@ -119,7 +168,9 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out.absolute()
     if args.action == "run":
+        beginnings = dict.fromkeys(cell.beginning for cell in cells(args))
         with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda beginning: run_beginning(beginning, out, args), beginnings))
             list(pool.map(lambda cell: run_cell(cell, out, args), cells(args)))
     write_report(
         {
