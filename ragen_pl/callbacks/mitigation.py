@@ -30,16 +30,21 @@ class Mitigation:
     learning_rate_share: float | None = None
     group_filter: Any = None
 
-    def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def check(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Refuse what this run has no place for.
 
         Raises:
-            ValueError: the module has no loss settings, or the DataModule no filter.
+            ValueError: the module has no loss settings or no reference policy, or the DataModule no filter.
         """
         if not hasattr(pl_module, "adjust_loss"):
             raise ValueError(
                 f"a mitigation needs a module with adjust_loss, found {type(pl_module).__name__}; "
                 "use AgentModule, or leave `mitigate` out of the actions"
+            )
+        if self.kl_coefficient and pl_module.loss.kl is None:
+            raise ValueError(
+                f"mitigation.kl_coefficient={self.kl_coefficient:g}: this run keeps no reference policy; "
+                "set algorithm.loss.kl.coefficient=0.0 rather than algorithm.loss.kl=null"
             )
         datamodule = getattr(trainer, "datamodule", None)
         if self.group_filter is not None and not hasattr(datamodule, "group_filter"):

@@ -67,11 +67,7 @@ class AgentModule(pl.LightningModule):
         if estimator.needs_values and critic is None:
             raise ValueError(f"{type(estimator).__name__} needs a critic; set algorithm.critic")
         self.policy, self.critic = policy, critic if estimator.needs_values else None
-        self.reference = (
-            loss.kl.reference.build(policy)
-            if loss.kl is not None and loss.kl.coefficient > 0
-            else None
-        )
+        self.reference = None if loss.kl is None else loss.kl.reference.build(policy)
         self.normaliser = normaliser or RewardNormaliser()
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
@@ -187,12 +183,19 @@ class AgentModule(pl.LightningModule):
     ) -> dict[str, tuple[object, object]]:
         """Change settings of the loss while training, from the next step on; None leaves one as it is.
 
-        Checkpoints do not hold these settings: who changes them, changes them again on resuming. A KL
-        penalty that the run was not built with can't be switched on.
+        Checkpoints do not hold these settings: who changes them, changes them again on resuming.
 
         Returns:
             (before, after) by the name of what has changed.
+
+        Raises:
+            ValueError: a KL penalty is asked for in a run that keeps no reference.
         """
+        if kl_coefficient and self.loss.kl is None:
+            raise ValueError(
+                f"kl_coefficient={kl_coefficient:g}: this run keeps no reference policy; "
+                "set algorithm.loss.kl.coefficient=0.0 rather than algorithm.loss.kl=null"
+            )
         places: list[tuple[str, object, str, float | None]] = [
             ("clip_high", self.loss.policy, "clip_high", clip_high),
             ("kl_coefficient", self.loss.kl, "coefficient", kl_coefficient),

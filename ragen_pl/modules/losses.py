@@ -76,7 +76,8 @@ class ReferenceKL:
     """A penalty on leaving the reference policy, on the tokens of its own mask.
 
     `estimator` is `full` for KL(reference ‖ policy) summed over the vocabulary, or one of k1, k2, k3 from
-    the sampled tokens. k1 in the loss has no gradient on average; it is meant for the reward.
+    the sampled tokens. k1 in the loss has no gradient on average; it is meant for the reward. With a
+    `coefficient` of 0 the reference is kept and not scored, so that the penalty can be switched on later.
     """
 
     coefficient: float

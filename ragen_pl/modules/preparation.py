@@ -64,8 +64,11 @@ class Scorer:
     def reference_logprobs(
         self, samples: Samples, pictures: Tensor, *, parts: list[Tensor]
     ) -> Tensor | None:
-        """Return the reference's log-probs by token number: `[tokens, vocab]`, or `[tokens]` for estimates."""
-        if self.reference is None or self.loss.kl is None:
+        """Return the reference's log-probs by token number: `[tokens, vocab]`, or `[tokens]` for estimates.
+
+        None where there is no penalty now.
+        """
+        if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
         if self.loss.kl.estimator == FULL_KL:
             return self.reference.reference_logprobs(samples, pictures, parts)

@@ -85,6 +85,24 @@ def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
     )
 
 
+def test_thoughts_that_turn_false_are_told_against_the_first_iteration_alone(setup_of, tmp_path):
+    class Thoughts(pl.Callback):
+        """Say of the iteration's thoughts what a world would that can tell."""
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.datamodule.metrics["true_thoughts"] = (0.8, 0.6, 0.2, 0.2)[
+                trainer.current_epoch
+            ]
+
+    watch = monitor("warn", alarms={"truth": Alarm(reading="true_thoughts_ratio", below=0.5)})
+    _, points, _ = run(setup_of, tmp_path, Thoughts(), Diagnostics(prompts=0, first=5), watch)
+    name = "diagnostics/true_thoughts_ratio"
+    assert [point[name] for _, point in points if name in point] == pytest.approx(
+        [0.75, 0.25, 0.25]
+    )
+    assert [event["iteration"] for event in watch.events] == [3]
+
+
 @pytest.mark.parametrize("moment", ["on_rollout_end", "on_train_epoch_end"])
 def test_a_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
     """Those too that an earlier part of the run has taken, wherever the checkpoint was written."""
@@ -198,6 +216,19 @@ def test_a_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
     assert resumed.loss.entropy_coefficient == agent.loss.entropy_coefficient
     assert same(agent.state_dict(), resumed.state_dict())
+
+
+def test_a_mitigation_switches_a_penalty_on_where_a_reference_is_kept(setup_of, tmp_path):
+    watch = monitor("mitigate", mitigation=Mitigation(clip_high=None, kl_coefficient=0.5))
+    setup = setup_of(trainer={"default_root_dir": str(tmp_path)}, kl={"coefficient": 0.0})
+    _, points, _ = setup.fit(Diagnostics(prompts=0), Break(1), watch, max_epochs=4)
+    kl = [point["update/reference_kl"] for _, point in points if "update/reference_kl" in point]
+    assert len(kl) == 2 and all(value > 0 for value in kl)  # after iteration 2
+
+    agent, _ = setup_of().build()
+    agent.loss.kl = None
+    with pytest.raises(ValueError, match=r"mitigation.kl_coefficient=0.5: .* no reference policy"):
+        watch.mitigation.check(pl.Trainer(barebones=True, accelerator="cpu"), agent)
 
 
 def test_a_mitigation_can_switch_the_filter_on(setup_of, tmp_path):

@@ -114,9 +114,30 @@ def test_the_reference_is_a_frozen_copy(make):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-@pytest.mark.parametrize("kl", [None, ReferenceKL(coefficient=0.0)])
-def test_no_reference_is_kept_without_a_penalty(make, kl):
-    assert make.agent(loss=LossSettings(kl=kl)).reference is None
+def test_a_penalty_can_be_switched_on_where_a_reference_is_kept(make):
+    agent = make.agent(loss=LossSettings(kl=ReferenceKL(coefficient=0.0)))
+    reference = {name: value.clone() for name, value in agent.reference.state_dict().items()}
+    batch = make.batch(agent)
+    assert batch.reference is None  # it is not scored for nothing
+    optimizer = agent.configure_optimizers()["optimizer"]
+    agent.training_step(make.minibatch(batch), 0).backward()
+    optimizer.step()
+    assert agent.adjust_loss(kl_coefficient=0.5) == {"kl_coefficient": (0.0, 0.5)}
+    minibatch = make.minibatch(make.batch(agent))
+    with_penalty = agent.training_step(minibatch, 0)
+    agent.adjust_loss(kl_coefficient=0.0)
+    assert with_penalty > agent.training_step(minibatch, 0)
+    after = agent.reference.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in reference.items())
+
+
+def test_without_a_reference_a_penalty_can_not_be_switched_on(make):
+    agent = make.agent(loss=LossSettings(kl=None))
+    assert agent.reference is None and agent.adjust_loss(kl_coefficient=0.0) == {}
+    with pytest.raises(
+        ValueError, match=r"kl_coefficient=0.5: .* set algorithm.loss.kl.coefficient=0.0"
+    ):
+        agent.adjust_loss(kl_coefficient=0.5)
 
 
 def test_the_optimizer_has_a_group_for_policy_and_one_for_the_critic(make):
