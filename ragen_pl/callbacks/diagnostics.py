@@ -27,8 +27,10 @@ _COMPARED = {
     "think_tokens": 1.0,
     "distinct_replies": 1e-3,
     "mutual_information_share": 0.1,
+    "true_thoughts": 0.1,
 }
-_PROBED = "mutual_information_share"  # the first probe alone is what later ones compare to
+# What is compared to its first reading alone: a probe is rare, and thoughts may turn false within five iterations.
+_FIRST_ALONE = ("mutual_information_share", "true_thoughts")
 
 
 class Diagnostics(pl.Callback):
@@ -153,7 +155,7 @@ class Diagnostics(pl.Callback):
             known = self._firsts[name]
             if name not in self.readings:
                 continue
-            if len(known) < (1 if name == _PROBED else self.first):
+            if len(known) < (1 if name in _FIRST_ALONE else self.first):
                 known.append(self.readings[name])
             elif fmean(known) >= _COMPARED[name]:
                 ratios[f"{name}_ratio"] = self.readings[name] / fmean(known)
@@ -164,7 +166,7 @@ def _of_rollout(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return what the iteration's own figures say; deviation within groups, or over all where groups are single."""
     names = {
         "success": "success", "return": "return_mean", "entropy": "entropy", "think_tokens": "think_tokens",
-        "valid_actions": "valid_actions",
+        "valid_actions": "valid_actions", "true_thoughts": "true_thoughts",
     }  # fmt: skip
     readings = {told: metrics[name] for name, told in names.items() if name in metrics}
     deviation = metrics.get("group_return_std", metrics.get("return_std"))
