@@ -148,7 +148,7 @@ def learn_from_demonstrations(parts: Parts, run: Run, logger: Any) -> None:
     trainer.strategy.barrier()
 
 
-@rank_zero_only  # type: ignore[untyped-decorator]
+@rank_zero_only
 def _keep_beginning(given: Path, own: Path) -> None:
     """Copy the weights that a run begins from into its folder, so that it needs nobody else's to go on."""
     partial = own.with_suffix(".partial")

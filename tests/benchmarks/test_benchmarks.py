@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ragen_pl.callbacks.alarms import Alarm
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
@@ -121,3 +122,42 @@ def test_the_comparison_tells_means_over_seeds(tmp_path: Path) -> None:
     row = "| trico, masks only | 2 | 0.000 | 0.500 ± 1.271 | 0.600, 0.400 | 10 | 0.250 ± 0.635 |"
     assert row in page.read_text()
     assert (tmp_path / "results_frozenlake_visual.png").stat().st_size > 1000
+
+
+def test_the_collapse_page_tells_which_alarm_was_first(tmp_path: Path) -> None:
+    collapse = load("collapse")
+    columns = ("success", "true_thoughts_ratio", "valid_actions", "entropy")
+    alone = [
+        (0.4, 1.0, 1.0, 0.2), (0.5, 0.4, 1.0, 0.2), (0.4, 0.3, 0.4, 0.2),
+        (0.1, 0.2, 0.4, 0.3), (0.3, 0.1, 0.3, 0.3), (0.1, 0.0, 0.1, 0.3),
+    ]  # fmt: skip
+    runs = {
+        name: collapse.Run(
+            readings={at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)},
+            events=events,
+            panel=rows[-1][0],
+        )
+        for name, rows, events in (
+            ("left alone", alone, []),
+            (
+                "KL penalty on",
+                alone[:2],
+                [{"iteration": 2, "alarms": ["truth"], "done": ["stopped the run"]}],
+            ),
+        )
+    }
+    alarms = {
+        "form": Alarm(reading="valid_actions", below=0.5, patience=2),
+        "truth": Alarm(reading="true_thoughts_ratio", below=0.5),
+        "entropy": Alarm(reading="entropy", below=0.1),
+    }
+    page = tmp_path / "collapse.md"
+    collapse.write_page(runs, alarms=alarms, page=page, command="fit")
+    told = page.read_text()
+    assert "from iteration 6 on" in told  # it is over a half again in the fifth
+    truth = "| `truth` | `true_thoughts_ratio` below 0.5 | 2 | +4 |"
+    form = "| `form` | `valid_actions` below 0.5 | 4 | +2 |"
+    never = "| `entropy` | `entropy` below 0.1 | never |  |"
+    assert 0 < told.index(truth) < told.index(form) < told.index(never)
+    assert "| KL penalty on | 0.500 | nan | 1.00 | 2: truth (stopped the run) |" in told
+    assert (tmp_path / "collapse.png").stat().st_size > 1000

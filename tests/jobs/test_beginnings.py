@@ -7,7 +7,6 @@ import filecmp
 import pytest
 import torch
 
-
 STEADY = "learning_rate_end=1.0"  # so that a longer run has the same beginning
 
 

@@ -1,0 +1,267 @@
+"""Provoke a collapse, see which diagnostic tells of it first, and what each mitigation does about it.
+
+All runs begin from one warm start and differ only in what the collapse monitor does. The page is `docs/collapse.md`.
+
+    python benchmarks/collapse.py run --out runs/collapse
+    python benchmarks/collapse.py report --out runs/collapse
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from ragen_pl.callbacks.alarms import Alarm
+
+ROOT = Path(__file__).parents[1]
+Readings = dict[str, float]
+_ACT = (
+    "callbacks.collapse.actions=[rollback,mitigate]",
+    "callbacks.collapse.mitigation.clip_high=null",
+)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "left alone": (),
+    "learning rate to a tenth": (*_ACT, "callbacks.collapse.mitigation.learning_rate_share=0.1"),
+    "KL penalty on": (*_ACT, "callbacks.collapse.mitigation.kl_coefficient=0.5"),
+    "clip-higher, entropy target": (
+        _ACT[0], "callbacks.collapse.mitigation.entropy_target=0.2",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a finished run has left: readings by iteration, the monitor's events, success on the panel."""
+
+    readings: Mapping[int, Readings]
+    events: list[dict[str, Any]]
+    panel: float
+
+
+def main() -> None:
+    """Run the variants or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("run", "report"))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "collapse")
+    parser.add_argument("--lr", type=float, default=7.5e-4)
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--lanes", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "collapse.md")
+    parser.add_argument("--overrides", nargs="+", default=(), help="further ones, of every run")
+    args = parser.parse_args()
+    out = args.out.absolute()
+    provoked = (
+        f"optimizer.lr={args.lr:g}", "learning_rate_end=1.0", "algorithm.loss.kl.coefficient=0.0",
+        f"rollout.groups={args.lanes}",
+    )  # fmt: skip
+    if args.action == "run":
+        weights = out / "warm_start" / "warm_start.pt"
+        common = (
+            "env=frozenlake_visual",
+            f"seed={args.seed}",
+            "callbacks.progress=null",
+            *args.overrides,
+        )
+        if not weights.exists():
+            fit(
+                weights.parent, *common, "logger=none", "trainer.max_epochs=0", "panel.players=null"
+            )
+        for name, monitor in VARIANTS.items():
+            if not (out / name / "figures.json").exists():
+                fit(
+                    out / name, *common, *provoked, *monitor, f"warm_start.weights={weights}", "logger=csv",
+                    f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
+                    "panel.players=null", "panel.blank=false", "callbacks.trajectories=null",
+                    "callbacks.diagnostics.probe_every_n_iterations=1", "callbacks.collapse.good_every_n_iterations=1",
+                )  # fmt: skip
+    write_page(
+        {name: read(out / name) for name in VARIANTS if (out / name / "figures.json").exists()},
+        alarms=alarms_of(out / "left alone"),
+        page=args.page,
+        command="python -m ragen_pl.fit env=frozenlake_visual " + " ".join(provoked),
+    )
+
+
+def fit(folder: Path, *overrides: str) -> None:
+    """Run a job on one thread; its output goes to the folder's log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "ragen_pl.fit", *overrides, f"paths.run_dir='{folder}'"]
+    with (folder / "log.txt").open("w") as log:
+        subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, check=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )  # fmt: skip
+    print(f"{folder}: done", flush=True)
+
+
+def read(folder: Path) -> Run:
+    """Read a finished run's folder."""
+    readings: dict[int, Readings] = {}
+    (metrics,) = folder.rglob("metrics.csv")
+    with metrics.open() as lines:
+        for row in csv.DictReader(lines):
+            taken = {
+                name.removeprefix("diagnostics/"): float(value)
+                for name, value in row.items()
+                if name.startswith("diagnostics/") and value
+            }
+            if taken:
+                readings.setdefault(int(float(row["step"])), {}).update(taken)
+    events = folder / "collapse.jsonl"
+    figures = json.loads((folder / "figures.json").read_text())
+    return Run(
+        readings=readings,
+        events=[json.loads(line) for line in events.read_text().splitlines()]
+        if events.exists()
+        else [],
+        panel=figures["val/success"],
+    )
+
+
+def alarms_of(folder: Path) -> dict[str, Alarm]:
+    """Return the alarms that a run had."""
+    settings = OmegaConf.load(folder / "config.yaml")
+    alarms = settings.callbacks.collapse.alarms
+    return {name: instantiate(alarm) for name, alarm in alarms.items() if alarm is not None}
+
+
+def first_trip(alarm: Alarm, readings: Mapping[int, Readings]) -> int | None:
+    """Return the iteration in which an alarm's patience is over for the first time, if ever."""
+    row = 0
+    for iteration in sorted(readings):
+        row = row + 1 if alarm.holds(readings[iteration]) else 0
+        if row == alarm.patience:
+            return iteration
+    return None
+
+
+def failure(readings: Mapping[int, Readings]) -> int | None:
+    """Return the iteration from which on sampled success stays under half of its mean over the first three."""
+    iterations = sorted(readings)
+    first = sum(readings[at]["success"] for at in iterations[:3]) / 3
+    low = [at for at in iterations if readings[at]["success"] >= first / 2]
+    after = max(low) + 1
+    return after if after <= iterations[-1] else None
+
+
+def write_page(
+    runs: Mapping[str, Run], *, alarms: Mapping[str, Alarm], page: Path, command: str
+) -> None:
+    """Write the page and its picture."""
+    alone = runs["left alone"]
+    failed = failure(alone.readings)
+    rows = []
+    for name, alarm in alarms.items():
+        at = first_trip(alarm, alone.readings)
+        ahead = "" if at is None or failed is None else f"{failed - at:+d}"
+        limit = f"below {alarm.below:g}" if alarm.below is not None else f"above {alarm.above:g}"
+        rows.append(
+            (at or 10**6, f"| `{name}` | `{alarm.reading}` {limit} | {at or 'never'} | {ahead} |")
+        )
+    last = max(alone.readings)
+    tells = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
+    ends = "\n".join(
+        f"| {name} | {run.panel:.3f} | {run.readings[max(run.readings)].get('true_thoughts', float('nan')):.2f} | "
+        f"{run.readings[max(run.readings)]['valid_actions']:.2f} | {_told(run.events)} |"
+        for name, run in runs.items()
+    )
+    picture = page.with_name("collapse.png")
+    draw(runs, failed=failed, file=picture)
+    fails = (
+        f"Sampled success stays under half of its first figures from iteration {failed} on."
+        if failed
+        else f"Sampled success has not halved for good in {last} iterations."
+    )
+    page.write_text(
+        _PAGE.format(command=command, fails=fails, tells=tells, ends=ends, picture=picture.name)
+    )
+    print(page)
+
+
+def _told(events: list[dict[str, Any]]) -> str:
+    told = [
+        f"{event['iteration']}: {', '.join(event['alarms'])}"
+        + (" (stopped the run)" if any("stopped" in done for done in event["done"]) else "")
+        for event in events
+    ]
+    return "; ".join(told) or "none"
+
+
+def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
+    """Draw the readings of the run that was left alone, and the success of all."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    alone = runs["left alone"].readings
+    for name in (
+        "true_thoughts",
+        "mutual_information_share",
+        "valid_actions",
+        "entropy",
+        "success",
+    ):
+        taken = {at: reading[name] for at, reading in alone.items() if name in reading}
+        left.plot(list(taken), list(taken.values()), label=name)
+    if failed:
+        left.axvline(failed, color="grey", linestyle=":")
+    left.set(title="left alone: readings", xlabel="iteration", ylim=(-0.05, 1.05))
+    left.legend(fontsize=8)
+    for name, run in runs.items():
+        right.plot(
+            list(run.readings),
+            [reading["success"] for reading in run.readings.values()],
+            label=name,
+        )
+    right.set(title="sampled success by what the monitor does", xlabel="iteration")
+    right.legend(fontsize=8)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+_PAGE = """# A collapse, provoked
+
+Made by `python benchmarks/collapse.py run`. The main job with half its lanes, a high and constant learning rate, no KL
+anchor and no filter, from the usual warm start, with probes in every iteration:
+
+```
+{command}
+```
+
+{fails}
+
+![Readings, and success by mitigation]({picture})
+
+Which alarm of `conf/callbacks/default.yaml` would trip when (its patience counted, no iterations of grace), and by how
+many iterations that is ahead of success:
+
+| alarm | limit | iteration | ahead |
+|---|---|---|---|
+{tells}
+
+What the monitor's actions did, from the same weights (greedy success on the held-out panel after the last iteration;
+alarms that it acted on, by iteration):
+
+| action | success | true thoughts | valid actions | alarms |
+|---|---|---|---|---|
+{ends}
+"""
+
+
+if __name__ == "__main__":
+    main()
