@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from zipfile import is_zipfile
@@ -32,6 +33,7 @@ def preflight(cfg: DictConfig) -> None:
         ConfigError: the environment cannot be made, or MLflow cannot be reached.
         FileNotFoundError: there is nothing to resume from, told in one line.
     """
+    check_adapters(cfg)
     check_environment(cfg.env)
     probe(cfg)
     check_world_model(cfg)
@@ -111,6 +113,18 @@ def check_environment(env: DictConfig) -> None:
     except Exception as error:  # whatever a world's own constructor raises
         text = str(error).split(" was raised from the environment creator")[0]
         raise ConfigError(f"env.kwargs of {env.target}: {text}") from error
+
+
+def check_adapters(cfg: DictConfig) -> None:
+    """Check that adapters can be put in.
+
+    Raises:
+        ConfigError: LoRA is asked for, and peft is not installed.
+    """
+    if OmegaConf.select(cfg, "model.build.lora") is not None and find_spec("peft") is None:
+        raise ConfigError(
+            "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
+        )
 
 
 def check_world_model(cfg: DictConfig) -> None:

@@ -93,6 +93,10 @@ RULES: dict[str, Rule] = {
     **ALGORITHM,
     # the model: one built from its config, or one of the user's own
     "model.build.path": Rule(kind=Kind.TEXT, note="a folder, or a name on the model hub"),
+    "model.build.lora": Rule(kind=Kind.GROUP, also=(None,), note="settings of peft's LoraConfig"),
+    "model.build.lora.r": _COUNT,
+    "model.build.lora.lora_alpha": _POSITIVE,
+    "model.build.lora.lora_dropout": _SHARE,
     "model.build.vision.mlp_ratio": _POSITIVE,
     "model.build.vision.*": _COUNT,
     **{

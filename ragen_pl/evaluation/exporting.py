@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.assemble import plain
 from ragen_pl.evaluation.checkpoints import EXPORTED
 from ragen_pl.evaluation.weights import load_bundle
+from ragen_pl.models.adapters import has_adapters, merge_adapters
 from ragen_pl.models.bundle import ModelBundle
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ _CLASSES = {
 def export(cfg: DictConfig) -> Path:
     """Write model, tokenizer, processor and settings; return the folder."""
     bundle = load_bundle(cfg)
+    merged = has_adapters(bundle.model)
+    merge_adapters(bundle.model)
     folder = Path(cfg.to).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     bundle.save(folder)
@@ -58,6 +61,7 @@ def export(cfg: DictConfig) -> Path:
                 "episodes": cfg.panel.episodes,
                 "players": settings["panel"]["players"],
                 "held_out": cfg.source.held_out > 0,
+                "warm_start": not merged,  # its weights are of a model with adapters
             },
         },
     }

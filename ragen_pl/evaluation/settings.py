@@ -114,7 +114,7 @@ def _take_over(
             base["env"]["prompt_format"] = known
         else:
             base["panel"]["players"] = panel.get("players")
-        base["panel"]["episodes"] = panel.get("episodes", base["panel"]["episodes"])
+        base["panel"] |= {key: panel[key] for key in ("episodes", "warm_start") if key in panel}
         base["context"] |= trained.get("context", {})
         rollout = trained.get("rollout", {})
         base["rollout"] |= {key: rollout[key] for key in _ROLLOUT if key in rollout}

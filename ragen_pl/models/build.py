@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragen_pl.models.adapters import add_lora
 from ragen_pl.models.bundle import ModelBundle
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def load_pretrained(
     dtype: str = "float32",
     attn_implementation: str = "sdpa",
     local_files_only: bool = False,
+    lora: Mapping[str, Any] | None = None,
+    seed: int = 0,
 ) -> ModelBundle:
     """Load a language or vision-language model, its tokenizer and processor.
 
@@ -111,10 +114,13 @@ def load_pretrained(
         dtype: of the weights, such as `float32` or `bfloat16`.
         attn_implementation: of transformers, such as `sdpa` or `flash_attention_2`.
         local_files_only: never ask the hub.
+        lora: settings of peft's `LoraConfig`: only adapters are trained. None trains all weights.
+        seed: of the adapters' weights; the global generators are left as they were.
 
     Raises:
         FileNotFoundError: no model can be read there.
-        ValueError: torch has no such `dtype`.
+        ModuleNotFoundError: `lora` needs peft, which is not installed.
+        ValueError: torch has no such `dtype`, or peft refuses a setting.
     """
     from transformers import (
         AutoConfig,
@@ -139,15 +145,20 @@ def load_pretrained(
     if type(config) in AutoModelForImageTextToText._model_mapping:
         model = AutoModelForImageTextToText.from_pretrained(path, **settings)
         processor = AutoProcessor.from_pretrained(path, **where)
+        tokenizer = processor.tokenizer
         if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
             warnings.warn(
                 f"{path} was trained with positions in rows and columns of a picture; it is given plain ones, "
                 "in rollouts and updates alike, and may at first see worse than it could",
                 stacklevel=2,
             )
-        return ModelBundle(model.eval(), processor.tokenizer, processor)
-    model = AutoModelForCausalLM.from_pretrained(path, **settings)
-    return ModelBundle(model.eval(), _load_tokenizer(path, **where))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, **settings)
+        tokenizer, processor = _load_tokenizer(path, **where), None
+    if lora is not None:
+        with _weights_from(seed):
+            add_lora(model, lora)
+    return ModelBundle(model.eval(), tokenizer, processor)
 
 
 def _load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.data.batch import Samples
+from ragen_pl.models.adapters import adapters_off, has_adapters
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 
 
@@ -41,12 +42,12 @@ class WithoutAdapters:
     @torch.no_grad()
     def score(self, samples: Samples, pictures: Tensor, *, parts: list[Tensor]) -> TokenScores:
         """Score the sampled tokens."""
-        with self.policy.model.disable_adapter():  # type: ignore[operator]
+        with adapters_off(self.policy.bundle.model):
             return self.policy.score(samples, pictures, parts=parts)
 
     def reference_logprobs(self, samples: Samples, pictures: Tensor, parts: list[Tensor]) -> Tensor:
         """Return log-probs over the vocabulary by token number, `[tokens, vocab]`."""
-        with self.policy.model.disable_adapter():  # type: ignore[operator]
+        with adapters_off(self.policy.bundle.model):
             return self.policy.reference_logprobs(samples, pictures, parts)
 
 
@@ -114,10 +115,10 @@ class AdaptersOff:
         Raises:
             ValueError: the model has none.
         """
-        if not hasattr(policy.model, "disable_adapter"):
+        if not has_adapters(policy.bundle.model):
             raise ValueError(
                 f"algorithm.loss.kl.reference=AdaptersOff: {type(policy.model).__name__} has no adapters to switch "
-                "off; load the model with LoRA (peft), or use FrozenCopy"
+                "off; set model.build.lora, or use FrozenCopy"
             )
         return WithoutAdapters(policy)
 

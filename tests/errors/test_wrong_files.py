@@ -113,6 +113,18 @@ def test_a_models_folder_that_cannot_be_read_is_refused(fit, model):
     assert "no model can be read there" in load(fit).refused()
 
 
+def test_adapters_that_can_not_be_put_in_are_refused(fit, model, monkeypatch):
+    assert "model.build.lora.r=0: expected" in load(fit, "model.build.lora={r: 0}").refused()
+    assert "model.build.lora=8: expected" in load(fit, "model.build.lora=8").refused()
+    said = load(fit, "model.build.lora={rank: 8}").refused()
+    assert said.startswith("model.build: ") and "'rank'" in said
+    off = "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.AdaptersOff"
+    assert "has no adapters to switch off; set model.build.lora" in load(fit, off).refused()
+    monkeypatch.setattr("ragen_pl.preflight.find_spec", lambda name: None)
+    said = load(fit, "model.build.lora={r: 8}").refused()
+    assert said.startswith("model.build.lora: peft is not installed; pip install 'ragen_pl[lora]'")
+
+
 def test_damaged_weights_and_a_missing_tokenizer_are_refused(fit, model):
     weights = model / "model.safetensors"
     whole = weights.read_bytes()

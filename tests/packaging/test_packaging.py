@@ -51,7 +51,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    assert set(extras) == {"vllm", "dev"}
+    assert set(extras) == {"lora", "vllm", "dev"}
 
 
 def test_the_front_door_imports_nothing_heavy() -> None:
