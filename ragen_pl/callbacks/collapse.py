@@ -99,6 +99,8 @@ class CollapseMonitor(pl.Callback):
             )
         holding = [name for name, alarm in self.alarms.items() if alarm.holds(readings)]
         tripped = self._count(holding, readings, quiet=iteration <= self.quiet_until)
+        # what ranks do together they must agree on, whatever the last bit of a reading is on each
+        tripped, holding = trainer.strategy.broadcast((tripped, holding))
         if tripped:
             self._act(trainer, pl_module, tripped, readings=readings, iteration=iteration)
         elif not holding and (iteration % self.good_every_n_iterations == 0 or self.good is None):
@@ -205,7 +207,7 @@ class CollapseMonitor(pl.Callback):
             return
         done = ", ".join(event["done"])
         log.warning("iteration %d, collapse? %s (%s)", event["iteration"], event["told"], done)
-        file = self._file(trainer, EVENTS)
+        file = Path(str(trainer.default_root_dir)) / EVENTS
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(one) + "\n" for one in self.events))
         for logger in trainer.loggers:

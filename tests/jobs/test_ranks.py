@@ -34,3 +34,30 @@ def test_two_ranks_play_what_one_plays_and_agree(job):
     assert both.figures["rollout/episodes"] == alone.figures["rollout/episodes"] == 8
     for file in both.folder.rglob("*"):
         assert "rank" not in file.name and file.suffix != ".partial"
+
+
+@pytest.mark.slow
+def test_two_ranks_roll_back_together(job):
+    one = job()
+    one.run(
+        "trainer.devices=2",
+        "trainer.strategy=ddp",
+        "warm_start.enabled=false",
+        "trainer.max_epochs=4",
+        "+callbacks.record._target_=killing.Record",
+        f"+callbacks.record.folder={one.folder.parent}",
+        "callbacks.collapse.actions=[rollback,mitigate]",
+        "callbacks.collapse.mitigation.learning_rate_share=0.5",
+        "callbacks.collapse.good_every_n_iterations=1",
+        "callbacks.collapse.alarms.form=null",  # what is not trained has none
+        "callbacks.collapse.alarms.gradient.above=0.0",  # known from the third iteration on
+    )
+    (event,) = map(json.loads, (one.folder / "collapse.jsonl").read_text().splitlines())
+    assert event["iteration"] == 3
+    assert "rolled weights and optimizer back to iteration 2" in event["done"]
+    first, second = (
+        json.loads(file.read_text()) for file in sorted(one.folder.parent.glob("rank_*.json"))
+    )
+    assert first["weights"] == second["weights"]
+    assert first["replies"].keys().isdisjoint(second["replies"])
+    assert len(first["replies"]) + len(second["replies"]) == 4 * 8
