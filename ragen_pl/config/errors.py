@@ -78,6 +78,8 @@ def tell(error: Exception, *, keys: Iterable[str] = ()) -> str:
     if hasattr(error, "problem_mark"):  # YAML's own errors
         return _yaml(error)
     text = str(error)
+    if inside := re.search(r"full_key: (\S+)", str(error.__cause__)):  # of a group given as a whole
+        text = re.sub(r"(?<=Could not override ')[^']+", inside[1], text)
     for pattern, told in _TRANSLATIONS:
         if match := re.search(pattern, text, re.DOTALL):
             return told(match, tuple(keys))

@@ -57,6 +57,10 @@ def call(program: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
         ),
         (["+sead=3"], "unknown key sead; did you mean seed?"),
         (
+            ["trainer={max_epoch: 3}"],
+            "unknown key trainer.max_epoch; did you mean trainer.max_epochs?",
+        ),
+        (
             ["world=lakes"],
             "world=lakes: no such option; did you mean lake? world is one of bandit, lake",
         ),
