@@ -14,6 +14,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,14 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Not played unless asked for by --algorithms.
+FURTHER: dict[str, tuple[str, ...]] = {
+    "trico_adaptive": ("algorithm=trico_adaptive",),
+    "trico_importance": ("algorithm=trico_importance",),
+    "trico, a quarter of patches left out": (
+        "algorithm=trico", "context.leave_out.patches=0.25",
+    ),
+}  # fmt: skip
 _WHOLE_EPISODES = ("rico",)
 # About as many demonstrated turns in RICO's samples, 16 episodes a step, as in the others', 64 turns a step.
 _STEPS_OF_EPISODES = {"frozenlake_visual": 400, "sokoban_visual": 450}
@@ -99,7 +108,7 @@ class Cell:
         weights = self.beginning.weights(out)
         begun = (folder / "config.yaml").exists()
         return [
-            sys.executable, "-m", "ragen_pl.fit", f"env={self.world}", *ALGORITHMS[self.algorithm],
+            sys.executable, "-m", "ragen_pl.fit", f"env={self.world}", *(ALGORITHMS | FURTHER)[self.algorithm],
             f"seed={self.seed}", f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
             "callbacks.trajectories=null", f"panel.episodes={args.panel}", "panel.blank=false",
             f"warm_start.weights={weights}",
@@ -113,13 +122,13 @@ class Cell:
         ]  # fmt: skip
 
 
-def cells(args: argparse.Namespace) -> list[Cell]:
+def cells(args: argparse.Namespace, algorithms: Sequence[str]) -> list[Cell]:
     """Return the cells in the order that they are run in: all algorithms of a seed before the next seed."""
     return [
         Cell(world=world, algorithm=algorithm, seed=seed)
         for world in args.worlds
         for seed in range(args.seeds)
-        for algorithm in args.algorithms
+        for algorithm in algorithms
     ]
 
 
@@ -153,11 +162,11 @@ def main() -> None:
     parser.add_argument("action", choices=("run", "report"))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "comparison")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--minutes", type=float, default=4.5, help="of RL in each run")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of RL in each run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--worlds", nargs="+", default=WORLDS, choices=WORLDS)
     parser.add_argument(
-        "--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=tuple(ALGORITHMS)
+        "--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=(*ALGORITHMS, *FURTHER)
     )
     parser.add_argument("--panel", type=int, default=256, help="held-out episodes")
     parser.add_argument("--every", type=int, default=10, help="iterations between validations")
@@ -168,14 +177,16 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out.absolute()
     if args.action == "run":
-        beginnings = dict.fromkeys(cell.beginning for cell in cells(args))
+        wanted = cells(args, args.algorithms)
+        beginnings = dict.fromkeys(cell.beginning for cell in wanted)
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda beginning: run_beginning(beginning, out, args), beginnings))
-            list(pool.map(lambda cell: run_cell(cell, out, args), cells(args)))
+            list(pool.map(lambda cell: run_cell(cell, out, args), wanted))
+    everything = cells(args, (*ALGORITHMS, *FURTHER))
     write_report(
         {
             (cell.world, cell.algorithm, cell.seed): cell.folder(out)
-            for cell in cells(args)
+            for cell in everything
             if (cell.folder(out) / "figures.json").exists()
         },
         page=args.page,

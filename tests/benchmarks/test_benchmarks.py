@@ -115,11 +115,11 @@ def test_the_comparison_tells_means_over_seeds(tmp_path: Path) -> None:
             {"iteration": 10 * n, "elapsed_s": 60.0 * n, "val/success": last * n} for n in (0, 1)
         ]
         (folder / "plots" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        (folder / "figures.json").write_text("{}")
+        (folder / "figures.json").write_text(json.dumps({"rollout/true_thoughts": last}))
     page = tmp_path / "results.md"
     report.write_report(folders, page=page, minutes=1)
     # Student's t with one degree of freedom: 12.706 * 0.1; half of the time's mean is 0.5
-    row = "| trico, masks only | 2 | 0.000 | 0.500 ± 1.271 | 0.600, 0.400 | 10 | 0.250 ± 0.635 |"
+    row = "| trico, masks only | 2 | 0.000 | 0.500 ± 1.271 | 0.600, 0.400 | 10 | 0.250 ± 0.635 | 0.50 |"
     assert row in page.read_text()
     assert (tmp_path / "results_frozenlake_visual.png").stat().st_size > 1000
 
