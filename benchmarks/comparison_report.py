@@ -79,7 +79,8 @@ def write_report(folders: Mapping[Key, Path], *, page: Path, minutes: float) -> 
 def table(curves: Mapping[tuple[str, int], Curve]) -> str:
     """Return a Markdown table, a row an algorithm."""
     lines = [
-        "| algorithm | seeds | warm start | end | best and worst seed | iterations | mean over the time | true thoughts |",
+        "| algorithm | seeds | warm start | end | best and worst seed | iterations | mean over the time "
+        "| true thoughts |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for algorithm in dict.fromkeys(name for name, _ in curves):
@@ -89,7 +90,7 @@ def table(curves: Mapping[tuple[str, int], Curve]) -> str:
         start, _ = interval([float(run.success[0]) for run in runs])
         area, area_half = interval([_area(run) for run in runs])
         spread = f"{max(ends):.3f}, {min(ends):.3f}"
-        true = [run.figures.get("rollout/true_thoughts", math.nan) for run in runs]
+        true = [run.figures.get("val/true_thoughts", math.nan) for run in runs]
         number = np.mean([run.iterations[-1] for run in runs])
         lines.append(
             f"| {algorithm} | {len(runs)} | {start:.3f} | {_told(mean, half)} | {spread} | {number:.0f} | "
@@ -137,10 +138,10 @@ def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> 
 _INTRODUCTION = """# Algorithms compared
 
 Made by `python benchmarks/comparison.py run` (it may be stopped and continued; `report` writes this page anew): the
-default small model, {minutes:g} minutes of RL a run on one CPU thread, two runs at once, the same constant learning rate for
-all, all else as in `conf/algorithm/`. All runs of a seed begin from the same weights but RICO's: its samples are whole
-episodes, so it has a warm start of its own, of about as many demonstrated turns. Groups and their sizes are those of the
-files, so that an iteration is more or fewer episodes; the time is the same. Figures are greedy success on held-out starts:
-mean over seeds ± half its 95% interval (Student's t); shading is the range of the seeds. *True thoughts* is the share of
-sampled thoughts in the last iteration that say truly what the state is.
+default small model, {minutes:g} minutes of RL a run on one CPU thread, two runs at once, the same constant learning rate
+for all, all else as in `conf/algorithm/`. All runs of a seed begin from the same weights but RICO's: its samples are
+whole episodes, so it has a warm start of its own, of about as many demonstrated turns. Groups and their sizes are those
+of the files, so that an iteration is more or fewer episodes; the time is the same. Figures are greedy success on
+held-out starts: mean over seeds ± half its 95% interval (Student's t); shading is the range of the seeds. *True
+thoughts* is the share of the thoughts there that say truly what the state is.
 """
