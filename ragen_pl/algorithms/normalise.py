@@ -21,6 +21,11 @@ Scale = tuple[Tensor, Tensor]
 """Centre and divisor, each float32 `[trajectories]`."""
 
 
+def _divisor(std: Tensor, mean: Tensor) -> Tensor:
+    """Return what to divide by: 1 where returns agree but for rounding, so that turn rewards keep their size."""
+    return torch.where(std > _EPS * (1.0 + mean.abs()), std + _EPS, 1.0)
+
+
 class Normaliser(Protocol):
     """What a rule offers; `iteration` counts from 0."""
 
@@ -52,8 +57,10 @@ class ByGroup:
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
     ) -> Scale:
         """Return each group's mean and deviation."""
-        std = group_std(returns, group) + _EPS if self.scale_by_std else torch.ones_like(returns)
-        return returns - dr_grpo(returns, group), std
+        mean = returns - dr_grpo(returns, group)
+        if not self.scale_by_std:
+            return mean, torch.ones_like(returns)
+        return mean, _divisor(group_std(returns, group), mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,7 @@ class ByBatch:
         """Return the batch's mean and deviation over all ranks."""
         everywhere = torch.ones_like(returns, dtype=torch.bool)
         mean, variance = masked_moments(returns, everywhere, all_reduce=all_reduce)
-        std = variance.sqrt() + _EPS if self.scale_by_std else torch.ones_like(mean)
+        std = _divisor(variance.sqrt(), mean) if self.scale_by_std else torch.ones_like(mean)
         return mean.expand_as(returns), std.expand_as(returns)
 
 
@@ -94,8 +101,9 @@ class Running:
         self.sums = [self.decay * a + b for a, b in zip(self.sums, seen.tolist(), strict=True)]
         weight, total, squares = self.sums
         mean = total / max(weight, 1.0)
-        std = max(squares / max(weight, 1.0) - mean**2, 0.0) ** 0.5 + _EPS
-        return torch.full_like(returns, mean), torch.full_like(returns, std)
+        std = max(squares / max(weight, 1.0) - mean**2, 0.0) ** 0.5
+        centre = torch.full_like(returns, mean)
+        return centre, _divisor(torch.full_like(returns, std), centre)
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the sums."""

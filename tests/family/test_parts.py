@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ragen_pl.algorithms.advantages.gigpo import gigpo
 from ragen_pl.algorithms.masks import no_special, sampled, think_weighted
 from ragen_pl.algorithms.mismatch import Level, MaskedWeights, TruncatedWeights, importance
-from ragen_pl.algorithms.normalise import ByBatch, RewardNormaliser, Running, Schedule
+from ragen_pl.algorithms.normalise import ByBatch, ByGroup, RewardNormaliser, Running, Schedule
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.algorithms.ratio_losses import cispo, sequence_surrogate
 from ragen_pl.models.build import build_small_lm
@@ -114,6 +114,17 @@ def test_clipped_returns_lie_within_their_bounds(rows) -> None:
     turns = torch.full((len(rows),), 3)
     bounded = RewardNormaliser(by=ByBatch(), clip_low=-1.0, clip_high=0.5)(rewards, turns, group)
     assert float(bounded.sum(1).min()) >= -1.001 and float(bounded.sum(1).max()) <= 0.501
+
+
+@pytest.mark.parametrize("by", [ByGroup(), ByBatch(), Running()])
+@pytest.mark.parametrize("size", [0.01, 1000.0])
+def test_returns_that_agree_leave_turn_rewards_their_size(by, size) -> None:
+    """Every episode of the group ran out of time: nine costs, and nothing to tell them apart."""
+    rewards = torch.full((4, 9), -size)
+    turns, group = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
+    found = RewardNormaliser(by=by)(rewards, turns, group)
+    assert float(found.abs().max()) <= 10 * size
+    assert float(found.sum(1).abs().max()) <= 1e-3 * size
 
 
 def test_running_statistics_remember_and_are_resumed() -> None:
