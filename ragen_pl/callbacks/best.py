@@ -28,9 +28,13 @@ class BestCheckpoint(ModelCheckpoint):
         )
         self._measured = False
 
+    def forget(self) -> None:
+        """Forget this iteration's figures: the weights are no longer those that were validated."""
+        self._measured = False
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget earlier figures."""
-        self._measured = False
+        self.forget()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take note that there are figures of the present weights."""

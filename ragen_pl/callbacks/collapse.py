@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
 
 from ragen_pl.callbacks.alarms import Alarm
+from ragen_pl.callbacks.best import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 
@@ -100,7 +101,7 @@ class CollapseMonitor(pl.Callback):
         holding = [name for name, alarm in self.alarms.items() if alarm.holds(readings)]
         tripped = self._count(holding, readings, quiet=iteration <= self.quiet_until)
         # what ranks do together they must agree on, whatever the last bit of a reading is on each
-        tripped, holding = trainer.strategy.broadcast((tripped, holding))
+        tripped, holding, readings = trainer.strategy.broadcast((tripped, holding, readings))
         if tripped:
             self._act(trainer, pl_module, tripped, readings=readings, iteration=iteration)
         elif not holding and (iteration % self.good_every_n_iterations == 0 or self.good is None):
@@ -154,7 +155,8 @@ class CollapseMonitor(pl.Callback):
             changed = self.mitigation.switch_on(trainer, pl_module)
             changed |= self.mitigation.slow_down(trainer)
             self.mitigated = True
-            done.append("switched " + ", ".join(f"{k} {v}" for k, v in changed.items()))
+            told = ", ".join(f"{name} {change}" for name, change in changed.items())
+            done.append(f"switched {told}" if told else "found all settings as they were to be")
         if Action.STOP in self.actions:
             trainer.should_stop = True
             done.append("stopped the run")
@@ -185,16 +187,25 @@ class CollapseMonitor(pl.Callback):
 
     def _roll_back(self, trainer: pl.Trainer) -> str:
         """Load weights and optimizer of the last good state; the iteration's number goes on."""
-        file = self._file(trainer, GOOD)
-        if self.good is None or not file.exists():
+        file, strategy = self._file(trainer, GOOD), trainer.strategy
+        if not strategy.broadcast(self.good is not None and file.exists()):
             return "found no good state to roll back to"
         if self.rollbacks >= self.most_rollbacks:
             trainer.should_stop = True
             return f"stopped the run after {self.rollbacks} rollbacks"
-        strategy = trainer.strategy
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [
+            group["lr"] for group in groups
+        ]  # as the schedule, and a mitigation, have them now
         checkpoint = strategy.load_checkpoint(file, weights_only=False)
         strategy.load_model_state_dict(checkpoint, strict=True)
         strategy.load_optimizer_state_dict(checkpoint)
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BestCheckpoint):
+                callback.forget()  # what was validated is gone
         self.rollbacks += 1
         return f"rolled weights and optimizer back to iteration {self.good}"
 

@@ -34,12 +34,24 @@ class Mitigation:
         """Refuse what this run has no place for.
 
         Raises:
-            ValueError: the module has no loss settings or no reference policy, or the DataModule no filter.
+            ValueError: the module has no loss settings or no reference policy, the DataModule no filter, or nothing
+                would be switched, or the clip bound to one that is lower or of another size.
         """
         if not hasattr(pl_module, "adjust_loss"):
             raise ValueError(
                 f"a mitigation needs a module with adjust_loss, found {type(pl_module).__name__}; "
                 "use AgentModule, or leave `mitigate` out of the actions"
+            )
+        switches = (
+            "clip_high", "kl_coefficient", "entropy_target", "learning_rate_share", "group_filter",
+        )  # fmt: skip
+        if all(getattr(self, name) is None for name in switches):
+            raise ValueError(f"mitigation: all of {', '.join(switches)} are null; set one of them")
+        bound = pl_module.loss.policy.clip_high
+        if self.clip_high is not None and not bound <= self.clip_high <= 10 * bound:
+            raise ValueError(
+                f"mitigation.clip_high={self.clip_high:g}: the loss's own is {bound:g}, and clip-higher is somewhat "
+                "above it; set a bound of that size, or null"
             )
         if self.kl_coefficient and pl_module.loss.kl is None:
             raise ValueError(

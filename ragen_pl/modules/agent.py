@@ -203,7 +203,7 @@ class AgentModule(pl.LightningModule):
         ]
         changed: dict[str, tuple[object, object]] = {}
         for name, holder, attribute, value in places:
-            if holder is not None and value is not None:
+            if holder is not None and value is not None and getattr(holder, attribute) != value:
                 changed[name] = (getattr(holder, attribute), value)
                 setattr(holder, attribute, value)
         return changed

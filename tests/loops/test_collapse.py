@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from fnmatch import fnmatchcase
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +13,7 @@ from ragen_pl.callbacks.alarms import Alarm
 from ragen_pl.callbacks.collapse import CollapseMonitor
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
+from ragen_pl.config.schema_diagnostics import READINGS
 from ragen_pl.loggers import RunLogger
 from ragen_pl.loops.rollout_update import RolloutUpdate
 
@@ -72,6 +74,9 @@ def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
         "gradient_norm_policy", "gradient_norm_critic",
     )  # fmt: skip
     assert all(name in point for point in logged for name in wanted)
+    taken = {name for _, point in points for name in point if name.startswith("diagnostics/")}
+    known = [name.removeprefix("diagnostics/") for name in taken]
+    assert not [one for one in known if not any(fnmatchcase(one, name) for name in READINGS)]
     information = [point["mutual_information"] for point in logged]  # in between, the last probe's
     assert information[0] == information[1] != information[2] == information[3]
     first = logged[0]
@@ -167,6 +172,28 @@ def test_rollback_restores_weights_and_optimizer_and_goes_on(setup_of, tmp_path)
     assert not same(agent.state_dict(), broken.weights[1])
 
 
+def test_a_rollback_leaves_the_rate_where_schedule_and_mitigation_have_it(setup_of, tmp_path):
+    class Rates(pl.Callback):
+        def __init__(self):
+            self.rates = []
+
+        def on_train_batch_start(self, trainer, *args):
+            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def rates(*callbacks):
+        seen = Rates()
+        run(setup_of, tmp_path, Diagnostics(prompts=0), *callbacks, seen, epochs=6)
+        return seen.rates
+
+    plain = rates()
+    assert len(set(plain)) == 6  # it falls with each iteration
+    assert rates(Break(), monitor("rollback", cooldown=9)) == plain
+    slower = Mitigation(clip_high=None, learning_rate_share=0.5)
+    found = rates(Break(), monitor("rollback", "mitigate", mitigation=slower, cooldown=9))
+    half = len(plain) // 2  # the alarm is in the third of six
+    assert found == pytest.approx(plain[:half] + [0.5 * rate for rate in plain[half:]])
+
+
 def test_rollbacks_are_not_endless(setup_of, tmp_path):
     class Always(Break):
         def on_rollout_start(self, trainer, pl_module):
@@ -229,6 +256,20 @@ def test_a_mitigation_switches_a_penalty_on_where_a_reference_is_kept(setup_of, 
     agent.loss.kl = None
     with pytest.raises(ValueError, match=r"mitigation.kl_coefficient=0.5: .* no reference policy"):
         watch.mitigation.check(pl.Trainer(barebones=True, accelerator="cpu"), agent)
+
+
+@pytest.mark.parametrize(
+    ("mitigation", "told"),
+    [
+        (Mitigation(clip_high=None), "all of clip_high, .* are null; set one of them"),
+        (Mitigation(clip_high=0.1), "mitigation.clip_high=0.1: the loss's own is 0.2"),
+        (Mitigation(clip_high=4.0), "mitigation.clip_high=4: the loss's own is 0.2"),
+    ],
+)
+def test_a_mitigation_that_would_do_nothing_or_harm_is_refused(setup_of, mitigation, told):
+    agent, _ = setup_of().build()
+    with pytest.raises(ValueError, match=told):
+        mitigation.check(pl.Trainer(barebones=True, accelerator="cpu"), agent)
 
 
 def test_a_mitigation_can_switch_the_filter_on(setup_of, tmp_path):
