@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 T = TypeVar("T")
 
@@ -34,6 +35,13 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
         total = total.cuda()
     dist.all_reduce(total)
     return total.to(tensor.device)
+
+
+def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
+    """Return every rank's state of a metric, for torchmetrics; states on the CPU are more than NCCL can serve."""
+    if state.is_cuda or dist.get_backend(group) != "nccl":
+        return list(gather_all_tensors(state, group))
+    return [one.to(state.device) for one in gather_all_tensors(state.cuda(), group)]
 
 
 def gather_over_ranks(value: T) -> list[T]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from torch import Tensor
@@ -115,6 +116,8 @@ def stopped(error: SystemExit, run: Run) -> object:
     by_hand = isinstance(error.__context__, KeyboardInterrupt)
     if not by_hand and not isinstance(error, SIGTERMException):
         return error.code
+    if getattr(rank_zero_only, "rank", 0):
+        return 0  # the first rank tells; another's exit code would have it killed before it can
     signal = "Ctrl-C" if by_hand else "SIGTERM"
     arguments = own_overrides()
     if run.last.exists():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-_RUN_DIR = "RAGEN_PL_RUN_DIR"  # how the processes of one run agree on its folder
+RUN_DIR = "RAGEN_PLRUN_DIR"  # how the processes of one run agree on its folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
     Raises:
         FileNotFoundError: there is no such run or checkpoint.
     """
-    inherited = os.environ.get(_RUN_DIR)
+    inherited = os.environ.get(RUN_DIR)
     parent = Path(root).absolute() / name
     if ckpt_path not in (None, "last"):
         checkpoint = Path(str(ckpt_path)).absolute()
@@ -50,8 +50,7 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
             raise FileNotFoundError(
                 f"ckpt_path={ckpt_path}: there is no such file; give a checkpoint's path, or last"
             )
-        folder = Path(run_dir).absolute() if run_dir else checkpoint.parent.parent
-        return Run(folder, checkpoint)
+        return Run(Path(run_dir).absolute() if run_dir else _run_of(checkpoint), checkpoint)
     if inherited:
         folder = Path(inherited)
     elif run_dir:
@@ -71,6 +70,12 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
     return Run(folder, last if ckpt_path == "last" and last.exists() else None)
 
 
+def _run_of(checkpoint: Path) -> Path:
+    """Return the run that a checkpoint lies in: in `checkpoints/`, or (good.ckpt) beside its config."""
+    beside = checkpoint.parent
+    return beside if (beside / "config.yaml").exists() else beside.parent
+
+
 def _unused(folder: Path) -> Path:
     """Return the folder, numbered where another run of a sweep has taken its name."""
     number, free = 1, folder
@@ -82,9 +87,9 @@ def _unused(folder: Path) -> Path:
 
 def share_with_children(folder: Path) -> None:
     """Let processes that this one starts (other ranks) use the same folder."""
-    os.environ[_RUN_DIR] = str(folder)
+    os.environ[RUN_DIR] = str(folder)
 
 
 def forget_sharing() -> None:
     """End what `share_with_children` began, so that a later run in this process has its own folder."""
-    os.environ.pop(_RUN_DIR, None)
+    os.environ.pop(RUN_DIR, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from ragen_pl.distributed import gather_over_ranks
+from ragen_pl.distributed import gather_over_ranks, gather_states
 from ragen_pl.trajectory import Trajectory
 
 _MOST_NAMES = 8  # actions beyond so many names are not told one by one
@@ -29,7 +29,7 @@ class ReplyDiversity(Metric):
     actions: list[Tensor]
 
     def __init__(self, *, over_ranks: bool = True) -> None:
-        super().__init__(sync_on_compute=over_ranks)
+        super().__init__(sync_on_compute=over_ranks, dist_sync_fn=gather_states)
         self.over_ranks = over_ranks
         self.names: dict[int, str] = {}  # of actions, by digest
         for name in ("replies", "thoughts", "actions"):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from ragen_pl.distributed import gather_states
+
 
 class NamedSums(Metric):
     """Hold a float64 sum for each name and, for some, a maximum; subclasses say what they mean.
@@ -22,7 +24,7 @@ class NamedSums(Metric):
     def __init__(
         self, names: Sequence[str], *, maxima: Sequence[str] = (), over_ranks: bool = True
     ) -> None:
-        super().__init__(sync_on_compute=over_ranks)
+        super().__init__(sync_on_compute=over_ranks, dist_sync_fn=gather_states)
         self.names, self.maximum_names = tuple(names), tuple(maxima)
         self.add_state(
             "sums", torch.zeros(len(self.names), dtype=torch.float64), dist_reduce_fx="sum"

@@ -110,7 +110,8 @@ def keep_important(
     samples = batch.samples
     score = gather_credit(scores, rows, columns)
     action = gather_credit(samples.spans, rows, columns) == ACTION
-    acted = torch.zeros(len(action), int(credit.turn.max()) + 2, device=action.device)
+    turns = batch.episodes.turn_rewards.shape[1]  # a rank without episodes has none
+    acted = torch.zeros(len(action), turns + 1, device=action.device)
     acted = acted.scatter_add(1, credit.turn + 1, action.float()).gather(1, credit.turn + 1) > 0
 
     def narrowed(mask: Tensor, share: float) -> Tensor:

@@ -89,6 +89,14 @@ def test_a_checkpoint_given_goes_on_in_its_own_run(find, tmp_path):
     assert find(run_dir=tmp_path / "branch", ckpt_path=str(file)) == Run(tmp_path / "branch", file)
 
 
+def test_a_checkpoint_beside_its_runs_config_goes_on_in_that_run(find, tmp_path):
+    run = tmp_path / "lake" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "good.ckpt").touch()
+    assert find(ckpt_path=str(run / "good.ckpt")).folder == run
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_pl.algorithms.importance import top_in_turn
-from ragen_pl.data.collate import collate
+from ragen_pl.data.collate import as_filler, collate
 from ragen_pl.modules.forward import embedded
 from ragen_pl.modules.importance import Importance, patch_scores, saliency
 from ragen_pl.modules.losses import Masks
@@ -97,6 +97,12 @@ def test_all_kept_is_as_without(make) -> None:
     theirs = whole.prepare(collate(trajectories, whole.policy.bundle)).samples
     for name in ("loss_mask", "advantage_mask", "loss_weight", "advantages", "returns"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def test_a_rank_that_no_group_fell_to_has_nothing_to_choose(make) -> None:
+    agent = make.agent(masks=Masks(importance=Importance(loss=0.5)))
+    batch = as_filler(collate(make.play(agent), agent.policy.bundle))
+    assert not agent.prepare(batch).samples.weight.any()
 
 
 def test_patches_are_averaged_picture_by_picture(make) -> None:
