@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.pairs import class_named
+from ragen_pl.config.schema_diagnostics import READINGS
 from ragen_pl.probe import probe
-from ragen_pl.runs import locate
+from ragen_pl.runs import RUN_DIR, locate
 from ragen_pl.tracking import check_reachable, tracking_uri
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ def preflight(cfg: DictConfig) -> None:
     check_anchor_states(cfg)
     if str((cfg.logger or {}).get("_target_", "")).endswith(".RunLogger"):
         check_reachable(tracking_uri(cfg.paths.root, uri=cfg.logger.get("uri")))
+    check_agreement(cfg)
     run = locate(
         root=cfg.paths.root,
         name=cfg.env.name,
@@ -115,6 +119,21 @@ def check_environment(env: DictConfig) -> None:
         raise ConfigError(f"env.kwargs of {env.target}: {text}") from error
 
 
+def check_agreement(cfg: DictConfig) -> None:
+    """Check that processes which torchrun or srun have started know the run's folder.
+
+    Raises:
+        ConfigError: each would name one of its own.
+    """
+    outside = max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    named = cfg.paths.run_dir or cfg.ckpt_path or os.environ.get(RUN_DIR)
+    if outside > 1 and not named:
+        raise ConfigError(
+            f"paths.run_dir=null: {outside} processes were started from outside (torchrun, srun), and each would name "
+            "a folder of its own; set paths.run_dir"
+        )
+
+
 def check_adapters(cfg: DictConfig) -> None:
     """Check that adapters can be put in.
 
@@ -169,6 +188,13 @@ def check_monitor(cfg: DictConfig) -> None:
         if alarm and (alarm.get("below") is None) == (alarm.get("above") is None):
             raise ConfigError(
                 f"callbacks.collapse.alarms.{name}: expected one of below and above; set the other to null"
+            )
+        reading = str(alarm.get("reading") or "") if alarm else ""
+        if reading and not any(fnmatchcase(reading, known) for known in READINGS):
+            near = get_close_matches(reading, READINGS, n=1)
+            raise ConfigError(
+                f"callbacks.collapse.alarms.{name}.reading={reading}: no such reading; "
+                + (f"did you mean {near[0]}?" if near else "docs/diagnostics.md has them all")
             )
 
 

@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from ragen_pl.config.check import check_config, leaves
 from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation, tell
 from ragen_pl.config.paths import check_packages, config_dir, searched
+from ragen_pl.config.relations import ranks_asked_for
 
 Task = Callable[[DictConfig], object]
 Prepare = Callable[[argparse.Namespace], list[str]]
@@ -133,6 +134,11 @@ def precheck(args: argparse.Namespace, *, config_name: str) -> None:
             cfg = _compose(name, [*searched(args.config_dir), *overrides], folder=directory)
             if args.cfg is None:
                 check_config(cfg)
+            if args.multirun and ranks_asked_for(cfg) > 1:
+                raise ConfigError(
+                    f"--multirun with {ranks_asked_for(cfg)} ranks: the runs of a sweep share a process, and each "
+                    "would start ranks that sweep again; start the runs one by one"
+                )
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:

@@ -12,6 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 _MISSING = object()
 _IN_GROUPS = ("GroupRelative", "LeaveOneOut", "GroupInGroup")
 _WITH_VALUES = ("MaskedGAE", "BilevelGAE", "AdaptiveBilevelGAE", "TurnGAE")
+_WITHOUT_VALUES = (
+    *_IN_GROUPS, "BatchRelative", "RawReturn", "ReinforcePlusPlus",
+)  # fmt: skip
 
 
 def pair_problems(cfg: DictConfig) -> Iterator[str]:
@@ -49,14 +52,19 @@ def _groups(cfg: DictConfig) -> str | None:
 
 
 def _group_filter(cfg: DictConfig) -> str | None:
-    rule = class_named(cfg, "algorithm.filter.keep")
-    if rule in ("", "KeepAll") and not _get(cfg, "algorithm.filter.reweight"):
-        return None
-    if _alone(cfg):
-        return (
-            "rollout.group_size=1: algorithm.filter judges a group by how its returns differ, and one return "
-            "differs from nothing; set rollout.group_size=8, or keep all groups"
-        )
+    watch = "callbacks.collapse"
+    mitigates = "mitigate" in (_get(cfg, f"{watch}.actions") or ())  # type: ignore[operator]
+    keys = ("algorithm.filter", *([f"{watch}.mitigation.group_filter"] if mitigates else []))
+    for key in keys:
+        chooses = class_named(cfg, f"{key}.keep") not in ("", "KeepAll")
+        rescale = _get(cfg, f"{key}.rescale", "none")
+        if not chooses and rescale != "none":
+            return f"{key}.rescale={rescale}: all groups are kept, so that the share is 1; set none, or a rule"
+        if (chooses or _get(cfg, f"{key}.reweight")) and _alone(cfg):
+            return (
+                f"rollout.group_size=1: {key} judges a group by how its returns differ, and one return "
+                "differs from nothing; set rollout.group_size=8, or keep all groups"
+            )
     return None
 
 
@@ -78,9 +86,14 @@ def _normaliser(cfg: DictConfig) -> str | None:
         class_named(cfg, "algorithm.normalise.by"),
         class_named(cfg, "algorithm.estimator"),
     )
-    if by == "ByGroup" and _alone(cfg):
+    if by == "Schedule":
+        stages = _get(cfg, "algorithm.normalise.by.stages", ({"_target_": ".ByGroup"},))
+        grouped = any(str(one["_target_"]).endswith(".ByGroup") for one in stages)  # type: ignore[attr-defined]
+    else:
+        grouped = by == "ByGroup"
+    if grouped and _alone(cfg):
         return (
-            "rollout.group_size=1: algorithm.normalise.by=ByGroup would make every return 0; set "
+            f"rollout.group_size=1: algorithm.normalise.by={by} would make every return 0; set "
             "rollout.group_size=8, or ByBatch"
         )
     unbounded = not any(
@@ -105,13 +118,36 @@ def _normaliser(cfg: DictConfig) -> str | None:
 
 
 def _penalised(cfg: DictConfig) -> bool:
-    return _get(cfg, "algorithm.loss.kl.place") == "reward"
+    return _get(cfg, "algorithm.loss.kl.place") == "reward" and bool(
+        _get(cfg, "algorithm.loss.kl.coefficient")
+    )
 
 
 def _values(cfg: DictConfig) -> str | None:
     name = class_named(cfg, "algorithm.estimator")
     if name in _WITH_VALUES and _get(cfg, "algorithm.critic") == "none":
         return f"algorithm.critic=none: {name} needs values; set algorithm.critic=shared (or own)"
+    critic = _get(cfg, "algorithm.critic", "none")
+    if name in _WITHOUT_VALUES and critic != "none":
+        return f"algorithm.critic={critic}: {name} asks no critic for values; set algorithm.critic=none"
+    if name in _WITHOUT_VALUES and _get(cfg, "env.turn_limit_bootstraps"):
+        return (
+            f"env.turn_limit_bootstraps=true: {name} has no values to bootstrap from; set false, or an algorithm "
+            "with a critic"
+        )
+    return None
+
+
+def _thoughts(cfg: DictConfig) -> str | None:
+    if _get(cfg, "env.prompt_format") != "no_think":
+        return None
+    for which in ("loss", "advantage"):
+        mask = class_named(cfg, f"algorithm.masks.{which}")
+        if mask in ("think_span", "think_weighted"):
+            return f"algorithm.masks.{which}={mask}: env.prompt_format=no_think has no reasoning; set another mask"
+    amount = _get(cfg, "algorithm.reward.think_amount")
+    if amount:
+        return f"algorithm.reward.think_amount={amount}: env.prompt_format=no_think has no reasoning; set 0"
     return None
 
 
@@ -177,4 +213,5 @@ def _entropy(cfg: DictConfig) -> str | None:
 
 _CHECKS: tuple[Callable[[DictConfig], str | None], ...] = (
      _groups, _group_filter, _resample, _normaliser, _values, _observations, _weights, _loss, _entropy,
+     _thoughts,
 )  # fmt: skip

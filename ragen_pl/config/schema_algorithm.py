@@ -90,7 +90,9 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.loss.kl": _GROUP_OR_NONE,
     "algorithm.loss.kl.coefficient": _NOT_NEGATIVE,
     "algorithm.loss.kl.estimator": _choice("k1", "k2", "k3", "full"),
-    "algorithm.loss.kl.aggregation": _AGGREGATION,
+    "algorithm.loss.kl.aggregation": _choice(
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"
+    ),
     "algorithm.loss.kl.place": _choice("loss", "reward"),
     "algorithm.loss.kl.reference.decay": Rule(kind=Kind.FLOAT, minimum=0, below=1),
 }

@@ -50,7 +50,7 @@ TRAINER: dict[str, Rule] = {
     "trainer.accumulate_grad_batches": _COUNT,
     "trainer.gradient_clip_val": Rule(kind=Kind.FLOAT, above=0, also=(None,)),
     "trainer.gradient_clip_algorithm": Rule(
-        kind=Kind.TEXT, choices=("norm", "value"), also=(None,)
+        kind=Kind.TEXT, choices=("norm",), also=(None,), note="each parameter group by its own norm"
     ),
     "trainer.deterministic": Rule(kind=Kind.BOOL, also=("warn", None)),
     "trainer.benchmark": Rule(kind=Kind.BOOL, also=(None,)),

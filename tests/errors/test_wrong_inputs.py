@@ -31,6 +31,10 @@ OF_THE_COMMAND = [
     ("env=frozenlake env.visual=true model=small_vlm", "found no picture .*; set env.visual=false"),
     ("model.build.text.num_attention_heads=3", "expected a divisor of .*hidden_size=128"),
     ("algorithm.critic=none", "BilevelGAE needs values; set algorithm.critic"),
+    ("-m seed=0,1 trainer.devices=2", "--multirun with 2 ranks: .* start the runs one by one"),
+    ("callbacks.collapse.alarms.entropy.reading=entropy_rato", "did you mean entropy_ratio?"),
+    ("+trainer.gradient_clip_algorithm=value", "gradient_clip_algorithm=value: expected"),
+    ("algorithm.loss.kl.aggregation=constant", "kl.aggregation=constant: expected"),
     ("algorithm=grpo rollout.group_size=1", "rollout.group_size=1: .* set at least 2"),
     ("algorithm.loss.policy.aggregation=constant", "a constant goes with aggregation .constant."),
     ("rollout.max_reply_tokens=4000", "leaves no room for a prompt in context.max_tokens=2048"),
@@ -129,6 +133,13 @@ def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, told):
     line = fit("--config-dir", "conf", "env=mine", "+env.target=broken_worlds.Sound").refused()
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(line)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS"])
+def test_processes_started_from_outside_must_agree_on_a_folder(fit, monkeypatch, name):
+    monkeypatch.setenv(name, "4")
+    said = fit("env=frozenlake").refused()
+    assert said.startswith("paths.run_dir=null: 4 processes") and said.endswith("set paths.run_dir")
 
 
 def test_a_folder_in_the_way_is_refused(fit, tmp_path):

@@ -183,6 +183,26 @@ REFUSED = [
     (f"starpo {LOSS}.SequencePolicyLoss algorithm.loss.policy.dual_clip=3.0", "has no dual clip"),
     ("starpo algorithm.loss.policy.constant=3", "only with it"),
     ("starpo algorithm.loss.entropy_target=1.0", "no entropy bonus to steer"),
+    ("grpo algorithm.critic=shared", "asks no critic for values"),
+    ("grpo env.turn_limit_bootstraps=true", "no values to bootstrap from"),
+    (f"starpo rollout.group_size=1 {BY}.Schedule", "by=Schedule would make every return 0"),
+    ("starpo algorithm.filter.rescale=linear", "the share is 1"),
+    (
+        "starpo rollout.group_size=1 callbacks.collapse.actions=[mitigate] callbacks.collapse.mitigation.group_filter="
+        "{keep:{_target_:ragen_pl.algorithms.filters.AboveDeviation}}",
+        "callbacks.collapse.mitigation.group_filter judges a group",
+    ),
+    (f"starpo env.prompt_format=no_think {MASK}.think_span", "has no reasoning"),
+    ("starpo env.prompt_format=no_think algorithm.reward.think_amount=1.0", "has no reasoning"),
+    ("starpo context.leave_out.turns=0.5 context.window=2", "context.window=2 that is none"),
+    ("starpo env.visual=false context.leave_out.patches=0.5", "shows no pictures"),
+    (
+        "starpo rollout.temperature=1.5 rollout.adaptive_temperature="
+        "{_target_:ragen_pl.rollout.temperature.AdaptiveTemperature,low:0.8,high:1.2}",
+        "rollout.temperature=1.5: outside",
+    ),
+    ("rico context.leave_out.turns=0.5", "one undivided sequence; set turns=0"),
+    ("starpo warm_start.episodes=3 trainer.devices=2 trainer.num_nodes=2", "than the 4 ranks"),
 ]
 
 
