@@ -34,6 +34,7 @@ _ACT = (
     "callbacks.collapse.actions=[rollback,mitigate]",
     "callbacks.collapse.mitigation.clip_high=null",
 )
+PROBED = ("callbacks.diagnostics.probe_every_n_iterations=1",)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "left alone": (),
     "learning rate to a tenth": (*_ACT, "callbacks.collapse.mitigation.learning_rate_share=0.1"),
@@ -88,13 +89,20 @@ def main() -> None:
                     out / name, *common, *provoked, *monitor, f"warm_start.weights={weights}", "logger=csv",
                     f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
                     "panel.players=null", "panel.blank=false", "callbacks.trajectories=null",
-                    "callbacks.diagnostics.probe_every_n_iterations=1", "callbacks.collapse.good_every_n_iterations=1",
+                    *PROBED, "callbacks.collapse.good_every_n_iterations=1",
                 )  # fmt: skip
     write_page(
         {name: read(out / name) for name in VARIANTS if (out / name / "figures.json").exists()},
         alarms=alarms_of(out / "left alone"),
         page=args.page,
-        command="python -m ragen_pl.fit env=frozenlake_visual " + " ".join(provoked),
+        command=" ".join(
+            (
+                "python -m ragen_pl.fit env=frozenlake_visual",
+                *provoked,
+                f"trainer.max_epochs={args.iterations}",
+                *PROBED,
+            )
+        ),
     )
 
 

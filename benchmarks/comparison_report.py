@@ -138,10 +138,10 @@ def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> 
 _INTRODUCTION = """# Algorithms compared
 
 Made by `python benchmarks/comparison.py run` (it may be stopped and continued; `report` writes this page anew): the
-default small model, {minutes:g} minutes of RL a run on one CPU thread, two runs at once, the same constant learning rate
-for all, all else as in `conf/algorithm/`. All runs of a seed begin from the same weights but RICO's: its samples are
-whole episodes, so it has a warm start of its own, of about as many demonstrated turns. Groups and their sizes are those
-of the files, so that an iteration is more or fewer episodes; the time is the same. Figures are greedy success on
-held-out starts: mean over seeds ± half its 95% interval (Student's t); shading is the range of the seeds. *True
+default small model, {minutes:g} minutes of RL a run on one CPU thread, two runs at once, the same constant learning
+rate for all, all else as in `conf/algorithm/`. All runs of a seed begin from the same weights but RICO's: its samples
+are whole episodes, so it has a warm start of its own, of about as many demonstrated turns. Groups and their sizes
+are those of the files, so that an iteration is more or fewer episodes; the time is the same. Figures are greedy success
+on held-out starts: mean over seeds ± half its 95% interval (Student's t); shading is the range of the seeds. *True
 thoughts* is the share of the thoughts there that say truly what the state is.
 """

@@ -23,7 +23,6 @@ from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.tracking import check_reachable, tracking_uri
 
 _OPTIONAL = {
-    "vllm": ("rollouts of large models on a GPU", "pip install 'ragen_pl[vllm]'"),
     "peft": ("LoRA", "pip install 'ragen_pl[lora]'"),
     "deepspeed": ("trainer.strategy=deepspeed", "pip install deepspeed"),
     "pygame": ("gymnasium's own FrozenLake pictures, in benchmarks", "pip install pygame"),

@@ -4,8 +4,9 @@ A rollout phase fills the DataModule's buffer, then Lightning's own training-epo
 phase over it; checkpointing, validation, accumulation, clipping, loggers and strategies stay
 Lightning's. Everything that touches Lightning's private surface is in this file.
 
-The DataModule offers `collect(iteration, module)`, `has_buffer(iteration)` and `drop_buffer()`; the module
-offers `rollout_engine()` and `prepare(batch)`: see `RolloutDataModule` and `AgentModule`, or write your own.
+The DataModule offers `seed`, `collect(iteration, module, *, progress)`, `has_buffer(iteration)` and
+`drop_buffer()`; the module offers `rollout_engine()` and `prepare(batch)`: see `RolloutDataModule` and
+`AgentModule`, or write your own.
 
 Checkpoints may be written anywhere. One written after the last minibatch of an iteration needs care:
 Lightning would take the iteration for finished and skip its validation and epoch-end hooks, or run the
@@ -84,7 +85,7 @@ class RolloutUpdateLoop(_FitLoop):
         if not isinstance(datamodule, CollectsTrajectories):
             raise TypeError(
                 f"the rollout/update loop found {type(datamodule).__name__} as the Trainer's DataModule; "
-                "pass one with collect, has_buffer and drop_buffer, such as ragen_pl.data.RolloutDataModule"
+                "pass one with collect, has_buffer and drop_buffer, such as ragen_pl.data.datamodule.RolloutDataModule"
             )
         return datamodule
 
