@@ -109,6 +109,7 @@ def main() -> None:
 def fit(folder: Path, *overrides: str) -> None:
     """Run a job on one thread; its output goes to the folder's log."""
     folder.mkdir(parents=True, exist_ok=True)
+    overrides += ("ckpt_path=last",) if (folder / "config.yaml").exists() else ()
     command = [sys.executable, "-m", "ragen_pl.fit", *overrides, f"paths.run_dir='{folder}'"]
     with (folder / "log.txt").open("w") as log:
         subprocess.run(

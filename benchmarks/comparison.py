@@ -74,6 +74,8 @@ class Beginning:
         own = ["algorithm=trico"]
         if self.whole_episodes:
             own = ["algorithm=rico", f"warm_start.steps={_STEPS_OF_EPISODES[self.world]}"]
+        begun = (self.folder(out) / "config.yaml").exists()
+        own += ["ckpt_path=last"] if begun else []
         return [
             sys.executable, "-m", "ragen_pl.fit", f"env={self.world}", *own, f"seed={self.seed}",
             f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",

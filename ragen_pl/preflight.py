@@ -18,7 +18,7 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.pairs import class_named
 from ragen_pl.config.schema_diagnostics import READINGS
 from ragen_pl.probe import probe
-from ragen_pl.runs import RUN_DIR, locate
+from ragen_pl.runs import RUN_DIR, Run, locate
 from ragen_pl.tracking import check_reachable, tracking_uri
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ def preflight(cfg: DictConfig) -> None:
         ckpt_path=cfg.ckpt_path,
     )
     check_folder(run.folder)
+    check_unused(cfg, run)
+    begun = cfg.ckpt_path is not None and run.warm_start.exists()
     for file, said in (
         (run.checkpoint, f"ckpt_path={cfg.ckpt_path}"),
         (run.warm_start, str(run.warm_start)),
-        *beginning_given(cfg),
+        *([] if begun else beginning_given(cfg)),
     ):
         if file and file.exists() and not is_zipfile(file):
             raise ConfigError(
@@ -64,9 +66,39 @@ def preflight(cfg: DictConfig) -> None:
 
 
 def beginning_given(cfg: DictConfig) -> list[tuple[Path, str]]:
-    """Return the weights to begin from, and what the user said of them, where any were given."""
+    """Return the weights to begin from, and what the user said of them, where any were given.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     given = OmegaConf.select(cfg, "warm_start.weights")
-    return [] if given is None else [(Path(given).expanduser(), f"warm_start.weights={given}")]
+    if given is None:
+        return []
+    file, said = Path(str(given)).expanduser(), f"warm_start.weights={given}"
+    if not file.exists():
+        raise ConfigError(f"{said}: expected a path that exists")
+    return [(file, said)]
+
+
+def check_unused(cfg: DictConfig, run: Run) -> None:
+    """Check that a new run does not write over another one.
+
+    Raises:
+        ConfigError: its folder holds one.
+    """
+    told = (
+        RUN_DIR in os.environ or started_outside() > 1
+    )  # by a first rank, which may have begun to write
+    if cfg.ckpt_path is None and not told and run.begun:
+        raise ConfigError(
+            f"paths.run_dir={cfg.paths.run_dir}: holds a run already; go on with it by ckpt_path=last, or set "
+            "another folder"
+        )
+
+
+def started_outside() -> int:
+    """Return how many processes torchrun or srun have started, 1 where they have not."""
+    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
 
 
 def check_folder(
@@ -125,7 +157,7 @@ def check_agreement(cfg: DictConfig) -> None:
     Raises:
         ConfigError: each would name one of its own.
     """
-    outside = max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    outside = started_outside()
     named = cfg.paths.run_dir or cfg.ckpt_path or os.environ.get(RUN_DIR)
     if outside > 1 and not named:
         raise ConfigError(

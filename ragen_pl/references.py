@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -12,8 +13,16 @@ from ragen_pl.metrics.rollout import rollout_figures
 from ragen_pl.modules.agent import AgentModule
 
 
-def reference_figures(parts: Parts, agent: AgentModule) -> dict[str, dict[str, float]]:
-    """Return the panel's figures of each player that the config names, by its name in words."""
+def reference_figures(
+    parts: Parts, agent: AgentModule, *, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Return the panel's figures of each player that the config names, by its name in words.
+
+    Args:
+        parts: of the run.
+        agent: plays with its pictures blanked.
+        device: that it plays on, for Lightning moves it to the CPU at its end.
+    """
     panel = parts.cfg.panel
     players = {name: player for name, player in (panel.players or {}).items() if player}
     figures = {
@@ -21,7 +30,8 @@ def reference_figures(parts: Parts, agent: AgentModule) -> dict[str, dict[str, f
         for name, player in players.items()
     }
     if panel.blank:
-        figures["blanked"] = blank_figures(parts, agent)
+        figures["blanked"] = blank_figures(parts, agent.to(device))
+        agent.cpu()
     return figures
 
 

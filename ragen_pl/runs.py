@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-RUN_DIR = "RAGEN_PLRUN_DIR"  # how the processes of one run agree on its folder
+RUN_DIR = "RAGEN_PL_RUN_DIR"  # how the processes of one run agree on its folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,12 @@ class Run:
     def last(self) -> Path:
         """The newest checkpoint, where there is one."""
         return self.checkpoints / "last.ckpt"
+
+    @property
+    def begun(self) -> bool:
+        """Whether the folder holds anything that a run has made, besides its config."""
+        made = (self.warm_start, self.folder / "csv", self.folder / "mlflow_run.json")
+        return any(path.exists() for path in made) or any(self.checkpoints.glob("*.ckpt"))
 
     @property
     def warm_start(self) -> Path:
@@ -56,18 +62,23 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
     elif run_dir:
         folder = Path(run_dir).absolute()
     elif ckpt_path == "last":
-        runs = sorted(path for path in parent.glob("*") if (path / "config.yaml").exists())
+        runs = sorted(parent.glob("*/config.yaml"), key=time_of)
         if not runs:
             raise FileNotFoundError(
                 f"ckpt_path=last: there is no run in {parent}; start one without ckpt_path"
             )
-        folder = runs[-1]
+        folder = runs[-1].parent
     else:
         folder = _unused(parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     if ckpt_path == "last" and not (folder / "config.yaml").exists():
         raise FileNotFoundError(f"ckpt_path=last: {folder} holds no run; give paths.run_dir of one")
     last = folder / "checkpoints" / "last.ckpt"
     return Run(folder, last if ckpt_path == "last" and last.exists() else None)
+
+
+def time_of(config: Path) -> tuple[int, str]:
+    """Return what runs are ordered by in time: when their config was written, which is never changed."""
+    return config.stat().st_mtime_ns, str(config)
 
 
 def _run_of(checkpoint: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 import warnings
@@ -42,7 +43,7 @@ from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.references import reference_figures
 from ragen_pl.rollout.errors import Unplayable
-from ragen_pl.runs import Run, forget_sharing, locate, share_with_children
+from ragen_pl.runs import RUN_DIR, Run, forget_sharing, locate, share_with_children
 from ragen_pl.seeding import seeded
 
 log = logging.getLogger(__name__)
@@ -52,15 +53,15 @@ def train(cfg: DictConfig) -> dict[str, float]:
     """Run the whole job and return the last figures, the objective of a sweep among them."""
     began = time.perf_counter()
     run = open_run(cfg)
-    quieten()
-    check_optimizer(cfg.optimizer, key="optimizer")
-    if cfg.warm_start.enabled:
-        check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
-    with refusing("model, context or panel"):
-        parts = assemble(cfg)
-    tell_of_template(parts)
-    logger = build_logger(cfg, run)
     try:
+        quieten()
+        check_optimizer(cfg.optimizer, key="optimizer")
+        if cfg.warm_start.enabled:
+            check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
+        with refusing("model, context or panel"):
+            parts = assemble(cfg)
+        tell_of_template(parts)
+        logger = build_logger(cfg, run)
         warm_start(parts, run, logger)
         return reinforce(parts, run, logger, began=began)
     except Unplayable as error:
@@ -80,9 +81,12 @@ def open_run(cfg: DictConfig) -> Run:
         ckpt_path=cfg.ckpt_path,
     )
     run.checkpoints.mkdir(parents=True, exist_ok=True)
+    new = (
+        cfg.ckpt_path is None and RUN_DIR not in os.environ
+    )  # what a refused one has left is written over
     share_with_children(run.folder)
     config = run.folder / "config.yaml"
-    if not config.exists():
+    if new or not config.exists():
         config.write_text(OmegaConf.to_yaml(cfg, resolve=True))
     return run
 
@@ -181,12 +185,15 @@ def reinforce(parts: Parts, run: Run, logger: Any, *, began: float) -> dict[str,
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     figures = last_figures(trainer, agent, datamodule)
     if trainer.is_global_zero:
-        references = reference_figures(parts, agent)
+        references = reference_figures(parts, agent, device=trainer.strategy.root_device)
         for name, column in references.items():
             figures |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
         figures["time/total_s"] = time.perf_counter() - began
         summary.show(trainer, references=references)
-        (run.folder / "figures.json").write_text(json.dumps(figures, indent=1, sort_keys=True))
+        file = run.folder / "figures.json"
+        # a run that was finished before has no new figures of its update
+        known = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
+        file.write_text(json.dumps(known | figures, indent=1, sort_keys=True))
     return figures
 
 
@@ -195,8 +202,9 @@ def last_figures(
 ) -> dict[str, float]:
     """Return the run's last figures, those of the panel for its last weights."""
     figures = dict(trainer.callback_metrics)
-    if trainer.current_epoch % (trainer.check_val_every_n_epoch or 1):
-        # the run ended between two validations
+    told = any(name.startswith("val/") for name in figures)
+    if not told or trainer.current_epoch % (trainer.check_val_every_n_epoch or 1):
+        # the run ended between two validations, or was finished before
         trainer.validate(agent, datamodule=datamodule, verbose=False)
         figures |= trainer.callback_metrics
     return {name: float(value) for name, value in figures.items()}

@@ -115,14 +115,11 @@ RULES: dict[str, Rule] = {
         kind=Kind.TEXT, choices=_PROMPT_FORMATS, note="it follows env.prompt_format"
     ),
     "model.build.dtype": Rule(kind=Kind.TEXT, choices=("float32", "bfloat16", "float16")),
-    "model.build.attn_implementation": Rule(
-        kind=Kind.TEXT, choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3")
-    ),
+    "model.build.attn_implementation": Rule(kind=Kind.TEXT, choices=("sdpa", "eager")),
     # the warm start
     "warm_start.enabled": _BOOL,
-    "warm_start.weights": Rule(kind=Kind.PATH, also=(None,)),
     "warm_start.episodes": _COUNT,
-    "warm_start.steps": _COUNT_OR_ZERO,
+    "warm_start.steps": _COUNT,
     "warm_start.batch_size": _COUNT,
     "warm_start.gamma": _SHARE,
     "warm_start.value_coefficient": _NOT_NEGATIVE,
@@ -159,6 +156,7 @@ FREE_TEXT: tuple[str, ...] = (
     "context.system_prompt",
     "paths.root",
     "paths.run_dir",
+    "warm_start.weights",
     "callbacks.checkpoint.filename",
     "callbacks.best.monitor",
     *DIAGNOSTICS_TEXT,

@@ -19,7 +19,7 @@ EVALUATION: dict[str, Rule] = {
         kind=Kind.TEXT, choices=(), contains="[", also=(None,), note="a list such as [1,4,8]"
     ),
     "pass_at.*": _COUNT,
-    "device": Rule(kind=Kind.TEXT, choices=("cpu", "cuda", "mps", "auto")),
+    "device": Rule(kind=Kind.TEXT, choices=("cpu", "cuda", "auto")),
     "trajectories": _BOOL,
     "traces": Rule(kind=Kind.INT, minimum=0, note="episodes of each panel"),
     "mlflow": _BOOL,

@@ -36,8 +36,9 @@ def conversation_batch(
 
 
 def _trajectory(messages: Conversation, context: ContextManager, *, number: int) -> Trajectory:
-    system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
-    spoken = list(messages[1:] if system else messages)
+    introduced = bool(messages) and messages[0]["role"] == "system"
+    system = messages[0]["content"] if introduced else ""
+    spoken = list(messages[1:] if introduced else messages)
     roles = [message["role"] for message in spoken]
     if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -90,7 +92,10 @@ class RolloutDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Find the panel's start states, which training must not draw."""
         if self.held_out and self.panels and not self.proxy.environments.held_out:
-            self.proxy.environments.held_out = frozenset(self.panels[0].state_keys())
+            keys = frozenset(self.panels[0].state_keys())
+            environments = copy.copy(self.proxy.environments)  # the panel may play in the same ones
+            environments.held_out = keys
+            self.proxy = replace(self.proxy, environments=environments)
 
     def starts(self, iteration: int, *, attempt: int = 0) -> list[Start]:
         """Return this rank's episodes of an iteration: every world_size-th group, whole.

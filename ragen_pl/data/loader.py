@@ -43,7 +43,7 @@ class MinibatchLoader:
         self.batch = batch
         self.accumulate = accumulate
         self.world_size = world_size
-        self._position = 0
+        self._position = self._start = 0
         self._plan: list[Tensor] = []
         for epoch in range(epochs):
             generator = torch.Generator().manual_seed(derive_seed(*seed_key, "shuffle", epoch))
@@ -56,11 +56,12 @@ class MinibatchLoader:
         return len(self._plan)
 
     def __iter__(self) -> Iterator[Minibatch]:
-        first, self._position = self._position, 0
+        # Lightning asks for no more than there are, so that nothing here runs after the last one
+        first, self._start = self._start, 0
+        self._position = first
         for number in range(first, len(self._plan)):
             self._position = number + 1
             yield self._minibatch(number)
-        self._position = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of minibatches given out."""
@@ -68,7 +69,7 @@ class MinibatchLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the minibatches that were given out."""
-        self._position = state["position"]
+        self._position = self._start = state["position"]
 
     def _count(self, sum_over_ranks: SumOverRanks) -> Tensor:
         """Return what the losses of every optimizer step are divided by, over all ranks, `[steps, 4]`.

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.runs import time_of
 from ragen_pl.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
 
 EXPORTED = "ragen_pl.yaml"
@@ -91,7 +92,7 @@ def newest_run(root: str, *, name: str | None, file: str) -> Path:
             f"ckpt={file.removesuffix('.ckpt')}: no run in {place} has a {file}; train one, set "
             "paths.root=…, or give a checkpoint's path"
         )
-    return max(runs, key=lambda run: (run.name, str(run)))  # runs are named by their time
+    return max(runs, key=lambda run: time_of(run / "config.yaml"))
 
 
 def exported(folder: Path) -> dict[str, Any]:

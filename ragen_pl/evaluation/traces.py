@@ -6,6 +6,7 @@ MLflow exports them in threads of its own, so that a run does not wait; `flush_t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,14 @@ def trace_records(
     import mlflow
 
     logging.getLogger("mlflow.tracing.export.async_export_queue").setLevel(logging.WARNING)
+    said = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)  # spans know no client; this is where they go
+    if (
+        said is None
+    ):  # what it sets would be taken for the user's word by another run of this process
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+    else:
+        os.environ["MLFLOW_TRACKING_URI"] = said
     count = 0
     for record in records:
         _trace(record, pictures=pictures, experiment_id=experiment_id, run_id=run_id)

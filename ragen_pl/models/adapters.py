@@ -6,11 +6,13 @@ asks a model works on one with adapters.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.nn import Module
     from transformers import PreTrainedModel
 
 
@@ -32,7 +34,26 @@ def add_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
         raise ModuleNotFoundError(
             "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
         ) from error
-    model.add_adapter(LoraConfig(**{"target_modules": "all-linear", **settings}))
+    config = LoraConfig(**{"target_modules": "all-linear", **settings})
+    if config.modules_to_save or config.bias != "none":
+        raise ValueError(
+            "model.build.lora: modules_to_save and bias train weights that are no adapters, which can neither be "
+            "switched off nor merged; leave them out"
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*a tied layer is part of the adapter"
+        )  # refused below
+        model.add_adapter(config)
+    if any("lora_" in name for part in _ends(model) for name, _ in part.named_parameters()):
+        raise ValueError(
+            "model.build.lora.target_modules: adapters on the embeddings or the head can't be merged where the two "
+            "share weights; leave them out"
+        )
+
+
+def _ends(model: PreTrainedModel) -> list[Module]:
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

@@ -112,7 +112,7 @@ def load_pretrained(
     Args:
         path: a Hugging Face folder or the name of a model on the hub.
         dtype: of the weights, such as `float32` or `bfloat16`.
-        attn_implementation: of transformers, such as `sdpa` or `flash_attention_2`.
+        attn_implementation: of transformers, `sdpa` or `eager`.
         local_files_only: never ask the hub.
         lora: settings of peft's `LoraConfig`: only adapters are trained. None trains all weights.
         seed: of the adapters' weights; the global generators are left as they were.

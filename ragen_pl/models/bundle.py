@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,19 @@ class ModelBundle:
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
         """Ids that must never be sampled: control tokens but for those that end a reply, and ids without a token."""
-        special = set(self.tokenizer.all_special_ids) - self.eos_token_ids
+        special = set(self.special_tokens) - self.eos_token_ids
         if self.image_token_id is not None:
             special.add(self.image_token_id)
         rows = self.model.get_output_embeddings().weight.shape[0]
         return tuple(sorted(special | set(range(len(self.tokenizer), rows))))
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """All control tokens, those without a role of their own included, by id."""
+        added = self.tokenizer.added_tokens_decoder
+        unnamed = {number: str(token) for number, token in added.items() if token.special}
+        named = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
+        return unnamed | dict(named)
 
     def piece(self, token: int) -> str:
         """Return the text of one token."""
@@ -170,11 +179,29 @@ class ModelBundle:
         base: Callable[..., Any] = self.model.model
         return base
 
-    @property
-    def lm_head(self) -> Callable[[Tensor], Tensor]:
-        """The head: hidden states `[…, hidden]` to logits `[…, vocab]`."""
-        head: Callable[[Tensor], Tensor] = self.model.get_output_embeddings()
-        return head
+    @cached_property
+    def adds_masks(self) -> bool:
+        """Whether the decoder's attention adds its mask to the scores, rather than reading it as true and false."""
+        config = self.model.config.get_text_config()
+        return str(getattr(config, "_attn_implementation", "sdpa")) == "eager"
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits `[…, vocab]` of hidden states `[…, hidden]`, scaled as the model itself does.
+
+        Granite divides them, Cohere multiplies them, Gemma 2 bounds them.
+        """
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        factor, bound = self._logit_scale
+        if factor != 1.0:
+            logits = logits * factor
+        return logits if bound is None else bound * torch.tanh(logits / bound)
+
+    @cached_property
+    def _logit_scale(self) -> tuple[float, float | None]:
+        config = self.model.config.get_text_config()
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        factor = getattr(config, "logit_scale", None) or 1.0
+        return factor / divisor, getattr(config, "final_logit_softcapping", None)
 
     @property
     def hidden_size(self) -> int:

@@ -22,5 +22,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return float32 values `[…]` of states `[…, hidden]`."""
-        values: Tensor = self.layers(hidden).float()
+        weight = self.layers[0].weight
+        assert isinstance(weight, Tensor)
+        values: Tensor = self.layers(hidden.to(weight.dtype)).float()
         return values.squeeze(-1)

@@ -148,8 +148,11 @@ class AgentModule(pl.LightningModule):
                 {"params": critic, "name": "critic", "lr": rate, "initial_lr": rate}
             )
             rates.append(self.critic_rate)
-        iterations = max(1, int(self.trainer.max_epochs or 1))
-        end = self.learning_rate_end
+        most = self.trainer.max_epochs
+        iterations = max(1, most or 1)
+        end = (
+            1.0 if most == -1 else self.learning_rate_end
+        )  # without an end there is none to fall to
 
         def share(iteration: int) -> float:
             return 1.0 - (1.0 - end) * min(1.0, iteration / iterations)
@@ -225,7 +228,11 @@ class AgentModule(pl.LightningModule):
         if self.importance is not None:
             selected = self.importance.compute().items()
             figures |= {f"importance/{name}": value for name, value in selected}
-        figures["update/learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        schedule: Any = self.trainer.lr_scheduler_configs[
+            0
+        ].scheduler  # it has gone on to the next iteration
+        rate = schedule.lr_lambdas[0](self.trainer.current_epoch)
+        figures["update/learning_rate"] = schedule.base_lrs[0] * rate
         self._log(figures, self.trainer.current_epoch + 1)
 
     def validation_step(self, batch: PanelChunk, batch_idx: int, dataloader_idx: int = 0) -> None:

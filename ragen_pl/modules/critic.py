@@ -62,7 +62,7 @@ class CriticModule(pl.LightningModule):
         self, samples: Samples, pictures: Tensor, *, parts: list[Tensor] | None = None
     ) -> Tensor:
         """Return V(s_t) at sampled tokens and 0 elsewhere, `[rows, time]`, from the critic's own backbone."""
-        result = torch.zeros(samples.input_ids.shape, device=samples.input_ids.device)
+        result = torch.zeros_like(samples.input_ids, dtype=torch.float32)
         parts = parts or split_by_length(samples.length, self.length_buckets)
         for states in sampled_states(self._own_backbone(), samples, pictures, parts):
             result = result.index_put((states.rows, states.columns), self.read(states.hidden))
@@ -83,9 +83,9 @@ class CriticModule(pl.LightningModule):
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the sampled tokens inside the advantage mask."""
-        mask = batch.samples.advantage_mask
+        mask = batch.samples.advantage_mask & batch.real
         errors = (self.values(batch.samples, batch.pictures) - batch.samples.returns) ** 2 * mask
-        loss = errors.sum() * batch.scale / batch.tokens
+        loss = errors.sum() * batch.scale / batch.credited
         self.log("train/value_loss", loss.detach(), prog_bar=True)
         return loss
 

@@ -107,7 +107,8 @@ class PolicyModule(pl.LightningModule):
         index, *values = (torch.cat(column) for column in zip(*flat, strict=True))
 
         def spread(column: Tensor) -> Tensor:
-            return torch.zeros(shape.numel(), device=device).index_put((index,), column).view(shape)
+            empty = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+            return empty.index_put((index,), column).view(shape)
 
         return TokenScores(
             logprobs=spread(values[0]),

@@ -261,7 +261,7 @@ class ContextManager:
 
     def _plain(self, text: str) -> str:
         """Take the tokenizer's control tokens out of a text that must not contain any."""
-        known, before = self.bundle.tokenizer.all_special_tokens, None
+        known, before = tuple(self.bundle.special_tokens.values()), None
         while text != before:  # taking one out may bring the halves of another together
             before = text
             for token in known:

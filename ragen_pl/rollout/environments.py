@@ -6,7 +6,6 @@ the format penalty and the turn limit belong here; the world's own rules belong 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +68,9 @@ class Lane:
     difficulty: int | None = None
     turn: int = 0
     error: str | None = None
+
+
+_MOST = 1e30  # a reward beyond it is infinite once returns are summed in float32
 
 
 class EnvironmentManager:
@@ -187,7 +189,7 @@ class EnvironmentManager:
 
     def _observation(self, raw: object) -> Observation:
         if isinstance(raw, str):
-            return Observation(text=raw)
+            return Observation(text=_encodable(raw))
         if isinstance(raw, Mapping) and isinstance(raw.get("text"), str) and "image" in raw:
             image = np.asarray(raw["image"])
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
@@ -197,7 +199,7 @@ class EnvironmentManager:
                 )
             # a copy, for a world may draw its next picture into the same array
             picture = np.full_like(image, 128) if self.blank_images else image.copy()
-            return Observation(text=raw["text"], images=[picture])
+            return Observation(text=_encodable(raw["text"]), images=[picture])
         raise TypeError(
             f"{self.target} returned an observation of type {type(raw).__name__}; "
             "expected a str, or a dict with 'text' (str) and 'image' (uint8 [height, width, 3])"
@@ -223,7 +225,7 @@ class EnvironmentManager:
     def _act(self, lane: Lane, action: int, result: TurnResult) -> None:
         """Carry out one action and add what came of it to the turn's result."""
         raw, reward, terminated, truncated, info = lane.env.step(action)
-        if not math.isfinite(reward):
+        if not abs(float(reward)) < _MOST:
             raise ValueError(f"{self.target} returned reward {reward}; expected a finite number")
         parts = result.reward_parts
         parts["environment"] = parts.get("environment", 0.0) + float(reward)
@@ -278,6 +280,16 @@ class _Job:
 
     def __call__(self) -> Any:
         return self.function(*self.arguments)
+
+
+def _encodable(text: str) -> str:
+    """Return the text, which no tokenizer could read with half a surrogate pair in it.
+
+    Raises:
+        UnicodeEncodeError: there is one.
+    """
+    text.encode()
+    return text
 
 
 def _call(world: object, name: str) -> Any:

@@ -40,7 +40,9 @@ class Draws:
         warmth = [request.temperature or 1.0 for request in requests]
         return cls(
             torch.from_numpy(uniforms).to(device),
-            1.0 if set(warmth) == {1.0} else torch.tensor(warmth, device=device)[:, None],
+            1.0
+            if set(warmth) == {1.0}
+            else torch.tensor(warmth, dtype=torch.float32, device=device)[:, None],
             torch.tensor(greedy, device=device),
             torch.tensor(banned, dtype=torch.int64, device=device),
         )

@@ -28,6 +28,16 @@ def user_message(text: str, *, images: int) -> Message:
     return {"role": "user", "content": [*content, {"type": "text", "text": text}]}
 
 
+def _in_parts(message: Message) -> Message:
+    """Return a message whose content is a list of parts, as some templates expect it of all messages."""
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
+
+
 @dataclass(slots=True)
 class ChatTemplate:
     """Renders conversations and their parts with a tokenizer's (or processor's) chat template.
@@ -41,6 +51,8 @@ class ChatTemplate:
     keeps_prefix: bool = field(init=False)
     _parts: dict[int, tuple[str, str]] = field(init=False, default_factory=dict)
     _close: str = field(init=False, default="")
+    _parted: bool = field(init=False, default=False)  # content is always a list of parts
+    _has_system: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         if not getattr(self.renderer, "chat_template", None):
@@ -48,10 +60,18 @@ class ChatTemplate:
                 "the model's tokenizer has no chat template; set tokenizer.chat_template to a Jinja "
                 "template and save the tokenizer again"
             )
+        self._parted = not self._shows(_USER)
+        if self._parted and not self._shows(_USER):
+            raise ValueError(
+                "the model's chat template leaves out what a user says; set tokenizer.chat_template to another one"
+            )
+        self._has_system = self._shows(_USER, system=_SYSTEM)
         self.keeps_prefix = self._take_apart(0)
 
     def render(self, messages: list[Message], *, prompt: bool = True) -> str:
         """Return the text of `messages`, with the header of the next reply where `prompt` is set."""
+        if self._parted:
+            messages = [_in_parts(message) for message in messages]
         text = self.renderer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=prompt
         )
@@ -78,12 +98,34 @@ class ChatTemplate:
         return self._close
 
     def system_messages(self, system: str | None) -> list[Message]:
-        """Return the conversation's first messages."""
+        """Return the conversation's first messages.
+
+        Raises:
+            ValueError: there is a system message, and the template has no place for one.
+        """
+        if system and not self._has_system:
+            raise ValueError(
+                "context.system_prompt: the model's chat template has no place for a system message; set null"
+            )
         return [{"role": "system", "content": system}] if system else []
+
+    def _shows(self, said: str, *, system: str | None = None) -> bool:
+        """Return whether what is said is in the rendering, of the system too where one is given."""
+        messages: list[Message] = [{"role": "user", "content": said}]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        try:
+            text = self.render(messages)
+        except Exception:  # a template may raise what it likes
+            if system:
+                return False
+            raise
+        return said in text and (system or "") in text
 
     def _take_apart(self, images: int) -> bool:
         reply: Message = {"role": "assistant", "content": _REPLY}
-        first = [*self.system_messages(_SYSTEM), user_message(_USER + "0", images=images)]
+        system = _SYSTEM if self._has_system else None
+        first = [*self.system_messages(system), user_message(_USER + "0", images=images)]
         opened = self.render(first)
         closed = self.render([*first, reply], prompt=False)
         second = self.render([*first, reply, user_message(_USER, images=images)])

@@ -204,6 +204,8 @@ class TransformersEngine:
         self, cache: InPlaceCache, embeds: Tensor, positions: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Run the decoder on `[rows, new]` tokens, appended to the cache; return its last states `[rows, hidden]`."""
+        if mask is not None and self.bundle.adds_masks:
+            mask = torch.where(mask, 0.0, torch.finfo(embeds.dtype).min).to(embeds.dtype)
         output = self.bundle.decoder(
             inputs_embeds=embeds, attention_mask=mask, position_ids=positions,
             past_key_values=cache, use_cache=True,

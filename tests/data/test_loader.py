@@ -64,6 +64,18 @@ def test_resuming_goes_on_after_what_was_given_out(batch, position):
     assert [episodes(step) for step in resumed] == whole  # the next pass is a whole one
 
 
+def test_a_reader_that_asks_for_no_more_than_there_are_finds_all_again(batch):
+    """Lightning never asks a sized loader for the batch after its last."""
+    loader = MinibatchLoader(batch, epochs=1, minibatches=3)
+    counts = []
+    for _ in range(3):
+        steps = iter(loader)
+        counts.append(len([next(steps) for _ in range(len(loader))]))
+    assert counts == [3, 3, 3]
+    loader.load_state_dict(loader.state_dict())  # of an epoch that is over
+    assert len(list(loader)) == 0 and len(list(loader)) == 3
+
+
 def test_rows_that_only_make_numbers_even_weigh_nothing(batch):
     steps = list(loader_of(batch, epochs=1, minibatches=9))
     fillers = [step for step in steps if not episodes(step)]

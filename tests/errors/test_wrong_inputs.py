@@ -33,13 +33,15 @@ OF_THE_COMMAND = [
     ("algorithm.critic=none", "BilevelGAE needs values; set algorithm.critic"),
     ("-m seed=0,1 trainer.devices=2", "--multirun with 2 ranks: .* start the runs one by one"),
     ("callbacks.collapse.alarms.entropy.reading=entropy_rato", "did you mean entropy_ratio?"),
+    ("warm_start.steps=0", "warm_start.steps=0: expected"),
+    ("trainer.precision=bf16-true", "trainer.precision=bf16-true: expected"),
     ("+trainer.gradient_clip_algorithm=value", "gradient_clip_algorithm=value: expected"),
     ("algorithm.loss.kl.aggregation=constant", "kl.aggregation=constant: expected"),
     ("algorithm=grpo rollout.group_size=1", "rollout.group_size=1: .* set at least 2"),
     ("algorithm.loss.policy.aggregation=constant", "a constant goes with aggregation .constant."),
     ("rollout.max_reply_tokens=4000", "leaves no room for a prompt in context.max_tokens=2048"),
     ("env=frozenlake context.max_tokens=30", "the first prompt has .* tokens .*; raise it"),
-    ("trainer.accelerator=tpu", "trainer: .*; trainer.accelerator=cpu"),
+    ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
     ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
     ("env.kwargs.size=40", "size: found 40, expected a whole number from 2 to 16"),
     ("env.target=no_such_package.World", "env.target=no_such_package.World: .*class path such as"),
@@ -133,6 +135,20 @@ def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, told):
     line = fit("--config-dir", "conf", "env=mine", "+env.target=broken_worlds.Sound").refused()
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(line)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):
+    mine = ("env=frozenlake", "paths.run_dir=mine", "panel.players=null")
+    config = tmp_path / "mine" / "config.yaml"
+    config.parent.mkdir()
+    config.write_text("seed: 1\n")  # as a run that was refused leaves it
+    assert fit(*mine, "seed=3").code == 0
+    assert "seed: 3" in config.read_text()
+    said = fit(*mine, "seed=4").refused()
+    assert said == (
+        "paths.run_dir=mine: holds a run already; go on with it by ckpt_path=last, or set another folder"
+    )
+    assert "seed: 3" in config.read_text()
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS"])

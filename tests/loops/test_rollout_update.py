@@ -72,6 +72,15 @@ def test_steps_and_iterations_are_counted_as_lightning_counts(setup_of):
     assert trainer.global_step == 3 * 2 * 2
 
 
+def test_the_learning_rate_told_is_the_iterations_own(setup_of):
+    _, points, _ = setup_of().fit(max_epochs=2)
+    told = [point["update/learning_rate"] for _, point in points if "update/learning_rate" in point]
+    assert told[0] == pytest.approx(3e-3) and 0.0 < told[1] < told[0]
+    _, points, _ = setup_of().fit(max_epochs=-1, max_steps=6)
+    told = [point["update/learning_rate"] for _, point in points if "update/learning_rate" in point]
+    assert told == pytest.approx([3e-3] * len(told)) and told
+
+
 def test_rollout_progress_ends_at_all_episodes(setup_of):
     seen = []
 

@@ -78,6 +78,20 @@ def test_merged_it_is_a_plain_model_that_says_the_same(folder, tmp_path):
     torch.testing.assert_close(logits(loaded), learned, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"modules_to_save": ["norm"]}, "modules_to_save and bias train weights"),
+        ({"bias": "all"}, "modules_to_save and bias train weights"),
+        ({"target_modules": ["lm_head", "q_proj"]}, "adapters on the embeddings or the head"),
+        ({"target_modules": ["embed_tokens"]}, "adapters on the embeddings or the head"),
+    ],
+)
+def test_what_can_not_be_merged_or_switched_off_is_refused(folder, settings, told):
+    with pytest.raises(ValueError, match=told):
+        load_pretrained(str(folder), lora={**LORA, **settings})
+
+
 def test_a_model_that_sees_takes_adapters(tmp_path):
     build_small_vlm(seed=0).save(tmp_path)
     bundle = load_pretrained(str(tmp_path), lora={**LORA, "target_modules": ["q_proj", "v_proj"]})

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AddedToken,
     AutoTokenizer,
     CLIPImageProcessor,
     CLIPVisionConfig,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -102,6 +109,33 @@ def test_a_saved_bundle_is_loaded_as_it_was(name, request, tmp_path):
     for tokenizer in (loaded.tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         assert tokenizer(words)["input_ids"] == bundle.tokenizer(words)["input_ids"]
         assert len(tokenizer) == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "scale"),
+    [
+        (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
+        (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+        (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 0.5, "head_dim": 16}),
+    ],
+)
+def test_logits_are_scaled_as_the_model_itself_does(kind, config, scale):
+    made = kind(config(vocab_size=600, pad_token_id=0, eos_token_id=1, **TINY, **scale)).eval()
+    bundle = ModelBundle(made, load_tokenizer())
+    ids = torch.arange(8, 24)[None]
+    with torch.no_grad():
+        states = bundle.decoder(inputs_embeds=bundle.embed(ids)).last_hidden_state
+        torch.testing.assert_close(
+            bundle.lm_head(states), made(inputs_embeds=bundle.embed(ids)).logits
+        )
+
+
+def test_control_tokens_without_a_role_are_banned_too():
+    bundle = build_small_lm(seed=0)
+    bundle.tokenizer.add_tokens([AddedToken("<|secret|>", special=True)])
+    bundle.model.resize_token_embeddings(len(bundle.tokenizer))
+    secret = bundle.tokenizer.convert_tokens_to_ids("<|secret|>")
+    assert secret in bundle.banned_token_ids and bundle.special_tokens[secret] == "<|secret|>"
 
 
 def test_a_language_model_somebody_else_made_is_loaded(tmp_path):

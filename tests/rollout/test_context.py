@@ -133,6 +133,34 @@ def test_a_tokenizer_without_a_template_says_what_to_do(lm):
 
 # ---- other templates
 
+PARTED = QWEN_LIKE.replace(  # shows parts of a message, and nothing of plain text
+    "m['content']", "(m['content'] | selectattr('type', 'defined') | map(attribute='text') | join)"
+)
+NO_SYSTEM = (
+    "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}"
+)
+
+
+def test_a_template_that_shows_parts_only_is_given_parts(lm):
+    context = ContextManager(with_template(lm, PARTED), window="all")
+    prompts, _ = converse(context, [REPLY] * 2)
+    shown = lm.tokenizer.decode(prompts[1].ids)
+    assert "rules" in shown and "see 0" in shown and "see 1" in shown and REPLY in shown
+    assert context.template.keeps_prefix
+
+
+def test_a_template_that_shows_nothing_is_refused(lm):
+    with pytest.raises(ValueError, match="leaves out what a user says"):
+        ContextManager(with_template(lm, "{{ '<|user|>' }}"))
+
+
+def test_a_template_without_a_system_role_works_where_there_is_no_system_message(lm):
+    bundle = with_template(lm, NO_SYSTEM + QWEN_LIKE)
+    prompts, _ = converse(ContextManager(bundle, window="all", system_prompt=None), [REPLY] * 2)
+    assert "see 1" in lm.tokenizer.decode(prompts[1].ids)
+    with pytest.raises(ValueError, match=r"context\.system_prompt: .* no place for a system"):
+        converse(ContextManager(bundle, system_prompt="instructions"), [REPLY])
+
 
 def test_a_template_with_text_after_the_end_token_keeps_its_prefix(lm):
     bundle = with_template(lm, QWEN_LIKE)

@@ -143,6 +143,14 @@ def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("window", [1, "all"])
+def test_attention_that_adds_its_mask_sees_no_more(fresh_lm, window):
+    fresh_lm.model.set_attn_implementation("eager")
+    proxy = proxy_of(fresh_lm, window=window, turns=3)
+    episodes = proxy.rollout(TransformersEngine(fresh_lm), starts(4), seed_key=(2, "sample"))
+    assert float(gap(fresh_lm, episodes).max()) < 1e-4
+
+
 def test_a_greedy_episode_is_recorded_as_what_its_logprobs_are(lm):
     proxy = proxy_of(lm, window=1, temperature=0.5)
     episodes = proxy.rollout(TransformersEngine(lm), starts(2), seed_key=(0,), greedy=True)
