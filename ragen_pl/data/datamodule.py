@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -93,9 +92,10 @@ class RolloutDataModule(pl.LightningDataModule):
         """Find the panel's start states, which training must not draw."""
         if self.held_out and self.panels and not self.proxy.environments.held_out:
             keys = frozenset(self.panels[0].state_keys())
-            environments = copy.copy(self.proxy.environments)  # the panel may play in the same ones
-            environments.held_out = keys
-            self.proxy = replace(self.proxy, environments=environments)
+            # copies, for the panel may play in the same environments
+            self.proxy = copy.copy(self.proxy)
+            self.proxy.environments = copy.copy(self.proxy.environments)
+            self.proxy.environments.held_out = keys
 
     def starts(self, iteration: int, *, attempt: int = 0) -> list[Start]:
         """Return this rank's episodes of an iteration: every world_size-th group, whole.

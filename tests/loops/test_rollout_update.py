@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loops import fit_loop, loop, progress, training_epoch_loop
 
+from ragen_pl.data.panel import Panel
 from ragen_pl.loops import rollout_update
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 
@@ -70,6 +71,16 @@ def test_steps_and_iterations_are_counted_as_lightning_counts(setup_of):
     _, _, trainer = setup_of(trainer={"accumulate_grad_batches": 2}).fit()
     assert trainer.current_epoch == 3
     assert trainer.global_step == 3 * 2 * 2
+
+
+def test_a_panel_in_the_environments_of_training_keeps_its_starts(setup_of):
+    _, datamodule = setup_of().build()
+    panel = Panel("held_out", datamodule.proxy, episodes=6)
+    before = panel.state_keys()
+    datamodule.panels, datamodule.held_out = [panel], True
+    datamodule.setup("fit")
+    assert panel.state_keys() == before
+    assert datamodule.proxy.environments.held_out == frozenset(before)
 
 
 def test_the_learning_rate_told_is_the_iterations_own(setup_of):
