@@ -56,7 +56,8 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
             raise FileNotFoundError(
                 f"ckpt_path={ckpt_path}: there is no such file; give a checkpoint's path, or last"
             )
-        return Run(Path(run_dir).absolute() if run_dir else _run_of(checkpoint), checkpoint)
+        run = Path(run_dir) if run_dir else run_of(checkpoint) or checkpoint.parent.parent
+        return Run(run.absolute(), checkpoint)
     if inherited:
         folder = Path(inherited)
     elif run_dir:
@@ -81,10 +82,10 @@ def time_of(config: Path) -> tuple[int, str]:
     return config.stat().st_mtime_ns, str(config)
 
 
-def _run_of(checkpoint: Path) -> Path:
-    """Return the run that a checkpoint lies in: in `checkpoints/`, or (good.ckpt) beside its config."""
-    beside = checkpoint.parent
-    return beside if (beside / "config.yaml").exists() else beside.parent
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the run that a checkpoint lies in, in `checkpoints/` or beside its config; None where it is alone."""
+    folders = (checkpoint.parent.parent, checkpoint.parent)
+    return next((folder for folder in folders if (folder / "config.yaml").exists()), None)
 
 
 def _unused(folder: Path) -> Path:

@@ -81,9 +81,8 @@ def open_run(cfg: DictConfig) -> Run:
         ckpt_path=cfg.ckpt_path,
     )
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    new = (
-        cfg.ckpt_path is None and RUN_DIR not in os.environ
-    )  # what a refused one has left is written over
+    # what a refused run has left is written over, by the first rank alone
+    new = cfg.ckpt_path is None and RUN_DIR not in os.environ
     share_with_children(run.folder)
     config = run.folder / "config.yaml"
     if new or not config.exists():

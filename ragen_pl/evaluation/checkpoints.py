@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.runs import time_of
+from ragen_pl.runs import run_of, time_of
 from ragen_pl.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
 
 EXPORTED = "ragen_pl.yaml"
@@ -129,12 +129,7 @@ def _in_run(run: Path, *, which: str) -> Path:
 
 def _run_of(path: Path, *, run_dir: str | None) -> Path | None:
     """Return the run that a checkpoint's file is from, None where it lies by itself."""
-    if run_dir:
-        return _folder(run_dir)
-    for folder in (path.parent.parent, path.parent):
-        if (folder / "config.yaml").exists():
-            return folder
-    return None
+    return _folder(run_dir) if run_dir else run_of(path)
 
 
 def _origin(folder: Path) -> Path | None:
