@@ -51,7 +51,7 @@ class Run:
 
     readings: Mapping[int, Readings]
     events: list[dict[str, Any]]
-    panel: float
+    validation_set: float
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "collapse")
     parser.add_argument("--lr", type=float, default=7.5e-4)
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--lanes", type=int, default=64)
+    parser.add_argument("--environments", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "collapse.md")
     parser.add_argument("--overrides", nargs="+", default=(), help="further ones, of every run")
@@ -69,7 +69,7 @@ def main() -> None:
     out = args.out.absolute()
     provoked = (
         f"optimizer.lr={args.lr:g}", "learning_rate_end=1.0", "algorithm.loss.kl.coefficient=0.0",
-        f"rollout.groups={args.lanes}",
+        f"rollout.groups={args.slots}",
     )  # fmt: skip
     if args.action == "run":
         weights = out / "warm_start" / "warm_start.pt"
@@ -81,14 +81,18 @@ def main() -> None:
         )
         if not weights.exists():
             fit(
-                weights.parent, *common, "logger=none", "trainer.max_epochs=0", "panel.players=null"
+                weights.parent,
+                *common,
+                "logger=none",
+                "trainer.max_epochs=0",
+                "validation.baselines=null",
             )
         for name, monitor in VARIANTS.items():
             if not (out / name / "figures.json").exists():
                 fit(
                     out / name, *common, *provoked, *monitor, f"warm_start.weights={weights}", "logger=csv",
                     f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
-                    "panel.players=null", "panel.blank=false", "callbacks.trajectories=null",
+                    "validation.baselines=null", "validation.blank=false", "callbacks.trajectories=null",
                     *PROBED, "callbacks.collapse.good_every_n_iterations=1",
                 )  # fmt: skip
     write_page(
@@ -139,7 +143,7 @@ def read(folder: Path) -> Run:
         events=[json.loads(line) for line in events.read_text().splitlines()]
         if events.exists()
         else [],
-        panel=figures["val/success"],
+        validation_set=figures["val/success"],
     )
 
 
@@ -172,7 +176,7 @@ def failure(readings: Mapping[int, Readings]) -> int | None:
 def write_page(
     runs: Mapping[str, Run], *, alarms: Mapping[str, Alarm], page: Path, command: str
 ) -> None:
-    """Write the page and its picture."""
+    """Write the page and its image."""
     alone = runs["left alone"]
     failed = failure(alone.readings)
     rows = []
@@ -186,19 +190,19 @@ def write_page(
     last = max(alone.readings)
     tells = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
     ends = "\n".join(
-        f"| {name} | {run.panel:.3f} | {run.readings[max(run.readings)].get('true_thoughts', float('nan')):.2f} | "
+        f"| {name} | {run.validation_set:.3f} | {run.readings[max(run.readings)].get('true_thoughts', float('nan')):.2f} | "
         f"{run.readings[max(run.readings)]['valid_actions']:.2f} | {_told(run.events)} |"
         for name, run in runs.items()
     )
-    picture = page.with_name("collapse.png")
-    draw(runs, failed=failed, file=picture)
+    image = page.with_name("collapse.png")
+    draw(runs, failed=failed, file=image)
     fails = (
-        f"Sampled success stays under half of its first figures from iteration {failed} on."
+        f"Sampled success stays under half of its first metrics from iteration {failed} on."
         if failed
         else f"Sampled success has not halved for good in {last} iterations."
     )
     page.write_text(
-        _PAGE.format(command=command, fails=fails, tells=tells, ends=ends, picture=picture.name)
+        _PAGE.format(command=command, fails=fails, tells=tells, ends=ends, image=image.name)
     )
     print(page)
 
@@ -245,7 +249,7 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
 
 _PAGE = """# A collapse, provoked
 
-Made by `python benchmarks/collapse.py run`. The main job with half its lanes, a high and constant learning rate, no KL
+Made by `python benchmarks/collapse.py run`. The main job with half its environments, a high and constant learning rate, no KL
 anchor and no filter, from the usual warm start, with probes in every iteration:
 
 ```
@@ -254,7 +258,7 @@ anchor and no filter, from the usual warm start, with probes in every iteration:
 
 {fails}
 
-![Readings, and success by mitigation]({picture})
+![Readings, and success by mitigation]({image})
 
 Which alarm of `conf/callbacks/default.yaml` would trip when (its patience counted, no iterations of grace), and by how
 many iterations that is ahead of success:
@@ -263,7 +267,7 @@ many iterations that is ahead of success:
 |---|---|---|---|
 {tells}
 
-What the monitor's actions did, from the same weights (greedy success on the held-out panel after the last iteration;
+What the monitor's actions did, from the same weights (greedy success on the held-out validation set after the last iteration;
 alarms that it acted on, by iteration):
 
 | action | success | true thoughts | valid actions | alarms |

@@ -1,6 +1,6 @@
-"""Compare algorithms: the same model, worlds, warm start and wall time for each, over some seeds.
+"""Compare algorithms: the same model, environments, warm start and wall time for each, over some seeds.
 
-A cell is one run of `python -m ragen_pl.fit`. Cells of a world and seed begin from the same weights, made by one
+A cell is one run of `python -m ragen_pl.fit`. Cells of an environment and seed begin from the same weights, made by one
 warm start; RICO's samples are whole episodes, so it has a warm start of its own. What is finished is kept, what is
 not is resumed, so the whole may be stopped and continued. The report, with its plots, is `docs/results.md`.
 
@@ -56,14 +56,14 @@ _STEPS_OF_EPISODES = {"frozenlake_visual": 400, "sokoban_visual": 450}
 class Beginning:
     """A warm start, shared by cells."""
 
-    world: str
+    environment: str
     whole_episodes: bool
     seed: int
 
     def folder(self, out: Path) -> Path:
         """Return its run's folder."""
         layout = "episodes" if self.whole_episodes else "turns"
-        return out / self.world / f"warm_start_of_{layout}" / str(self.seed)
+        return out / self.environment / f"warm_start_of_{layout}" / str(self.seed)
 
     def weights(self, out: Path) -> Path:
         """Return the file of its weights."""
@@ -73,13 +73,13 @@ class Beginning:
         """Return the command that makes its weights, and no iteration of RL."""
         own = ["algorithm=trico"]
         if self.whole_episodes:
-            own = ["algorithm=rico", f"warm_start.steps={_STEPS_OF_EPISODES[self.world]}"]
-        begun = (self.folder(out) / "config.yaml").exists()
-        own += ["ckpt_path=last"] if begun else []
+            own = ["algorithm=rico", f"warm_start.steps={_STEPS_OF_EPISODES[self.environment]}"]
+        has_started = (self.folder(out) / "config.yaml").exists()
+        own += ["ckpt_path=last"] if has_started else []
         return [
-            sys.executable, "-m", "ragen_pl.fit", f"env={self.world}", *own, f"seed={self.seed}",
+            sys.executable, "-m", "ragen_pl.fit", f"env={self.environment}", *own, f"seed={self.seed}",
             f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",
-            f"panel.episodes={args.panel}", "panel.blank=false", *args.overrides,
+            f"validation.episodes={args.validation_set}", "validation.blank=false", *args.overrides,
         ]  # fmt: skip
 
 
@@ -87,32 +87,37 @@ class Beginning:
 class Cell:
     """One run of the comparison."""
 
-    world: str
+    environment: str
     algorithm: str
     seed: int
 
     def folder(self, out: Path) -> Path:
         """Return the run's folder."""
         return (
-            out / self.world / self.algorithm.replace(", ", "_").replace(" ", "_") / str(self.seed)
+            out
+            / self.environment
+            / self.algorithm.replace(", ", "_").replace(" ", "_")
+            / str(self.seed)
         )
 
     @property
     def beginning(self) -> Beginning:
         """The warm start that it begins from."""
         return Beginning(
-            world=self.world, whole_episodes=self.algorithm in _WHOLE_EPISODES, seed=self.seed
+            environment=self.environment,
+            whole_episodes=self.algorithm in _WHOLE_EPISODES,
+            seed=self.seed,
         )
 
     def command(self, out: Path, args: argparse.Namespace) -> list[str]:
         """Return the command that runs the cell, or goes on with it."""
         folder = self.folder(out)
         weights = self.beginning.weights(out)
-        begun = (folder / "config.yaml").exists()
+        has_started = (folder / "config.yaml").exists()
         return [
-            sys.executable, "-m", "ragen_pl.fit", f"env={self.world}", *(ALGORITHMS | FURTHER)[self.algorithm],
+            sys.executable, "-m", "ragen_pl.fit", f"env={self.environment}", *(ALGORITHMS | FURTHER)[self.algorithm],
             f"seed={self.seed}", f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
-            "callbacks.trajectories=null", f"panel.episodes={args.panel}", "panel.blank=false",
+            "callbacks.trajectories=null", f"validation.episodes={args.validation_set}", "validation.blank=false",
             f"warm_start.weights={weights}",
             # the rate stays as it is: how many iterations the time will hold is not known before
             "learning_rate_end=1.0", f"optimizer.lr={args.lr}", f"trainer.max_epochs={args.iterations}",
@@ -120,15 +125,15 @@ class Cell:
             "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer",
             f"+callbacks.timer.duration.seconds={round(60 * args.minutes)}",
             "+callbacks.timer.interval=epoch",  # an iteration is never cut in two
-            *args.overrides, *(["ckpt_path=last"] if begun else []),
+            *args.overrides, *(["ckpt_path=last"] if has_started else []),
         ]  # fmt: skip
 
 
 def cells(args: argparse.Namespace, algorithms: Sequence[str]) -> list[Cell]:
     """Return the cells in the order that they are run in: all algorithms of a seed before the next seed."""
     return [
-        Cell(world=world, algorithm=algorithm, seed=seed)
-        for world in args.worlds
+        Cell(environment=environment, algorithm=algorithm, seed=seed)
+        for environment in args.environments
         for seed in range(args.seeds)
         for algorithm in algorithms
     ]
@@ -166,11 +171,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--minutes", type=float, default=4.0, help="of RL in each run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--worlds", nargs="+", default=WORLDS, choices=WORLDS)
+    parser.add_argument("--environments", nargs="+", default=WORLDS, choices=WORLDS)
     parser.add_argument(
         "--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=(*ALGORITHMS, *FURTHER)
     )
-    parser.add_argument("--panel", type=int, default=256, help="held-out episodes")
+    parser.add_argument("--validation set", type=int, default=256, help="held-out episodes")
     parser.add_argument("--every", type=int, default=10, help="iterations between validations")
     parser.add_argument("--iterations", type=int, default=1000, help="at most")
     parser.add_argument("--lr", type=float, default=4e-4)
@@ -187,7 +192,7 @@ def main() -> None:
     everything = cells(args, (*ALGORITHMS, *FURTHER))
     write_report(
         {
-            (cell.world, cell.algorithm, cell.seed): cell.folder(out)
+            (cell.environment, cell.algorithm, cell.seed): cell.folder(out)
             for cell in everything
             if (cell.folder(out) / "figures.json").exists()
         },

@@ -1,4 +1,4 @@
-"""The comparison's page: a table and two plots a world, made from the folders of finished runs."""
+"""The comparison's page: a table and two plots an environment, made from the folders of finished runs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ import numpy as np
 # Student's t, two-sided 95%, by degrees of freedom
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
 Key = tuple[str, str, int]
-"""(world, algorithm, seed)"""
+"""(environment, algorithm, seed)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Greedy success of one run on its panel, by iteration and by seconds."""
+    """Greedy success of one run on its validation set, by iteration and by seconds."""
 
     iterations: np.ndarray
     seconds: np.ndarray
     success: np.ndarray
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 def read_curve(folder: Path) -> Curve:
-    """Read a run's curve from the rows of its plots, and its last figures."""
+    """Read a run's curve from the rows of its plots, and its last metrics."""
     lines = (folder / "plots" / "rows.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "val/success" in row]
     iterations, seconds, success = (
         np.array([row[name] for row in rows]) for name in ("iteration", "elapsed_s", "val/success")
     )
-    figures = json.loads((folder / "figures.json").read_text())
-    return Curve(iterations, seconds, success, figures)
+    metrics = json.loads((folder / "figures.json").read_text())
+    return Curve(iterations, seconds, success, metrics)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -56,17 +56,17 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def write_report(folders: Mapping[Key, Path], *, page: Path, minutes: float) -> None:
-    """Write the page and its plots; worlds without finished runs are left out."""
+    """Write the page and its plots; environments without finished runs are left out."""
     curves = {key: read_curve(folder) for key, folder in folders.items()}
-    worlds = list(dict.fromkeys(world for world, _, _ in curves))
+    environments = list(dict.fromkeys(environment for environment, _, _ in curves))
     parts = [_INTRODUCTION.format(minutes=minutes)]
-    for world in worlds:
-        of_world = {key[1:]: curve for key, curve in curves.items() if key[0] == world}
-        plot = page.with_name(f"results_{world}.png")
-        draw(of_world, title=world, file=plot)
+    for environment in environments:
+        of_environment = {key[1:]: curve for key, curve in curves.items() if key[0] == environment}
+        plot = page.with_name(f"results_{environment}.png")
+        draw(of_environment, title=environment, file=plot)
         parts += [
-            f"## {world}\n",
-            table(of_world),
+            f"## {environment}\n",
+            table(of_environment),
             f"![Success by iteration and by time]({plot.name})\n",
         ]
     notes = page.with_name("results_notes.md")
@@ -90,7 +90,7 @@ def table(curves: Mapping[tuple[str, int], Curve]) -> str:
         start, _ = interval([float(run.success[0]) for run in runs])
         area, area_half = interval([_area(run) for run in runs])
         spread = f"{max(ends):.3f}, {min(ends):.3f}"
-        true = [run.figures.get("val/true_thoughts", math.nan) for run in runs]
+        true = [run.metrics.get("val/true_thoughts", math.nan) for run in runs]
         number = np.mean([run.iterations[-1] for run in runs])
         lines.append(
             f"| {algorithm} | {len(runs)} | {start:.3f} | {_told(mean, half)} | {spread} | {number:.0f} | "
@@ -141,7 +141,7 @@ Made by `python benchmarks/comparison.py run` (it may be stopped and continued; 
 default small model, {minutes:g} minutes of RL a run on one CPU thread, two runs at once, the same constant learning
 rate for all, all else as in `conf/algorithm/`. All runs of a seed begin from the same weights but RICO's: its samples
 are whole episodes, so it has a warm start of its own, of about as many demonstrated turns. Groups and their sizes
-are those of the files, so that an iteration is more or fewer episodes; the time is the same. Figures are greedy success
+are those of the files, so that an iteration is more or fewer episodes; the time is the same. Metrics are greedy success
 on held-out starts: mean over seeds ± half its 95% interval (Student's t); shading is the range of the seeds. *True
 thoughts* is the share of the thoughts there that say truly what the state is.
 """

@@ -1,4 +1,4 @@
-"""Time the environments: steps, resets and pictures a second, and pictures against gymnasium's.
+"""Time the environments: steps, resets and images a second, and images against gymnasium's.
 
 Steps are random and include the resets of the episodes they end.
 
@@ -40,8 +40,8 @@ def _timed(action: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - start
 
 
-def _world(env: gymnasium.Env[Any, Any]) -> Any:
-    # What worlds add to gymnasium's interface, and their own `render`.
+def _environment(env: gymnasium.Env[Any, Any]) -> Any:
+    # What environments add to gymnasium's interface, and their own `render`.
     return env.unwrapped
 
 
@@ -54,7 +54,7 @@ def resetter(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
 def stepper(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
     """Return what takes a random step, and resets an episode that ends by it."""
     rng = np.random.default_rng(0)
-    actions = cycle(rng.integers(len(_world(env).action_names), size=4096).tolist())
+    actions = cycle(rng.integers(len(_environment(env).action_names), size=4096).tolist())
     env.reset(seed=0)
 
     def step() -> None:
@@ -64,13 +64,13 @@ def stepper(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
     return step
 
 
-def lake_pictures(*, seconds: float, size: int) -> None:
-    """Print pictures a second of ours and of gymnasium's on one map, and the ratio."""
+def lake_images(*, seconds: float, size: int) -> None:
+    """Print images a second of ours and of gymnasium's on one map, and the ratio."""
     desc = generate_random_map(size=size, seed=0)
     ours = gymnasium.make("ragen/FrozenLakeVisual-v0", size=size, render_mode="rgb_array")
     ours.reset(seed=0, options={"layout": desc})
-    mine = per_call(_world(ours).render, seconds=seconds)
-    print(f"\nFrozenLake {size}x{size} pictures: ours {1 / mine:,.0f}/s ({mine * 1e6:.1f} us)")
+    mine = per_call(_environment(ours).render, seconds=seconds)
+    print(f"\nFrozenLake {size}x{size} images: ours {1 / mine:,.0f}/s ({mine * 1e6:.1f} us)")
     theirs = gymnasium.make("FrozenLake-v1", desc=desc, render_mode="rgb_array")
     theirs.reset(seed=0)
     try:
@@ -78,14 +78,14 @@ def lake_pictures(*, seconds: float, size: int) -> None:
     except gymnasium.error.DependencyNotInstalled:
         print("gymnasium's needs pygame: pip install pygame, and run again for the ratio")
         return
-    other = per_call(_world(theirs).render, seconds=seconds)
-    again = per_call(_world(ours).render, seconds=seconds)
+    other = per_call(_environment(theirs).render, seconds=seconds)
+    again = per_call(_environment(ours).render, seconds=seconds)
     ratio = other / max(mine, again)
     verdict = "met" if ratio >= TARGET_RATIO else "missed"
     pixels = [np.asarray(env.render()).shape[0] for env in (ours, theirs)]
     print(f"gymnasium's rgb_array {1 / other:,.0f}/s ({other * 1e6:.1f} us)")
     print(f"ratio {ratio:.0f}, target {TARGET_RATIO:.0f}: {verdict}", end="")
-    print(f" (pictures of {pixels[0]} and {pixels[1]} pixels a side)")
+    print(f" (images of {pixels[0]} and {pixels[1]} pixels a side)")
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
     seconds = parser.parse_args().seconds
-    print(f"{'environment':<30}{'resets/s':>12}{'steps/s':>12}{'pictures/s':>12}")
+    print(f"{'environment':<30}{'resets/s':>12}{'steps/s':>12}{'images/s':>12}")
     for name in envs.ENVIRONMENT_IDS + visual_envs.ENVIRONMENT_IDS:
         env = gymnasium.make(name, disable_env_checker=True)
         resets = 1 / per_call(resetter(env), seconds=seconds)
@@ -101,10 +101,10 @@ def main() -> None:
         row = f"{name:<30}{resets:>12,.0f}{steps:>12,.0f}"
         if "Visual" in name:
             env.reset(seed=0)
-            row += f"{1 / per_call(_world(env).render, seconds=seconds):>12,.0f}"
+            row += f"{1 / per_call(_environment(env).render, seconds=seconds):>12,.0f}"
         print(row)
-    lake_pictures(seconds=seconds, size=4)
-    lake_pictures(seconds=seconds, size=8)
+    lake_images(seconds=seconds, size=4)
+    lake_images(seconds=seconds, size=8)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time whole iterations (rollout, preparation, update) of the main job, and where their time goes.
 
 Run as `python benchmarks/iteration.py`; `--prototype FOLDER` times the plain PyTorch prototype beside
-it, iteration by iteration in turns, at the same model size, vocabulary, lanes, minibatches and threads.
+it, iteration by iteration in turns, at the same model size, vocabulary, environments, minibatches and threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 import lightning.pytorch as pl
 from timing import CLOCKS, Clock, StepTimer, Stopwatch, use_threads, warm_started
 
-from ragen_pl.assemble import build_agent, build_datamodule
 from ragen_pl.data import datamodule as datamodule_file
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.run.build import build_agent, build_datamodule
 
 TARGET_RATIO = 1.2
 RECIPE = (
     "conv=2 deps=0.85 mind=2 demos=4096 sft_bs=64 sft_lr=1e-3 sft_steps=400 sft_val=1 fmt=avoid lt=0.7 "
-    "badend=1 klref=0.5 lr=7e-4 vcoef=1 gt=0.9 evaln=32 evalev=1000000 budget=1000000000 lanes=128"
+    "badend=1 klref=0.5 lr=7e-4 vcoef=1 gt=0.9 evaln=32 evalev=1000000 budget=1000000000 environments=128"
 )
 
 
@@ -125,8 +125,8 @@ class IterationTimer(pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, trajectories: Any
     ) -> None:
         """Count what was sampled."""
-        replies = [turn.reply_ids for trajectory in trajectories for turn in trajectory.turns]
-        self._counts = {"tokens": sum(map(len, replies)), "turns": len(replies)}
+        responses = [turn.response_ids for trajectory in trajectories for turn in trajectory.turns]
+        self._counts = {"tokens": sum(map(len, responses)), "turns": len(responses)}
 
     def on_train_end(self, *_: Any) -> None:
         """End the last iteration."""

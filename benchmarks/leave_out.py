@@ -1,7 +1,7 @@
-"""Success and tokens a turn against the share of patches or old turns left out before each reply.
+"""Success and tokens a turn against the share of patches or old turns left out before each response.
 
 Run as `python benchmarks/leave_out.py RUN`, RUN being a training run's folder. The run's last weights play its
-held-out panel greedily with each share left out: what matters least to the policy's own look, and, to compare,
+held-out validation set greedily with each share left out: what matters least to the policy's own look, and, to compare,
 as much drawn at random. What the look itself costs is not in the tokens: it reads the whole context once more.
 """
 
@@ -16,35 +16,37 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from timing import use_threads
 
-from ragen_pl.assemble import assemble
-from ragen_pl.evaluation.statistics import wilson
-from ragen_pl.evaluation.weights import load_weights
+from ragen_pl.metrics.intervals import wilson
 from ragen_pl.rollout import proxy as turn_loop
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.training import quieten
+from ragen_pl.run.build import assemble
+from ragen_pl.run.train import quieten
+from ragen_pl.run.weights import load_weights
 from ragen_pl.trajectory import Trajectory
 
 Look = Callable[..., list[np.ndarray]]
-HEAD = "| left out | chosen by | success | prompt tokens a turn | reply tokens a turn |\n|---|---|---|---|---|"
+HEAD = "| left out | chosen by | success | prompt tokens a turn | response tokens a turn |\n|---|---|---|---|---|"
 
 
 def play(cfg: DictConfig, weights: Path, rule: LeaveOut, *, look: Look | None) -> list[Trajectory]:
-    """Play the panel greedily, parts chosen by `look`, or by the policy's own."""
+    """Play the validation set greedily, parts chosen by `look`, or by the policy's own."""
     parts = assemble(cfg)
     load_weights(parts.bundle, weights)
     parts.bundle.model.eval()
-    panel, context = parts.panels[0], parts.proxy.context
-    panel.proxy.context = ContextManager(
+    validation_set, context = parts.validation_sets[0], parts.proxy.context
+    validation_set.proxy.context = ContextManager(
         parts.bundle, window=context.window, system_prompt=context.system_prompt,
         turn_template=context.turn_template, max_tokens=context.max_tokens, leave_out=rule,
     )  # fmt: skip
     engine = TransformersEngine(parts.bundle)
-    engine.sync_weights(0)
+    engine.load_weights(0)
     with mock.patch.object(turn_loop, "look", look or turn_loop.look):
-        return panel.proxy.rollout(engine, panel.starts, seed_key=("panel",), greedy=True)
+        return validation_set.proxy.rollout(
+            engine, validation_set.starts, seed_key=("panel",), greedy=True
+        )
 
 
 def at_random() -> Look:
@@ -70,7 +72,7 @@ def line(trajectories: Sequence[Trajectory], *, what: str, how: str) -> str:
     won = float(np.mean([one.success for one in trajectories]))
     success = wilson(won, count=len(trajectories))
     shown = np.mean([len(turn.prompt_ids) for turn in turns])
-    said = np.mean([len(turn.reply_ids) for turn in turns])
+    said = np.mean([len(turn.response_ids) for turn in turns])
     return f"| {what} | {how} | {won:.3f} ± {success.half_width:.3f} | {shown:.1f} | {said:.1f} |"
 
 
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quieten()
     cfg = OmegaConf.load(given.run / "config.yaml")
     assert isinstance(cfg, DictConfig)
-    cfg.panel.episodes = given.episodes
+    cfg.validation.episodes = given.episodes
     weights = given.run / "checkpoints" / "last.ckpt"
     print(HEAD)
     print(line(play(cfg, weights, LeaveOut(), look=None), what="nothing", how="-"), flush=True)

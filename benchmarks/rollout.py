@@ -1,6 +1,6 @@
 """Time the rollout engine against `model.generate` called afresh every turn on the whole history.
 
-Both sides play the same dialogue with the same model: as many lanes, turns and tokens a reply (the end
+Both sides play the same dialogue with the same model: as many environments, turns and tokens a response (the end
 of a turn can't be sampled), the whole history shown, sampled at temperature 1. Then the engine alone
 plays longer and longer dialogues: the exponent of their cost in the number of turns.
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from timing import CLOCKS, Clock, use_threads
 
-import envs  # noqa: F401 - registers the worlds
+import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
@@ -50,12 +50,12 @@ WORLDS = {
 }  # by whether a model sees
 TARGET_SPEEDUP, TARGET_EXPONENT = 5.0, 1.2
 TURNS_OF_FIT = (4, 8, 16, 32)
-Reply = Callable[[int, list[Prompt]], list[np.ndarray]]
-"""(turn, a prompt a lane) → the sampled ids of each lane's reply."""
+Response = Callable[[int, list[Prompt]], list[np.ndarray]]
+"""(turn, a prompt an environment) → the sampled ids of each environment's response."""
 
 
 class Endless(ModelBundle):
-    """A bundle whose policy can't end a reply before its limit."""
+    """A bundle whose policy can't end a response before its limit."""
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
@@ -65,62 +65,64 @@ class Endless(ModelBundle):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
-    """What both sides are shown: a world's rules or nothing, then an observation a turn."""
+    """What both sides are shown: an environment's rules or nothing, then an observation a turn."""
 
-    lanes: int
+    slots: int
     turns: int
     rules: bool
 
-    def play(self, bundle: ModelBundle, reply: Reply) -> None:
-        """Play it with the whole history shown; pictures differ by lane and turn, words by turn only."""
+    def play(self, bundle: ModelBundle, response: Response) -> None:
+        """Play it with the whole history shown; images differ by environment and turn, words by turn only."""
         system = "instructions" if self.rules else None
         context = ContextManager(bundle, window="all", system_prompt=system, max_tokens=10**6)
         name = WORLDS[bundle.image_token_id is not None]
         rules = gymnasium.make(name).unwrapped.instructions
-        conversations = [context.start(rules) for _ in range(self.lanes)]
+        conversations = [context.start(rules) for _ in range(self.slots)]
         for turn in range(self.turns):
-            text, pictures = observations(name, turn, self.lanes)
+            text, images = observations(name, turn, self.slots)
             prompts = []
-            for lane, conversation in enumerate(conversations):
-                seen = Observation(text=text, images=pictures[lane : lane + 1])
+            for slot, conversation in enumerate(conversations):
+                seen = Observation(text=text, images=images[slot : slot + 1])
                 prompts.append(context.observe(conversation, seen, max_turns=self.turns))
-            for conversation, ids in zip(conversations, reply(turn, prompts), strict=True):
-                context.reply(conversation, ids=ids, text="", actions=[])
+            for conversation, ids in zip(conversations, response(turn, prompts), strict=True):
+                context.response(conversation, ids=ids, text="", actions=[])
 
 
 @cache
-def observations(world_id: str, turn: int, lanes: int) -> tuple[str, list[np.ndarray]]:
-    """Return one text for all lanes of a turn, and each lane's picture; drawn once, outside all timing."""
-    world: Any = gymnasium.make(world_id).unwrapped
+def observations(world_id: str, turn: int, slots: int) -> tuple[str, list[np.ndarray]]:
+    """Return one text for all environments of a turn, and each environment's image; drawn once, outside all timing."""
+    environment: Any = gymnasium.make(world_id).unwrapped
     first = 1000 * turn
-    shown = world.reset(seed=first)[0]
+    shown = environment.reset(seed=first)[0]
     if isinstance(shown, str):
         return shown, []
-    return shown["text"], [world.reset(seed=first + lane)[0]["image"] for lane in range(lanes)]
+    return shown["text"], [
+        environment.reset(seed=first + slot)[0]["image"] for slot in range(slots)
+    ]
 
 
-def engine_reply(
+def engine_response(
     engine: TransformersEngine, tokens: int, turn: int, prompts: list[Prompt]
 ) -> list[np.ndarray]:
-    """Reply with the engine, its caches kept between turns."""
+    """Response with the engine, its caches kept between turns."""
     requests = [
         GenerationRequest(
-            session=lane, prompt=prompt, max_tokens=tokens, temperature=1.0,
-            uniforms=uniforms("benchmark", lane, turn, count=tokens),
+            session=slot, prompt=prompt, max_tokens=tokens, temperature=1.0,
+            uniforms=uniforms("benchmark", slot, turn, count=tokens),
         )
-        for lane, prompt in enumerate(prompts)
+        for slot, prompt in enumerate(prompts)
     ]  # fmt: skip
     return [generation.ids for generation in engine.generate(requests, keep=True)]
 
 
 @torch.inference_mode()
-def generate_reply(
+def generate_response(
     bundle: ModelBundle, tokens: int, turn: int, prompts: list[Prompt]
 ) -> list[np.ndarray]:
-    """Reply with transformers' own `generate` on the whole history."""
+    """Response with transformers' own `generate` on the whole history."""
     ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts]))
-    pictures = [image for prompt in prompts for image in prompt.images]
-    pixels = {"pixel_values": bundle.pixel_values(pictures)} if pictures else {}
+    images = [image for prompt in prompts for image in prompt.images]
+    pixels = {"pixel_values": bundle.pixel_values(images)} if images else {}
     output = bundle.model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), **pixels, do_sample=True, top_k=0, use_cache=True,
         suppress_tokens=list(bundle.banned_token_ids), min_new_tokens=tokens, max_new_tokens=tokens,
@@ -142,31 +144,31 @@ def seconds_of(action: Callable[[], None], clock: Clock, *, rounds: int = 1) -> 
 def compare(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
     """Print the row of one model: engine, generate, ratio."""
     larger = name.startswith("larger")
-    lanes, rounds = (max(1, args.lanes // 16), 1) if larger else (args.lanes, args.rounds)
+    slots, rounds = (max(1, args.slots // 16), 1) if larger else (args.slots, args.rounds)
     engine = TransformersEngine(bundle)
-    tokens = args.reply_tokens
-    dialogue = Dialogue(lanes=lanes, turns=args.turns, rules=args.rules)
+    tokens = args.response_tokens
+    dialogue = Dialogue(slots=slots, turns=args.turns, rules=args.rules)
 
     def ours() -> None:
-        engine.sync_weights(0)
-        dialogue.play(bundle, partial(engine_reply, engine, tokens))
+        engine.load_weights(0)
+        dialogue.play(bundle, partial(engine_response, engine, tokens))
 
     def theirs() -> None:
-        dialogue.play(bundle, partial(generate_reply, bundle, tokens))
+        dialogue.play(bundle, partial(generate_response, bundle, tokens))
 
     ours()  # a first round, not counted, draws the observations
     both = [
         [seconds_of(side, CLOCKS[args.clock]) for side in (ours, theirs)] for _ in range(rounds)
     ]
     mine, other = (min(side) for side in zip(*both, strict=True))
-    replies = lanes * args.turns
+    responses = slots * args.turns
     verdict = ""
     if name.startswith("default"):
         verdict = "met" if other / mine >= TARGET_SPEEDUP else "missed"
     print(
-        f"{name:<18}{bundle.parameter_count() / 1e6:>7.1f}{lanes:>7}"
-        f"{replies * tokens / mine:>12,.0f}{replies / mine:>9,.1f}"
-        f"{replies * tokens / other:>12,.0f}{replies / other:>9,.1f}{other / mine:>8.1f}  {verdict}",
+        f"{name:<18}{bundle.parameter_count() / 1e6:>7.1f}{slots:>7}"
+        f"{responses * tokens / mine:>12,.0f}{responses / mine:>9,.1f}"
+        f"{responses * tokens / other:>12,.0f}{responses / other:>9,.1f}{other / mine:>8.1f}  {verdict}",
         flush=True,
     )
 
@@ -177,9 +179,9 @@ def fit(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
     for turns in TURNS_OF_FIT:
 
         def action(turns: int = turns) -> None:
-            engine.sync_weights(0)
-            reply = partial(engine_reply, engine, args.reply_tokens)
-            Dialogue(lanes=args.fit_lanes, turns=turns, rules=args.rules).play(bundle, reply)
+            engine.load_weights(0)
+            response = partial(engine_response, engine, args.response_tokens)
+            Dialogue(slots=args.fit_num_envs, turns=turns, rules=args.rules).play(bundle, response)
 
         action()
         seconds.append(seconds_of(action, CLOCKS[args.clock], rounds=args.rounds))
@@ -201,11 +203,13 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--lanes", type=int, default=128, help="a sixteenth of them with the larger model"
+        "--environments", type=int, default=128, help="a sixteenth of them with the larger model"
     )
-    parser.add_argument("--fit-lanes", type=int, default=8, help="lanes of the second table")
+    parser.add_argument(
+        "--fit-environments", type=int, default=8, help="environments of the second table"
+    )
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--reply-tokens", type=int, default=13)
+    parser.add_argument("--response-tokens", type=int, default=13)
     parser.add_argument("--rules", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int, default=3, help="the quickest counts")
     parser.add_argument("--threads", type=int, default=1)
@@ -217,15 +221,15 @@ def main() -> None:
     for name in args.models:
         made = MODELS[name]()
         built[name] = Endless(made.model, made.tokenizer, made.processor)
-    print(f"{args.turns} turns, {args.reply_tokens} tokens a reply, {args.clock} seconds")
+    print(f"{args.turns} turns, {args.response_tokens} tokens a response, {args.clock} seconds")
     print(f"\n{'':<18}{'':>14}{'engine':>21}{'generate':>21}")
     print(
-        f"{'model':<18}{'M':>7}{'lanes':>7}{'tokens/s':>12}{'turns/s':>9}{'tokens/s':>12}{'turns/s':>9}{'ratio':>8}"
+        f"{'model':<18}{'M':>7}{'environments':>7}{'tokens/s':>12}{'turns/s':>9}{'tokens/s':>12}{'turns/s':>9}{'ratio':>8}"
     )
     for name, bundle in built.items():
         compare(name, bundle, args)
     print(
-        f"\nseconds of the engine by turns, {args.fit_lanes} lanes, and the exponent "
+        f"\nseconds of the engine by turns, {args.fit_num_envs} environments, and the exponent "
         f"from {TURNS_OF_FIT[0]} to {TURNS_OF_FIT[-1]}"
     )
     print(f"{'model':<18}{''.join(f'{turns:>9}' for turns in TURNS_OF_FIT)}{'exponent':>10}")

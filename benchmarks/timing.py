@@ -14,9 +14,9 @@ import lightning.pytorch as pl
 import torch
 from hydra import compose, initialize_config_dir
 
-from ragen_pl.assemble import Parts, assemble
 from ragen_pl.config.paths import config_dir
-from ragen_pl.training import open_run, quieten, warm_start
+from ragen_pl.run.build import RunComponents, assemble
+from ragen_pl.run.train import open_run, quieten, warm_start
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -79,7 +79,7 @@ class StepTimer(pl.Callback):
         self.watch.seconds["steps"] += self.watch.clock() - self._step
 
 
-def build_parts(overrides: Sequence[str]) -> Parts:
+def build_parts(overrides: Sequence[str]) -> RunComponents:
     """Build a run's parts from its config, without logger and callbacks."""
     warnings.filterwarnings("ignore")
     quieten()
@@ -88,7 +88,7 @@ def build_parts(overrides: Sequence[str]) -> Parts:
         return assemble(compose("fit", [*quiet, *overrides]))
 
 
-def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> Parts:
+def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> RunComponents:
     """Build a run's parts and warm-start them, or load what `cache` kept of that."""
     parts = build_parts(overrides)
     cfg, kept = parts.cfg, Path(cache) / "ours.pt" if cache else None

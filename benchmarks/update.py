@@ -1,7 +1,7 @@
 """Time the update phase: trained tokens a second, where its time goes, and what is computed on padding.
 
 Run as `python benchmarks/update.py`. Trajectories are real ones of `env=frozenlake_visual`, played by the
-recipe's noisy player: one turn a sample (`context.window=1`) and the whole history (`context.window=all`).
+recipe's noisy policy: one turn a sample (`context.window=1`) and the whole history (`context.window=all`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hydra.utils import instantiate
 from timing import CLOCKS, StepTimer, Stopwatch, build_parts, use_threads
 from torch import Tensor
 
-from ragen_pl.assemble import Parts, build_agent, build_datamodule, scripted
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.forward import padding_share, split_by_length
-from ragen_pl.rollout.environments import Start
+from ragen_pl.rollout.environments import EpisodeSpec
+from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, scripted
 from ragen_pl.trajectory import Trajectory
 
 TARGET_PADDING = 0.10
@@ -48,22 +48,22 @@ class UpdateTimer(pl.Callback):
 
 
 class Played:
-    """Stands where the DataModule has its proxy: the warm start's noisy player plays, not the model."""
+    """Stands where the DataModule has its proxy: the warm start's noisy policy plays, not the model."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunComponents) -> None:
         self.environments, self.context = parts.proxy.environments, parts.proxy.context
         self.progress = None
-        self._proxy = scripted(parts, instantiate(parts.cfg.warm_start.player))
+        self._proxy = scripted(parts, instantiate(parts.cfg.warm_start.demonstrator))
 
     def rollout(
-        self, engine: object, starts: Sequence[Start], *, seed_key: Sequence[int | str]
+        self, engine: object, starts: Sequence[EpisodeSpec], *, seed_key: Sequence[int | str]
     ) -> list[Trajectory]:
         """Play the episodes."""
         return self._proxy.play(starts, seed_key=seed_key)
 
 
 def run(window: str, args: argparse.Namespace) -> None:
-    """Print the figures of one window."""
+    """Print the metrics of one window."""
     parts = build_parts(
         ["env=frozenlake_visual", "curriculum=null", f"context.window={window}", *args.overrides]
     )
@@ -129,7 +129,7 @@ def padding(lengths: Sequence[Tensor], buckets: int) -> float:
 
 
 def main() -> None:
-    """Print the figures of both windows."""
+    """Print the metrics of both windows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=5, help="the first is not timed")
     parser.add_argument("--threads", type=int, default=1)

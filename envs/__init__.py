@@ -1,7 +1,7 @@
 """Text environments, registered with gymnasium under `ragen/`; importing this makes them known.
 
-The worlds are plain `gymnasium.Env`s that know nothing of the trainer: parsing of replies, several
-actions a turn, the turn limit and the format penalty are not theirs. Pictures: `visual_envs`.
+The environments are plain `gymnasium.Env`s that know nothing of the trainer: parsing of responses, several
+actions a turn, the turn limit and the format penalty are not theirs. Images: `visual_envs`.
 """
 
 from gymnasium.envs.registration import register

@@ -24,7 +24,7 @@ class BanditMemory(World):
     ## Description
     One of the arms, drawn at each reset, pays 1 at every pull; the others pay nothing. An
     observation tells the turn and what the last pull paid, not which arm it was: the agent's own
-    earlier replies tell that. So the best policy that sees one observation at a time
+    earlier responses tell that. So the best policy that sees one observation at a time
     (`memoryless_return`) earns clearly less than one that remembers (`remembering_return`).
 
     ## Action Space
@@ -138,13 +138,13 @@ def memoryless_return(*, arms: int, turns: int) -> float:
 
     Each observation (turn, last payoff) occurs at most once in an episode, so that the return is
     linear in the choice made at each and some deterministic policy is best. Such a policy acts in
-    each of the `arms` possible worlds by that world's last payoff alone: what is to come depends
-    only on the set of worlds where the last pull paid. The value of these sets follows backwards.
+    each of the `arms` possible environments by that environment's last payoff alone: what is to come depends
+    only on the set of environments where the last pull paid. The value of these sets follows backwards.
 
     >>> memoryless_return(arms=4, turns=6)
     2.75
     """
-    # After a turn with actions `if_lost`, `if_paid` the paying worlds are among those two arms.
+    # After a turn with actions `if_lost`, `if_paid` the paying environments are among those two arms.
     sets = {frozenset(pair) for pair in product(range(arms), repeat=2)} | {frozenset[int]()}
     value = dict.fromkeys(sets, 0)
     for _ in range(turns - 1):

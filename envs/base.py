@@ -1,6 +1,6 @@
-"""What every world shares: types, and the checks of arguments, actions and reset options.
+"""What every environment shares: types, and the checks of arguments, actions and reset options.
 
-The protocol a trainer reads off `env.unwrapped` is the public part of `World`. No rules here.
+The protocol a trainer reads off `env.unwrapped` is the public part of `Environment`. No rules here.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class FrozenLake(World):
         self._fixed = f" {self.signs.goal} {place} {self.signs.holes} {holes}"
 
     def _moved(self, before: int) -> None:
-        """Take note of a move; a world with pictures keeps footprints here."""
+        """Take note of a move; an environment with images keeps footprints here."""
 
     def _observe(self) -> Observation:
         if self.style is TextStyle.GRID:

@@ -36,7 +36,7 @@ def main(*, updates: int = 60) -> list[float]:
         with torch.no_grad():  # rollout
             old = logits.log_softmax(-1)
             tokens = torch.multinomial(old.exp(), EPISODES, replacement=True, generator=generator).T
-            behaviour = old[torch.arange(len(TURN)), tokens]
+            behavior = old[torch.arange(len(TURN)), tokens]
             turn_rewards = (tokens == RIGHT).view(EPISODES, 2, 2).all(-1).float()
             found = estimator(
                 Credit(
@@ -55,7 +55,7 @@ def main(*, updates: int = 60) -> list[float]:
         for _ in range(2):  # update
             now = logits.log_softmax(-1)[torch.arange(len(TURN)), tokens]
             surrogate = clipped_surrogate(
-                now, behaviour, advantages, mask, clip_low=0.2, clip_high=0.28
+                now, behavior, advantages, mask, clip_low=0.2, clip_high=0.28
             )
             error = value_loss(values.expand(EPISODES, -1), found.returns, mask)
             count = {"how": Aggregation.TOKEN_MEAN, "denominator": float(mask.sum())}

@@ -38,10 +38,10 @@ QUIET = {
 
 
 class NameTheColour(gymnasium.Env[str, np.int64]):
-    """One turn: the colour shown is the right answer."""
+    """One turn: the color shown is the right answer."""
 
     action_names = ("Red", "Blue", "Green")
-    instructions = "Answer with the colour you see."
+    instructions = "Answer with the color you see."
 
     def __init__(self) -> None:
         self.action_space, self.observation_space = spaces.Discrete(3), spaces.Text(max_length=9)
@@ -49,24 +49,24 @@ class NameTheColour(gymnasium.Env[str, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Draw a colour."""
+        """Draw a color."""
         super().reset(seed=seed)
-        self.colour = int(self.np_random.integers(3))
-        return self.action_names[self.colour], {}
+        self.color = int(self.np_random.integers(3))
+        return self.action_names[self.color], {}
 
     def step(self, action: int | np.int64) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Pay 1 for the colour."""
-        right = int(action) == self.colour
+        """Pay 1 for the color."""
+        right = int(action) == self.color
         return "over", float(right), True, False, {"success": right}
 
 
 class PoorPlayer:
-    """Demonstrates the form of a reply, and knows the answer a third of the time."""
+    """Demonstrates the form of a response, and knows the answer a third of the time."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
         """Return an action."""
-        world: Any = env.unwrapped
-        return world.colour if rng.random() < 1 / 3 else int(rng.integers(3))
+        environment: Any = env.unwrapped
+        return environment.color if rng.random() < 1 / 3 else int(rng.integers(3))
 
 
 class Reinforce(pl.LightningModule):
@@ -78,7 +78,7 @@ class Reinforce(pl.LightningModule):
         self.returns: list[float] = []  # of each iteration, in the mean
 
     def rollout_engine(self) -> TransformersEngine:
-        """Return what replies for the policy as it now is."""
+        """Return what responses for the policy as it now is."""
         return TransformersEngine(self.policy.bundle)
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -92,7 +92,7 @@ class Reinforce(pl.LightningModule):
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Return the loss."""
-        scores = self.policy.score(batch.samples, batch.pictures)
+        scores = self.policy.score(batch.samples, batch.images)
         return -(scores.logprobs * batch.samples.advantages).sum() / batch.sequences
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -101,17 +101,17 @@ class Reinforce(pl.LightningModule):
 
 
 def main(*, iterations: int = 20) -> list[float]:
-    """Show the form of a reply, then reinforce; return the mean return of each iteration."""
+    """Show the form of a response, then reinforce; return the mean return of each iteration."""
     pl.seed_everything(0, verbose=False)
     bundle = build_small_lm(text={"hidden_size": 64, "intermediate_size": 128})
     playing = {
-        "environments": EnvironmentManager(target=f"{__name__}.NameTheColour", max_turns=1),
+        "environments": EnvironmentManager(target=f"{__name__}.NameTheColor", max_turns=1),
         "context": ContextManager(bundle, window=1, system_prompt=None),
-        "max_reply_tokens": 12,
+        "max_response_tokens": 12,
     }
     policy = PolicyModule(bundle, optimizer=partial(torch.optim.AdamW, lr=3e-3))
     shown = DemonstrationDataModule(
-        ScriptedProxy(**playing, player=PoorPlayer()),
+        ScriptedProxy(**playing, scripted_policy=PoorPlayer()),
         episodes=512, batch_size=64, steps=120, gamma=1.0, seed=0,
     )  # fmt: skip
     pl.Trainer(**QUIET, max_steps=120).fit(policy, datamodule=shown)

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.config.paths import check_packages, config_dir
-from ragen_pl.tracking import check_reachable, tracking_uri
+from ragen_pl.run.tracking import check_reachable, tracking_uri
 
 _OPTIONAL = {
     "peft": ("LoRA", "pip install 'ragen_pl[lora]'"),
     "deepspeed": ("trainer.strategy=deepspeed", "pip install deepspeed"),
-    "pygame": ("gymnasium's own FrozenLake pictures, in benchmarks", "pip install pygame"),
+    "pygame": ("gymnasium's own FrozenLake images, in benchmarks", "pip install pygame"),
 }
 _MEMORY_GB = 3.0  # that the main job takes, with room
 _DISK_GB = 1.0
@@ -40,7 +40,7 @@ class Finding:
     found: str
     ok: bool = True
     needed: bool = False  # whether the main job needs it
-    mend: str = ""
+    hint: str = ""
 
 
 def examine(*, root: str = "runs") -> list[Finding]:
@@ -61,8 +61,8 @@ def _installation() -> Iterator[Finding]:
         try:
             yield Finding(name, version(name), needed=True)
         except PackageNotFoundError:
-            mend = f"pip install {name}"
-            yield Finding(name, "not installed", ok=False, needed=True, mend=mend)
+            hint = f"pip install {name}"
+            yield Finding(name, "not installed", ok=False, needed=True, hint=hint)
     try:
         check_packages()
         yield Finding("configuration", str(config_dir()), needed=True)
@@ -91,8 +91,8 @@ def _machine() -> Iterator[Finding]:
         yield Finding("memory", "unknown on this system")
     else:
         enough = memory >= _MEMORY_GB
-        mend = "close programs, or make it smaller: rollout.groups=32 warm_start.episodes=1024"
-        yield Finding("memory", f"{memory:.1f} GB free", enough, True, "" if enough else mend)
+        hint = "close programs, or make it smaller: rollout.groups=32 warm_start.episodes=1024"
+        yield Finding("memory", f"{memory:.1f} GB free", enough, True, "" if enough else hint)
     gpus = _gpus()
     yield Finding("GPU", ", ".join(f"{name} {gb:.0f} GB" for name, gb in gpus) or "none")
     room = max([gb for _, gb in gpus], default=memory or 0.0)
@@ -133,11 +133,11 @@ def _folder(root: Path) -> Iterator[Finding]:
     root = root.absolute()
     place = next(path for path in (root, *root.parents) if path.exists())
     writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
-    mend = "" if writable else "set paths.root to a folder of yours"
-    yield Finding("runs", str(root), writable, True, mend)
+    hint = "" if writable else "set paths.root to a folder of yours"
+    yield Finding("runs", str(root), writable, True, hint)
     free = shutil.disk_usage(place).free / 1e9
-    mend = "" if free >= _DISK_GB else "make room, or set paths.root to another disk"
-    yield Finding("disk", f"{free:.0f} GB free", free >= _DISK_GB, True, mend)
+    hint = "" if free >= _DISK_GB else "make room, or set paths.root to another disk"
+    yield Finding("disk", f"{free:.0f} GB free", free >= _DISK_GB, True, hint)
 
 
 def _tracking(root: str) -> Iterator[Finding]:
@@ -150,9 +150,9 @@ def _tracking(root: str) -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    for name, (use, mend) in _OPTIONAL.items():
+    for name, (use, hint) in _OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
-            yield Finding(name, f"not installed; for {use}", ok=False, mend=mend)
+            yield Finding(name, f"not installed; for {use}", ok=False, hint=hint)
         else:
             yield Finding(name, version(name))
 
@@ -172,7 +172,7 @@ def main() -> None:
             sign = "ok" if one.ok else "!!" if one.needed else "--"
             print(
                 f"{sign} {one.name:<14} {one.found}"
-                + (f"   ({one.mend})" if one.mend and not one.ok else "")
+                + (f"   ({one.hint})" if one.hint and not one.ok else "")
             )
         names = ", ".join(one.name for one in lacking)
         print(

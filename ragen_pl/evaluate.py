@@ -13,8 +13,8 @@ from ragen_pl.evaluation.settings import settle
 
 @hydra_main("evaluate", prepare=settle)
 def main(cfg: DictConfig) -> float:
-    """Play the panels; return the policy's success on the first one, for sweeps."""
-    from ragen_pl.evaluation.preflight import preflight
+    """Play the validation sets; return the policy's success on the first one, for sweeps."""
+    from ragen_pl.evaluation.checks import preflight
 
     preflight(cfg)
     from ragen_pl.evaluation.evaluator import evaluate

@@ -14,7 +14,7 @@ from ragen_pl.evaluation.settings import settle
 @hydra_main("export", prepare=settle)
 def main(cfg: DictConfig) -> None:
     """Write the folder."""
-    from ragen_pl.evaluation.preflight import check_export
+    from ragen_pl.evaluation.checks import check_export
 
     check_export(cfg)
     from ragen_pl.evaluation.exporting import export

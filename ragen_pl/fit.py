@@ -12,11 +12,11 @@ from ragen_pl.config import hydra_main
 
 @hydra_main("fit")
 def main(cfg: DictConfig) -> float | None:
-    """Run the job that the config describes; return the panel's success, for sweeps to maximise."""
-    from ragen_pl.preflight import preflight
+    """Run the job that the config describes; return the validation set's success, for sweeps to maximise."""
+    from ragen_pl.run.checks import preflight
 
     preflight(cfg)
-    from ragen_pl.training import train
+    from ragen_pl.run.train import train
 
     return train(cfg).get("val/success")
 

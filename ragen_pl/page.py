@@ -13,8 +13,8 @@ from ragen_pl.config.errors import ConfigError
 @hydra_main("page")
 def main(cfg: DictConfig) -> None:
     """Write the page and tell where it is."""
-    from ragen_pl.evaluation.records import FILE, read_records
-    from ragen_pl.pages.page import PAGE, write_page
+    from ragen_pl.viewing.page import PAGE, write_page
+    from ragen_pl.viewing.records import FILE, read_records
 
     file = Path(cfg.records).expanduser().absolute()
     file = file / FILE if file.is_dir() else file
@@ -24,7 +24,7 @@ def main(cfg: DictConfig) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"records={cfg.records}: {error}") from error
     title = cfg.title or file.parent.name
-    print(write_page(records, path, title=title, pictures=file.parent, episodes=cfg.episodes))
+    print(write_page(records, path, title=title, images=file.parent, episodes=cfg.episodes))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from ragen_pl.evaluation.settings import settle
 @hydra_main("play", prepare=settle)
 def main(cfg: DictConfig) -> float:
     """Play one episode and return its return."""
-    from ragen_pl.playing.preflight import preflight
+    from ragen_pl.viewing.checks import preflight
 
     preflight(cfg)
-    from ragen_pl.playing.show import play
+    from ragen_pl.viewing.play import play
 
     return play(cfg).reward
 

@@ -26,10 +26,12 @@ class Span(IntEnum):
     END = 4
     OBSERVATION = 5
     PREDICTION = 6
-    SHOWN = 7  # not sampled: text between the replies, labelled only where it is trained on (RICO)
+    SHOWN = (
+        7  # not sampled: text between the responses, labelled only where it is trained on (RICO)
+    )
 
 
-class Ending(StrEnum):
+class EpisodeStatus(StrEnum):
     """Why a trajectory ended.
 
     `TERMINATED` and `TURN_LIMIT` belong to the task (the agent is told the limit), `TRUNCATED` is a cut
@@ -48,7 +50,7 @@ Relation = tuple[str, int, int]
 
 @dataclass(kw_only=True, slots=True)
 class Statement:
-    """What a reply says of the world's state, and what is true."""
+    """What a response says of the environment's state, and what is true."""
 
     part: str  # "observation", of the state before the actions, or "prediction", of the one after them
     text: str
@@ -68,27 +70,29 @@ class Observation:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """One observation and one reply, with the exact tokens the policy saw and sampled."""
+    """One observation and one response, with the exact tokens the policy saw and sampled."""
 
     observation: Observation
     prompt_ids: np.ndarray  # int64 [prompt]: all ids the engine was given, image slots expanded
-    prompt_images: list[np.ndarray]  # pictures of the prompt's image slots, in order
-    reply_ids: np.ndarray  # int64 [reply]: sampled ids, the sampled end-of-turn token included
-    reply_logprobs: np.ndarray  # float32 [reply]: of the distribution sampled from
-    reply_entropy: float  # nats, mean over the reply's tokens
-    spans: np.ndarray  # int8 [reply]: a Span per sampled token
-    reply_text: str
-    think: str | None  # its reasoning; None where the reply has no valid think block
+    prompt_images: list[np.ndarray]  # images of the prompt's image slots, in order
+    response_ids: (
+        np.ndarray
+    )  # int64 [response]: sampled ids, the sampled end-of-turn token included
+    response_logprobs: np.ndarray  # float32 [response]: of the distribution sampled from
+    response_entropy: float  # nats, mean over the response's tokens
+    spans: np.ndarray  # int8 [response]: a Span per sampled token
+    response_text: str
+    think: str | None  # its reasoning; None where the response has no valid think block
     actions: list[str]  # names of the actions that were carried out
     action_is_valid: bool
     action_is_effective: bool
-    cut: bool  # the reply hit its length limit before an end-of-turn token
+    hit_length_limit: bool  # the response hit its length limit before an end-of-turn token
     reward: float  # of this turn, the sum of its parts
     temperature: float
     info: dict[str, Any] = field(default_factory=dict)
-    reward_parts: dict[str, float] = field(default_factory=dict)  # by name, see EnvironmentManager
+    reward_terms: dict[str, float] = field(default_factory=dict)  # by name, see EnvironmentManager
     statements: list[Statement] = field(default_factory=list)  # in formats that ask for them
-    prompt_patches: list[np.ndarray] | None = None  # that each picture shows; None for all
+    prompt_patches: list[np.ndarray] | None = None  # that each image shows; None for all
     turns_left_out: tuple[int, ...] = ()  # turns of the window that the prompt does not show
 
 
@@ -100,7 +104,7 @@ class Trajectory:
     member: int
     seed: int  # of the environment's reset
     turns: list[Turn]
-    ending: Ending
+    status: EpisodeStatus
     success: bool
     difficulty: int | None = None
     error: str | None = None  # of the environment, where ending is FAILED

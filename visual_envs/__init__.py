@@ -1,6 +1,6 @@
-"""Environments seen as pictures, registered with gymnasium under `ragen/`.
+"""Environments seen as images, registered with gymnasium under `ragen/`.
 
-Each is a world of `envs` whose state is shown only as an RGB picture, laid out from tiles that
+Each is an environment of `envs` whose state is shown only as an RGB image, laid out from tiles that
 `visual_envs.tiles` draws. Rules live in `envs`.
 """
 

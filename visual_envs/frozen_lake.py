@@ -1,4 +1,4 @@
-"""Frozen lake seen as a picture; rules and maps are those of `envs.frozen_lake`."""
+"""Frozen lake seen as an image; rules and maps are those of `envs.frozen_lake`."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class FrozenLakeVisual(FrozenLake):
         self._arrive()
 
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
-        """Return the picture (`render_mode="rgb_array"`)."""
-        return self._picture()
+        """Return the image (`render_mode="rgb_array"`)."""
+        return self._image()
 
     def _arrive(self) -> None:
         self._codes = np.zeros(self.size * self.size, dtype=np.intp)
@@ -106,13 +106,13 @@ class FrozenLakeVisual(FrozenLake):
             self._codes[before] = LakeTile.TRAIL
 
     def _observe(self) -> Observation:
-        return {"text": _TEXT, "image": self._picture()}
+        return {"text": _TEXT, "image": self._image()}
 
-    def _picture(self) -> NDArray[np.uint8]:
+    def _image(self) -> NDArray[np.uint8]:
         self._codes[self.cell] += WITH_PLAYER
-        picture = lay_out(lake_tiles(self.theme), self._codes, size=self.size)
+        image = lay_out(lake_tiles(self.theme), self._codes, size=self.size)
         self._codes[self.cell] -= WITH_PLAYER
-        return picture
+        return image
 
     def _seen(self) -> str:
         return _SEEN[self.theme] + _SEEN_TRAIL * self.trail

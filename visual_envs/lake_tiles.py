@@ -13,7 +13,7 @@ from visual_envs.tiles import TILE, Canvas, Colour, pack
 
 
 class LakeTheme(StrEnum):
-    """In what colours a lake is drawn."""
+    """In what colors a lake is drawn."""
 
     DAY = "day"
     NIGHT = "night"

@@ -1,4 +1,4 @@
-"""Sokoban seen as a picture; the rules are those of `envs.sokoban`."""
+"""Sokoban seen as an image; the rules are those of `envs.sokoban`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SokobanVisual(Sokoban):
     """Push every box onto a target, seen from above.
 
     ## Description
-    `Sokoban` whose state is shown only in the picture, `16 * size` pixels square.
+    `Sokoban` whose state is shown only in the image, `16 * size` pixels square.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
@@ -83,13 +83,13 @@ class SokobanVisual(Sokoban):
         )
 
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
-        """Return the picture (`render_mode="rgb_array"`)."""
-        return self._picture()
+        """Return the image (`render_mode="rgb_array"`)."""
+        return self._image()
 
     def _observe(self) -> Observation:
-        return {"text": _TEXT, "image": self._picture()}
+        return {"text": _TEXT, "image": self._image()}
 
-    def _picture(self) -> NDArray[np.uint8]:
+    def _image(self) -> NDArray[np.uint8]:
         codes = np.array(tile_codes(self.room, self.state), dtype=np.intp)
         return lay_out(sokoban_tiles(), codes, size=self.size)
 

@@ -1,7 +1,7 @@
-"""Drawing square tiles with Pillow, once, and laying pictures out of them with numpy.
+"""Drawing square tiles with Pillow, once, and laying images out of them with numpy.
 
 Tiles are drawn large and scaled down, so that their edges are smooth at 16 pixels. What the tiles
-of a world look like stands in `visual_envs.lake_tiles` and `visual_envs.sokoban_tiles`.
+of an environment look like stands in `visual_envs.lake_tiles` and `visual_envs.sokoban_tiles`.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ class Canvas:
         self._image = Image.new("RGB", (TILE * _SCALE, TILE * _SCALE), ground)
         self._draw = ImageDraw.Draw(self._image)
 
-    def rectangle(self, box: Box, colour: Colour) -> Self:
+    def rectangle(self, box: Box, color: Colour) -> Self:
         """Fill left, top, right, bottom."""
         left, top, right, bottom = (side * _SCALE for side in box)
-        self._draw.rectangle((left, top, right - 1, bottom - 1), fill=colour)
+        self._draw.rectangle((left, top, right - 1, bottom - 1), fill=color)
         return self
 
-    def ellipse(self, box: Box, colour: Colour) -> Self:
+    def ellipse(self, box: Box, color: Colour) -> Self:
         """Fill the ellipse inside left, top, right, bottom."""
         left, top, right, bottom = (side * _SCALE for side in box)
-        self._draw.ellipse((left, top, right - 1, bottom - 1), fill=colour)
+        self._draw.ellipse((left, top, right - 1, bottom - 1), fill=color)
         return self
 
-    def polygon(self, points: Sequence[tuple[float, float]], colour: Colour) -> Self:
+    def polygon(self, points: Sequence[tuple[float, float]], color: Colour) -> Self:
         """Fill a polygon of (x, y) points."""
-        self._draw.polygon([(x * _SCALE, y * _SCALE) for x, y in points], fill=colour)
+        self._draw.polygon([(x * _SCALE, y * _SCALE) for x, y in points], fill=color)
         return self
 
-    def line(self, box: Box, colour: Colour, *, width: float = 1.0) -> Self:
+    def line(self, box: Box, color: Colour, *, width: float = 1.0) -> Self:
         """Draw a line between two points."""
         ends = [side * _SCALE for side in box]
-        self._draw.line(ends, fill=colour, width=round(width * _SCALE))
+        self._draw.line(ends, fill=color, width=round(width * _SCALE))
         return self
 
     def pixels(self) -> NDArray[np.uint8]:
@@ -66,7 +66,7 @@ def pack(tiles: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
 
 
 def lay_out(packed: NDArray[np.int64], codes: NDArray[np.intp], *, size: int) -> NDArray[np.uint8]:
-    """Return the picture of a square grid of tiles, a new array.
+    """Return the image of a square grid of tiles, a new array.
 
     Args:
         packed: from `pack`.

@@ -1,4 +1,4 @@
-"""Checking an invoice against the order it bills: a small world scored by rules.
+"""Checking an invoice against the order it bills: a small environment scored by rules.
 
 It is an example of a workflow made into an environment, and knows nothing of the trainer. What it stands
 for, and why its rewards are what they are, is told in docs/environments.md.
@@ -160,7 +160,7 @@ class HastyClerk:
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
         """Return an action index."""
-        world: Any = env.unwrapped
+        environment: Any = env.unwrapped
         if rng.random() < self.care:
-            return int(world.optimal_action(rng))
-        return int(rng.integers(len(world.action_names)))
+            return int(environment.optimal_action(rng))
+        return int(rng.integers(len(environment.action_names)))

@@ -60,8 +60,8 @@ def full_kl(
     Forward, `sum_v p_ref (log p_ref - log p)`; reverse with the parts exchanged.
 
     Args:
-        ref_logprobs: `[..., vocabulary]`, normalised.
-        logprobs: `[..., vocabulary]`, normalised.
+        ref_logprobs: `[..., vocabulary]`, normalized.
+        logprobs: `[..., vocabulary]`, normalized.
         direction: which distribution weighs the terms.
 
     Returns:

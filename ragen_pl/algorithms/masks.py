@@ -4,7 +4,7 @@ Every function takes the credit layout and returns bool `[trajectories, tokens]`
 weighs tokens), nonzero only where `turn >= 0`. In a config a mask is a function named by its path,
 with `_partial_: true`.
 
-A turn whose mask would be empty (an action span in a reply without an action) keeps all its
+A turn whose mask would be empty (an action span in a response without an action) keeps all its
 sampled tokens unless `fill_empty` is false, so that its reward has a token to sit on.
 """
 

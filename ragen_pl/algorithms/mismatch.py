@@ -17,15 +17,15 @@ class Level(StrEnum):
     """What one weight is for."""
 
     TOKEN = "token"
-    SEQUENCE = "sequence"  # a reply: the product of its tokens' ratios
+    SEQUENCE = "sequence"  # a response: the product of its tokens' ratios
 
 
-def importance(trainer: Tensor, behaviour: Tensor, turn: Tensor, *, level: Level) -> Tensor:
-    """Return p_trainer / p_engine for each token or for its whole reply.
+def importance(trainer: Tensor, behavior: Tensor, turn: Tensor, *, level: Level) -> Tensor:
+    """Return p_trainer / p_engine for each token or for its whole response.
 
     Args:
         trainer: `[trajectories, tokens]` log-probs before the update.
-        behaviour: `[trajectories, tokens]` log-probs of the engine.
+        behavior: `[trajectories, tokens]` log-probs of the engine.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
         level: what is weighed.
 
@@ -37,7 +37,7 @@ def importance(trainer: Tensor, behaviour: Tensor, turn: Tensor, *, level: Level
     tensor([[2., 2.]])
     """
     on = turn >= 0
-    log_ratio = torch.where(on, trainer.float() - behaviour.float(), 0.0)
+    log_ratio = torch.where(on, trainer.float() - behavior.float(), 0.0)
     if Level(level) is Level.SEQUENCE:
         index = turn.clamp(min=0)
         turns = int(index.max()) + 1 if index.numel() else 1
@@ -59,9 +59,9 @@ class TruncatedWeights:
             raise ValueError(f"algorithm.loss.mismatch.cap={self.cap}: expected above 0; set 2")
         object.__setattr__(self, "level", Level(self.level))
 
-    def __call__(self, trainer: Tensor, behaviour: Tensor, turn: Tensor) -> Tensor:
+    def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""
-        return importance(trainer, behaviour, turn, level=self.level).clamp(max=self.cap)
+        return importance(trainer, behavior, turn, level=self.level).clamp(max=self.cap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class MaskedWeights:
             )
         object.__setattr__(self, "level", Level(self.level))
 
-    def __call__(self, trainer: Tensor, behaviour: Tensor, turn: Tensor) -> Tensor:
+    def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""
-        ratio = importance(trainer, behaviour, turn, level=self.level)
+        ratio = importance(trainer, behavior, turn, level=self.level)
         return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0)

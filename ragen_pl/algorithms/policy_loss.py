@@ -21,13 +21,13 @@ class SurrogateLoss:
     clipped_low: Tensor  # tokens held at the lower bound, a sum
     clipped_high: Tensor  # tokens held at the upper bound, a sum
     dual_clipped: Tensor  # tokens held by the dual clip, a sum
-    approx_kl: Tensor  # KL(behaviour || policy) by the k3 estimator, a sum over tokens
+    approx_kl: Tensor  # KL(behavior || policy) by the k3 estimator, a sum over tokens
     tokens: Tensor  # tokens inside the mask: divide the sums by it
 
 
 def clipped_surrogate(
     logprobs: Tensor,
-    behaviour_logprobs: Tensor,
+    behavior_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -44,7 +44,7 @@ def clipped_surrogate(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behaviour_logprobs: `[batch, time]`, of the distribution sampled from.
+        behavior_logprobs: `[batch, time]`, of the distribution sampled from.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         clip_low: distance of the lower bound from 1.
@@ -61,7 +61,7 @@ def clipped_surrogate(
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"found dual_clip={dual_clip}, expected above 1; set 3.0, or None for off")
     mask = mask.bool()
-    log_ratio = torch.where(mask, logprobs.float() - behaviour_logprobs.float(), 0.0)
+    log_ratio = torch.where(mask, logprobs.float() - behavior_logprobs.float(), 0.0)
     log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     advantages, ratio = torch.where(mask, advantages.float(), 0.0), log_ratio.exp()
     free = -advantages * ratio

@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is not PPO's: one ratio for a whole reply (GSPO), or a clipped weight (CISPO)."""
+"""Policy losses whose ratio is not PPO's: one ratio for a whole response (GSPO), or a clipped weight (CISPO)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragen_pl.algorithms.policy_loss import SurrogateLoss, clipped_surrogate
 _LOG_RATIO_LIMIT = 20.0
 
 
-def mean_over_reply(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
+def mean_over_response(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
     """Average the values of each row's turns over the tokens of the mask, and give every token its turn's mean.
 
     Args:
@@ -19,7 +19,7 @@ def mean_over_reply(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
         turn: int64 `[batch, time]`, -1 off the sampled tokens.
 
     >>> values, turn = torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[0, 0, 1]])
-    >>> mean_over_reply(values, turn >= 0, turn)
+    >>> mean_over_response(values, turn >= 0, turn)
     tensor([[2., 2., 9.]])
     """
     first, turns = int(turn.clamp(min=0).min()) if turn.numel() else 0, turn.clamp(min=0)
@@ -34,7 +34,7 @@ def mean_over_reply(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
 
 def sequence_surrogate(
     logprobs: Tensor,
-    behaviour_logprobs: Tensor,
+    behavior_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     turn: Tensor,
@@ -42,17 +42,17 @@ def sequence_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> SurrogateLoss:
-    """Clip one ratio per reply, the geometric mean of its tokens' ratios (GSPO-token; Zheng et al., 2025, eq. 14).
+    """Clip one ratio per response, the geometric mean of its tokens' ratios (GSPO-token; Zheng et al., 2025, eq. 14).
 
-    `s_t = sg[s] exp(log p_t - sg[log p_t])` with s the reply's ratio: in value each token has its reply's
-    ratio, in gradient its own; with one advantage for the reply that is GSPO itself.
+    `s_t = sg[s] exp(log p_t - sg[log p_t])` with s the response's ratio: in value each token has its response's
+    ratio, in gradient its own; with one advantage for the response that is GSPO itself.
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behaviour_logprobs: `[batch, time]`.
+        behavior_logprobs: `[batch, time]`.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
-        turn: int64 `[batch, time]`: which reply a token belongs to.
+        turn: int64 `[batch, time]`: which response a token belongs to.
         clip_low: distance of the lower bound from 1; published 3e-4.
         clip_high: distance of the upper bound from 1; published 4e-4.
 
@@ -62,11 +62,11 @@ def sequence_surrogate(
     tensor([[-1.1052, -1.1052]])
     """
     mask = mask.bool()
-    log_ratio = torch.where(mask, logprobs.float() - behaviour_logprobs.float(), 0.0)
-    of_reply = mean_over_reply(log_ratio.detach(), mask, turn)
+    log_ratio = torch.where(mask, logprobs.float() - behavior_logprobs.float(), 0.0)
+    of_response = mean_over_response(log_ratio.detach(), mask, turn)
     own = torch.where(mask, logprobs.float() - logprobs.detach().float(), 0.0)
     result = clipped_surrogate(
-        of_reply + own, torch.zeros_like(of_reply), advantages, mask,
+        of_response + own, torch.zeros_like(of_response), advantages, mask,
         clip_low=clip_low, clip_high=clip_high,
     )  # fmt: skip
     token = log_ratio.detach().clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
@@ -76,7 +76,7 @@ def sequence_surrogate(
 
 def cispo(
     logprobs: Tensor,
-    behaviour_logprobs: Tensor,
+    behavior_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -89,7 +89,7 @@ def cispo(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behaviour_logprobs: `[batch, time]`.
+        behavior_logprobs: `[batch, time]`.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         clip_low: distance of the lower bound from 1; 1 for none.
@@ -101,7 +101,7 @@ def cispo(
     """
     mask = mask.bool()
     inside = torch.where(mask, logprobs.float(), 0.0)
-    log_ratio = torch.where(mask, inside.detach() - behaviour_logprobs.float(), 0.0)
+    log_ratio = torch.where(mask, inside.detach() - behavior_logprobs.float(), 0.0)
     log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     ratio, advantages = log_ratio.exp(), torch.where(mask, advantages.float(), 0.0)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -1,4 +1,4 @@
-"""The checkpoint of the iteration whose panel figures were best."""
+"""The checkpoint of the iteration whose validation set metrics were best."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class BestCheckpoint(ModelCheckpoint):
         self._measured = False
 
     def forget(self) -> None:
-        """Forget this iteration's figures: the weights are no longer those that were validated."""
+        """Forget this iteration's metrics: the weights are no longer those that were validated."""
         self._measured = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget earlier figures."""
+        """Forget earlier metrics."""
         self.forget()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take note that there are figures of the present weights."""
+        """Take note that there are metrics of the present weights."""
         self._measured = self.monitor in trainer.callback_metrics
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -44,7 +44,7 @@ class CollapseMonitor(pl.Callback):
         grace: first iterations without alarms.
         cooldown: iterations after an action without alarms.
         good_every_n_iterations: how often a state without any alarm is kept for `rollback`.
-        most_rollbacks: rollbacks after which the run is stopped instead.
+        max_rollbacks: rollbacks after which the run is stopped instead.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class CollapseMonitor(pl.Callback):
         grace: int = 2,
         cooldown: int = 5,
         good_every_n_iterations: int = 5,
-        most_rollbacks: int = 3,
+        max_rollbacks: int = 3,
     ) -> None:
         self.alarms = {name: alarm for name, alarm in alarms.items() if alarm is not None}
         self.actions = frozenset(Action(action) for action in actions)
         self.mitigation = mitigation or Mitigation()
         self.grace, self.cooldown = grace, cooldown
-        self.good_every_n_iterations, self.most_rollbacks = good_every_n_iterations, most_rollbacks
+        self.good_every_n_iterations, self.max_rollbacks = good_every_n_iterations, max_rollbacks
         self.counts = dict.fromkeys(self.alarms, 0)
         self.events: list[dict[str, Any]] = []
         self.quiet_until = grace
@@ -106,8 +106,8 @@ class CollapseMonitor(pl.Callback):
             self._act(trainer, pl_module, tripped, readings=readings, iteration=iteration)
         elif not holding and (iteration % self.good_every_n_iterations == 0 or self.good is None):
             self._keep(trainer, iteration)
-        figures = {"collapse/events": float(len(self.events)), "step": float(iteration)}
-        pl_module.log_dict(figures, rank_zero_only=False)
+        metrics = {"collapse/events": float(len(self.events)), "step": float(iteration)}
+        pl_module.log_dict(metrics, rank_zero_only=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
@@ -190,7 +190,7 @@ class CollapseMonitor(pl.Callback):
         file, strategy = self._file(trainer, GOOD), trainer.strategy
         if not strategy.broadcast(self.good is not None and file.exists()):
             return "found no good state to roll back to"
-        if self.rollbacks >= self.most_rollbacks:
+        if self.rollbacks >= self.max_rollbacks:
             trainer.should_stop = True
             return f"stopped the run after {self.rollbacks} rollbacks"
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -17,21 +17,21 @@ from ragen_pl.data.collate import collate
 from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.modules.forward import decoder_parts
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.trajectory import Ending, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 _THOUGHTS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
 
 
 @dataclass(slots=True)
 class FirstThought:
-    """The first turn's prompt and the reply's tokens up to the end of its reasoning."""
+    """The first turn's prompt and the response's tokens up to the end of its reasoning."""
 
     group: int
     prompt_ids: np.ndarray  # int64 [prompt]
     images: list[np.ndarray]
     ids: np.ndarray  # int64 [reasoning]: sampled ids, the opening tag included
     temperature: float
-    patches: list[np.ndarray] | None = None  # that each picture shows; None for all
+    patches: list[np.ndarray] | None = None  # that each image shows; None for all
 
 
 def first_thoughts(trajectories: Sequence[Trajectory], *, count: int) -> list[FirstThought]:
@@ -66,7 +66,7 @@ def cross_score(
     batch = collate(pairs, policy.bundle)
     batch = move_data_to_device(batch, next(policy.parameters()).device)
     parts = decoder_parts(batch.samples.length, tokens_per_forward)
-    scored = policy.score(batch.samples, batch.pictures, parts=parts)
+    scored = policy.score(batch.samples, batch.pixel_values, parts=parts)
     values = scored.logprobs.double().sum(1).cpu().view(len(thoughts), len(thoughts))
     return values, torch.tensor([len(thought.ids) for thought in thoughts])
 
@@ -78,7 +78,7 @@ def _first_thought(trajectory: Trajectory) -> FirstThought | None:
     places = np.flatnonzero(np.isin(turn.spans, _THOUGHTS))
     if turn.think is None or not len(places):
         return None
-    ids = turn.reply_ids[: places[-1] + 1]
+    ids = turn.response_ids[: places[-1] + 1]
     return FirstThought(
         trajectory.group,
         turn.prompt_ids,
@@ -90,15 +90,15 @@ def _first_thought(trajectory: Trajectory) -> FirstThought | None:
 
 
 def _pair(thought: FirstThought, prompt: FirstThought) -> Trajectory:
-    """Return the episode in which `thought` would have been the reply to `prompt`."""
+    """Return the episode in which `thought` would have been the response to `prompt`."""
     count = len(thought.ids)
     turn = Turn(
         observation=Observation(text=""), prompt_ids=prompt.prompt_ids, prompt_images=prompt.images,
-        reply_ids=thought.ids, reply_logprobs=np.zeros(count, np.float32), reply_entropy=0.0,
-        spans=np.full(count, Span.THINK, np.int8), reply_text="", think="", actions=[],
-        action_is_valid=True, action_is_effective=True, cut=False, reward=0.0,
+        response_ids=thought.ids, response_logprobs=np.zeros(count, np.float32), response_entropy=0.0,
+        spans=np.full(count, Span.THINK, np.int8), response_text="", think="", actions=[],
+        action_is_valid=True, action_is_effective=True, hit_length_limit=False, reward=0.0,
         temperature=thought.temperature, prompt_patches=prompt.patches,
     )  # fmt: skip
     return Trajectory(
-        group=0, member=0, seed=0, turns=[turn], ending=Ending.TERMINATED, success=False
+        group=0, member=0, seed=0, turns=[turn], status=EpisodeStatus.TERMINATED, success=False
     )

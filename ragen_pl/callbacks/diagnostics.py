@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
 
 from ragen_pl.callbacks.cross_scoring import cross_score, first_thoughts
-from ragen_pl.metrics.diversity import ReplyDiversity
+from ragen_pl.metrics.diversity import ResponseDiversity
 from ragen_pl.metrics.probes import ReasoningProbe, probe_reasoning
 from ragen_pl.metrics.sums import ratio
 from ragen_pl.modules.policy import PolicyModule
@@ -25,7 +25,7 @@ _COMPARED = {
     "deviation": 1e-3,
     "entropy": 1e-3,
     "think_tokens": 1.0,
-    "distinct_replies": 1e-3,
+    "distinct_responses": 1e-3,
     "mutual_information_share": 0.1,
     "true_thoughts": 0.1,
 }
@@ -74,13 +74,13 @@ class Diagnostics(pl.Callback):
         trajectories: Sequence[Trajectory],
     ) -> None:
         """Read the iteration's trajectories; all ranks do."""
-        diversity = ReplyDiversity().to(pl_module.device)
+        diversity = ResponseDiversity().to(pl_module.device)
         diversity.update(trajectories)
         self._rollout = diversity.compute()
         if self.prompts and trainer.current_epoch % self.probe_every_n_iterations == 0:
             probe = self._probe(trainer, pl_module, trajectories)
             if probe is not None:
-                self._rollout |= probe.figures()
+                self._rollout |= probe.metrics()
                 self._tell(trainer, probe)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -163,7 +163,7 @@ class Diagnostics(pl.Callback):
 
 
 def _of_rollout(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what the iteration's own figures say; deviation within groups, or over all where groups are single."""
+    """Return what the iteration's own metrics say; deviation within groups, or over all where groups are single."""
     names = {
         "success": "success", "return": "return_mean", "entropy": "entropy", "think_tokens": "think_tokens",
         "valid_actions": "valid_actions", "true_thoughts": "true_thoughts",

@@ -1,4 +1,4 @@
-"""The figures of a run in words: which are shown, and how."""
+"""The metrics of a run in words: which are shown, and how."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ SHOWN = (
     ("success", "rollout/success", "{:.3f}"),
     ("reward", "rollout/return", "{:.3f}"),
     ("entropy", "rollout/entropy", "{:.3f}"),
-    ("panel", "val/success", "{:.3f}"),
+    ("validation set", "val/success", "{:.3f}"),
 )
 
 
-def iteration_figures(metrics: Mapping[str, float]) -> list[str]:
-    """Return an iteration's figures in words; those without a metric are left out.
+def iteration_metrics(metrics: Mapping[str, float]) -> list[str]:
+    """Return an iteration's metrics in words; those without a metric are left out.
 
-    >>> iteration_figures({"rollout/success": 0.5, "val/success": 0.25, "other": 1.0})
-    ['success 0.500', 'panel 0.250']
+    >>> iteration_metrics({"rollout/success": 0.5, "val/success": 0.25, "other": 1.0})
+    ['success 0.500', 'validation set 0.250']
     """
     return [
         f"{word} {form.format(float(metrics[name]))}"

@@ -1,4 +1,4 @@
-"""Plots of a run while it goes on and at its end; the drawing is in `ragen_pl.pages.plots`."""
+"""Plots of a run while it goes on and at its end; the drawing is in `ragen_pl.viewing.plots`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ragen_pl.pages.plots import Row, draw_plots
+from ragen_pl.viewing.plots import Row, draw_plots
 
 FOLDER = "plots"
 ROWS = "rows.jsonl"
@@ -21,7 +21,7 @@ _KEPT = ("success", "episodes", "return")
 
 
 class PlotRun(pl.Callback):
-    """Keep a row of figures an iteration and draw them into `<run>/plots`, and into MLflow's artifacts.
+    """Keep a row of metrics an iteration and draw them into `<run>/plots`, and into MLflow's artifacts.
 
     Rows are in the checkpoint, so that the curves of a resumed run go on, and in `plots/rows.jsonl`,
     renewed every iteration, so that a killed run leaves them.
@@ -97,15 +97,15 @@ class PlotRun(pl.Callback):
         self._charge("update" if self._updating else "other")
         self._updating = False
         collected = getattr(getattr(trainer, "datamodule", None), "metrics", {})
-        figures = _figures("rollout", {f"rollout/{name}": one for name, one in collected.items()})
-        self._note(trainer, trainer.current_epoch + 1, figures)
+        metrics = _figures("rollout", {f"rollout/{name}": one for name, one in collected.items()})
+        self._note(trainer, trainer.current_epoch + 1, metrics)
         if (trainer.current_epoch + 1) % self.every_n_iterations == 0:
             self._publish(trainer)
 
-    def _note(self, trainer: pl.Trainer, iteration: int, figures: Row) -> None:
+    def _note(self, trainer: pl.Trainer, iteration: int, metrics: Row) -> None:
         times = {f"time/{phase}_s": seconds for phase, seconds in self._spent.items()}
         row = {"iteration": float(iteration), "elapsed_s": self._elapsed}
-        self.rows.append(row | figures | self._measured | times)
+        self.rows.append(row | metrics | self._measured | times)
         self._spent, self._measured = {}, {}
         if trainer.is_global_zero:
             self._write(Path(trainer.default_root_dir) / FOLDER)
@@ -128,7 +128,7 @@ class PlotRun(pl.Callback):
             self.draw(trainer)
 
     def draw(self, trainer: pl.Trainer) -> list[Path]:
-        """Draw the rows so far, log the figures and return their files."""
+        """Draw the rows so far, log the metrics and return their files."""
         run = Path(trainer.default_root_dir)
         files = draw_plots(self.rows, run / FOLDER, title="/".join(run.parts[-2:]))
         for logger in trainer.loggers:
@@ -156,7 +156,7 @@ class PlotRun(pl.Callback):
 
 
 def _figures(prefix: str, known: Mapping[str, Any]) -> Row:
-    """Return those of the known figures that are kept and are numbers."""
+    """Return those of the known metrics that are kept and are numbers."""
     names = [f"{prefix}/{name}" for name in _KEPT]
     found = {name: float(known[name]) for name in names if name in known}
     return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from ragen_pl.callbacks.figures import duration, iteration_figures
+from ragen_pl.callbacks.figures import duration, iteration_metrics
 
 
 class RolloutProgress(ProgressBar):
@@ -84,11 +84,11 @@ class RolloutProgress(ProgressBar):
             self._phase("update", batch_idx + 1, int(trainer.num_training_batches))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the iteration before, all of whose figures are now known."""
+        """Report the iteration before, all of whose metrics are now known."""
         self._report()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show that panels are being played."""
+        """Show that validation sets are being played."""
         self._phase("validate")
 
     def on_validation_batch_end(
@@ -135,7 +135,7 @@ class RolloutProgress(ProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, trajectories: Sequence[Any]
     ) -> None:
         """Measure the rollout's speed, on this rank."""
-        tokens = sum(len(turn.reply_ids) for one in trajectories for turn in one.turns)
+        tokens = sum(len(turn.response_ids) for one in trajectories for turn in one.turns)
         self._tokens_per_second = tokens / max(1e-9, time.monotonic() - self._rollout_began)
         self._phase("update")
 
@@ -157,7 +157,7 @@ class RolloutProgress(ProgressBar):
 
     def _words(self) -> str:
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        words = iteration_figures(metrics)
+        words = iteration_metrics(metrics)
         speed = metrics.get("time/tokens_per_second", self._tokens_per_second)
         if self._by_steps:
             words = [f"{n} {v:.3g}" for n, v in metrics.items() if n != "epoch"][:4]
@@ -195,7 +195,7 @@ class RolloutProgress(ProgressBar):
 
 
 class _Display:
-    """Two bars and a line of figures on a terminal."""
+    """Two bars and a line of metrics on a terminal."""
 
     def __init__(self, console: Console, *, refresh_per_second: float) -> None:
         columns = (

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from rich.console import Console
 from rich.table import Table
 
-from ragen_pl.evaluation.statistics import wilson
+from ragen_pl.metrics.intervals import wilson
 
 # Rows of the table: word, metric, digits.
 _ROWS = (
@@ -22,7 +22,7 @@ _ROWS = (
     ("return", "return", 3),
     ("turns", "turns", 2),
     ("valid actions", "valid_actions", 3),
-    ("reply tokens", "reply_tokens", 1),
+    ("response tokens", "response_tokens", 1),
 )
 
 
@@ -30,7 +30,7 @@ class RunSummary(pl.Callback):
     """Remember a run's first and last validation and print them side by side.
 
     Args:
-        references: figures to set beside them, by player: `{"random": {"success": 0.2}}`.
+        references: metrics to set beside them, by player: `{"random": {"success": 0.2}}`.
         print_at_end: print when fit ends; set it to False to call `show` later, with more references.
         console: where to print; default the terminal.
     """
@@ -48,7 +48,7 @@ class RunSummary(pl.Callback):
         self.after: dict[str, float] = {}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take note of the panels' figures."""
+        """Take note of the validation sets' metrics."""
         if trainer.sanity_checking:
             return
         figures = {
@@ -92,8 +92,8 @@ class RunSummary(pl.Callback):
 
 
 def summary_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a table of panel figures, a column for each player or moment."""
-    table = Table(title="Held-out panel")
+    """Return a table of validation set metrics, a column for each player or moment."""
+    table = Table(title="Held-out validation set")
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""A few episodes of a run, kept to be read: whole records as JSONL, their pictures as files and strips."""
+"""A few episodes of a run, kept to be read: whole records as JSONL, their images as files and strips."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 from lightning.pytorch.loggers import MLFlowLogger
 from PIL import Image
 
-from ragen_pl.evaluation.credit import token_credit
-from ragen_pl.evaluation.records import Origin, TokenCredit, TokenReader, write_episodes
-from ragen_pl.evaluation.traces import flush_traces, trace_records
-from ragen_pl.pages.page import PAGE, write_page
-from ragen_pl.pages.pictures import beside, enlarged
 from ragen_pl.trajectory import Trajectory
+from ragen_pl.viewing.images import beside, enlarged
+from ragen_pl.viewing.page import PAGE, write_page
+from ragen_pl.viewing.records import Origin, TokenCredit, TokenReader, write_episodes
+from ragen_pl.viewing.token_credit import token_credit
+from ragen_pl.viewing.traces import flush_traces, trace_records
 
-_GAP = 4  # pixels between the pictures of a strip
-_HEIGHT = 96  # pixels that smaller pictures are enlarged to
+_GAP = 4  # pixels between the images of a strip
+_HEIGHT = 96  # pixels that smaller images are enlarged to
 
 
 class LogTrajectories(pl.Callback):
     """Keep episodes of every n-th iteration under the run's folder and in MLflow.
 
     They lie in `trajectories/iteration_<n>/`, and under the same path among MLflow's artifacts: the
-    records of `ragen_pl.evaluation.records` with the update's values, advantages and masks, and a page
+    records of `ragen_pl.viewing.records` with the update's values, advantages and masks, and a page
     to look at them (`page.html`). Some of them are MLflow traces too.
 
     Args:
@@ -72,7 +72,7 @@ class LogTrajectories(pl.Callback):
             if isinstance(logger, MLFlowLogger):
                 logger.experiment.log_artifacts(logger.run_id, str(folder), name)
                 trace_records(
-                    records[: self.traces], pictures=folder, uri=str(logger._tracking_uri),
+                    records[: self.traces], images=folder, uri=str(logger._tracking_uri),
                     experiment_id=str(logger.experiment_id), run_id=str(logger.run_id),
                 )  # fmt: skip
 
@@ -109,7 +109,7 @@ def write_trajectories(
     reader: TokenReader | None = None,
     origin: Origin | None = None,
 ) -> list[dict[str, Any]]:
-    """Write the episodes' records and pictures, and a strip `<number>.png` of each that has pictures.
+    """Write the episodes' records and images, and a strip `<number>.png` of each that has images.
 
     Returns:
         The records.
@@ -123,14 +123,14 @@ def write_trajectories(
     return records
 
 
-def strip(pictures: Sequence[np.ndarray]) -> np.ndarray:
-    """Return pictures side by side, small ones enlarged by a whole factor.
+def strip(images: Sequence[np.ndarray]) -> np.ndarray:
+    """Return images side by side, small ones enlarged by a whole factor.
 
     Args:
-        pictures: each uint8 [height, width, 3], of any size.
+        images: each uint8 [height, width, 3], of any size.
 
     Returns:
         uint8 [height, width, 3] on white.
     """
-    large = [enlarged(picture, factor=_HEIGHT // picture.shape[0]) for picture in pictures]
+    large = [enlarged(image, factor=_HEIGHT // image.shape[0]) for image in images]
     return beside(large, gap=_GAP)

@@ -15,7 +15,7 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def refusing(place: str, *, mend: str = "") -> Iterator[None]:
+def config_errors(place: str, *, hint: str = "") -> Iterator[None]:
     """Tell any error of these lines as the configuration's: for building a run, not for running it.
 
     Args:
@@ -41,7 +41,7 @@ def refusing(place: str, *, mend: str = "") -> Iterator[None]:
         # what our own classes say begins with the key where they know it
         known = re.match(r"[a-z_]+(\.[a-z_]+)+[=: ]", said)
         told = said if known else f"{key or place}: {said}"
-        raise ConfigError(told + (f"; {mend}" if mend else "")) from error
+        raise ConfigError(told + (f"; {hint}" if hint else "")) from error
 
 
 def of_instantiation(error: BaseException) -> tuple[str, BaseException]:
@@ -100,8 +100,8 @@ def _unknown_key(match: re.Match[str], keys: tuple[str, ...]) -> str:
     from ragen_pl.config.schema import is_open
 
     key = match["key"].replace("/", ".")
-    mend = f"; a new one needs +{key}=…" if is_open(key) else ""
-    return unknown_key(key, keys=keys) + mend
+    hint = f"; a new one needs +{key}=…" if is_open(key) else ""
+    return unknown_key(key, keys=keys) + hint
 
 
 def _unknown_option(match: re.Match[str], _: tuple[str, ...]) -> str:

@@ -81,23 +81,23 @@ def _resample(cfg: DictConfig) -> str | None:
     return None
 
 
-def _normaliser(cfg: DictConfig) -> str | None:
+def _normalizer(cfg: DictConfig) -> str | None:
     by, estimator = (
-        class_named(cfg, "algorithm.normalise.by"),
+        class_named(cfg, "algorithm.normalize.by"),
         class_named(cfg, "algorithm.estimator"),
     )
     if by == "Schedule":
-        stages = _get(cfg, "algorithm.normalise.by.stages", ({"_target_": ".ByGroup"},))
+        stages = _get(cfg, "algorithm.normalize.by.stages", ({"_target_": ".ByGroup"},))
         grouped = any(str(one["_target_"]).endswith(".ByGroup") for one in stages)  # type: ignore[attr-defined]
     else:
         grouped = by == "ByGroup"
     if grouped and _alone(cfg):
         return (
-            f"rollout.group_size=1: algorithm.normalise.by={by} would make every return 0; set "
+            f"rollout.group_size=1: algorithm.normalize.by={by} would make every return 0; set "
             "rollout.group_size=8, or ByBatch"
         )
     unbounded = not any(
-        isinstance(_get(cfg, f"algorithm.normalise.clip_{side}"), int | float)
+        isinstance(_get(cfg, f"algorithm.normalize.clip_{side}"), int | float)
         for side in ("low", "high")
     )
     standardised = (
@@ -108,7 +108,7 @@ def _normaliser(cfg: DictConfig) -> str | None:
         same = by != "ByGroup" or estimator == "GroupRelative"
         return (
             (
-                f"algorithm.normalise.by={by}: {estimator} standardises returns itself, which undoes it; set Raw, or "
+                f"algorithm.normalize.by={by}: {estimator} standardises returns itself, which undoes it; set Raw, or "
                 "another estimator"
             )
             if same
@@ -212,6 +212,6 @@ def _entropy(cfg: DictConfig) -> str | None:
 
 
 _CHECKS: tuple[Callable[[DictConfig], str | None], ...] = (
-     _groups, _group_filter, _resample, _normaliser, _values, _observations, _weights, _loss, _entropy,
+     _groups, _group_filter, _resample, _normalizer, _values, _observations, _weights, _loss, _entropy,
      _thoughts,
 )  # fmt: skip

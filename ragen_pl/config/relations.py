@@ -20,11 +20,11 @@ def disagreements(cfg: DictConfig) -> Iterator[str]:
     yield from _widths(cfg, "model.build.vision", width="width", heads="heads")
     model = str(_get(cfg, "model.build._target_"))
     if _get(cfg, "env.visual") and model.endswith(".build_small_lm"):
-        yield "env.visual=true: the model takes no pictures; set model=small_vlm, or another world"
-    reply, budget = _get(cfg, "rollout.max_reply_tokens"), _get(cfg, "context.max_tokens")
-    if isinstance(reply, int) and isinstance(budget, int) and reply >= budget:
+        yield "env.visual=true: the model takes no images; set model=small_vlm, or another environment"
+    response, budget = _get(cfg, "rollout.max_response_tokens"), _get(cfg, "context.max_tokens")
+    if isinstance(response, int) and isinstance(budget, int) and response >= budget:
         yield (
-            f"rollout.max_reply_tokens={reply}: leaves no room for a prompt in "
+            f"rollout.max_response_tokens={response}: leaves no room for a prompt in "
             f"context.max_tokens={budget}; make this one larger"
         )
     yield from _order(cfg, "algorithm.estimator", "low", "gamma_turn", "high")
@@ -51,7 +51,7 @@ def _left_out(cfg: DictConfig) -> Iterator[str]:
     patches, turns = (_get(cfg, f"context.leave_out.{name}") for name in ("patches", "turns"))
     window = _get(cfg, "context.window")
     if patches and _get(cfg, "env.visual") is False:
-        yield f"context.leave_out.patches={patches}: env.visual=false shows no pictures; set patches=0"
+        yield f"context.leave_out.patches={patches}: env.visual=false shows no images; set patches=0"
     if not isinstance(turns, int | float) or not turns:
         return
     if isinstance(window, int) and int(turns * (window - 1)) == 0:

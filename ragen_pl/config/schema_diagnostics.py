@@ -21,7 +21,7 @@ _COLLAPSE = {
     "grace": _COUNT_OR_ZERO,
     "cooldown": _COUNT_OR_ZERO,
     "good_every_n_iterations": _COUNT,
-    "most_rollbacks": _COUNT_OR_ZERO,
+    "max_rollbacks": _COUNT_OR_ZERO,
     "alarms": _GROUP,
     "alarms.*": _GROUP,
     "alarms.*.below": _LIMIT,
@@ -44,11 +44,11 @@ DIAGNOSTICS: dict[str, Rule] = {
 }
 READINGS: tuple[str, ...] = (
     "success", "return_mean", "valid_actions", "true_thoughts", "deviation", "entropy", "think_tokens", "think_blocks",
-    "distinct_replies", "distinct_thoughts", "action_entropy", "top_action", "action/*", "gradient_norm_*",
+    "distinct_responses", "distinct_thoughts", "action_entropy", "top_action", "action/*", "gradient_norm_*",
     "gradient_spike", "gradient_spike_*", "conditional_entropy", "conditional_entropy_per_token", "marginal_entropy",
     "mutual_information", "mutual_information_bound", "mutual_information_share", "retrieval_accuracy",
     "retrieval_above_chance", "regime", "deviation_ratio", "entropy_ratio", "think_tokens_ratio",
-    "distinct_replies_ratio", "mutual_information_share_ratio", "true_thoughts_ratio",
+    "distinct_responses_ratio", "mutual_information_share_ratio", "true_thoughts_ratio",
 )  # fmt: skip
 """What an alarm may watch, as Diagnostics names it."""
 DIAGNOSTICS_TEXT: tuple[str, ...] = ("callbacks.collapse.alarms.*.reading",)

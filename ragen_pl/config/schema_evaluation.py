@@ -1,6 +1,6 @@
 """What the keys of `conf/evaluate.yaml` and `conf/export.yaml` may be; the rest of the table is in `schema`.
 
-A panel's settings are an environment's, by the same rules.
+A validation set's settings are an environment's, by the same rules.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ EVALUATION: dict[str, Rule] = {
     "pass_at.*": _COUNT,
     "device": Rule(kind=Kind.TEXT, choices=("cpu", "cuda", "auto")),
     "trajectories": _BOOL,
-    "traces": Rule(kind=Kind.INT, minimum=0, note="episodes of each panel"),
+    "traces": Rule(kind=Kind.INT, minimum=0, note="episodes of each validation set"),
     "mlflow": _BOOL,
     "overwrite": _BOOL,
-    "panel.warm_start": _BOOL,
+    "validation.warm_start": _BOOL,
     "source.held_out": Rule(kind=Kind.INT, minimum=0),
     "source.untrained": _BOOL,
-    "panels": _GROUP,
-    "panels.*": _GROUP,
-    "panels.*.episodes": _COUNT,
-    "panels.*.max_turns": _COUNT,
-    "panels.*.max_actions_per_turn": _COUNT,
-    "panels.*.invalid_ends": _BOOL,
-    "panels.*.options": _GROUP,
-    "panels.*.options.min_distance": _COUNT,
-    "panels.*.options.max_distance": _COUNT,
-    "panels.*.options.min_detour": Rule(kind=Kind.INT, minimum=0),
-    "panels.*.kwargs": _GROUP,
-    **{f"panels.*.{name.removeprefix('env.')}": rule for name, rule in ENVIRONMENTS.items()},
+    "validation_sets": _GROUP,
+    "validation_sets.*": _GROUP,
+    "validation_sets.*.episodes": _COUNT,
+    "validation_sets.*.max_turns": _COUNT,
+    "validation_sets.*.max_actions_per_turn": _COUNT,
+    "validation_sets.*.invalid_ends": _BOOL,
+    "validation_sets.*.options": _GROUP,
+    "validation_sets.*.options.min_distance": _COUNT,
+    "validation_sets.*.options.max_distance": _COUNT,
+    "validation_sets.*.options.min_detour": Rule(kind=Kind.INT, minimum=0),
+    "validation_sets.*.kwargs": _GROUP,
+    **{
+        f"validation_sets.*.{name.removeprefix('env.')}": rule
+        for name, rule in ENVIRONMENTS.items()
+    },
 }
 
 EVALUATION_TEXT: tuple[str, ...] = (
@@ -46,7 +49,7 @@ EVALUATION_TEXT: tuple[str, ...] = (
     "to",
     "source.checkpoint",
     "source.run",
-    "source.world",
-    "panels.*.key",
-    "panels.*.target",
+    "source.environment",
+    "validation_sets.*.key",
+    "validation_sets.*.target",
 )

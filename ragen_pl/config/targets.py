@@ -52,8 +52,8 @@ def _problems(node: DictConfig, *, key: str) -> Iterator[str]:
 
 def _unknown_argument(key: str, target: str, name: str, allowed: list[str]) -> str:
     close = get_close_matches(name, allowed, n=1)
-    mend = f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed) or 'none'}"
-    return f"unknown key {key}: {target} takes no {name}; {mend}"
+    hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed) or 'none'}"
+    return f"unknown key {key}: {target} takes no {name}; {hint}"
 
 
 @functools.cache

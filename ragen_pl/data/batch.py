@@ -19,7 +19,7 @@ from ragen_pl.algorithms.credit import Credit
 class Samples:
     """Token sequences to train on, right-padded. Every field's first axis is the row.
 
-    A worked example, one turn a sample, prompt `u o`, reply `r s <end>`::
+    A worked example, one turn a sample, prompt `u o`, response `r s <end>`::
 
         input_ids    u  o  r  s  <end>
         loss_mask    0  0  1  1  1
@@ -38,10 +38,10 @@ class Samples:
     turn: Tensor  # int64 [rows, time]: index of the turn in its episode, -1 off the sampled tokens
     token: Tensor  # int64 [rows, time]: number of the sampled token in the batch, -1 elsewhere
     spans: Tensor  # int8 [rows, time]: a Span on sampled tokens, 0 elsewhere
-    behaviour_logprobs: Tensor  # float32 [rows, time]
+    behavior_logprobs: Tensor  # float32 [rows, time]
     temperature: Tensor  # float32 [rows, time]: that a token was sampled at, 1 elsewhere
-    images: Tensor  # int64 [rows, most images]: indices into the batch's pictures, -1 for none
-    patches: Tensor  # bool [rows, most images, patches]: those shown; [rows, 0, 0] where all pictures are whole
+    images: Tensor  # int64 [rows, most images]: indices into the batch's images, -1 for none
+    patches: Tensor  # bool [rows, most images, patches]: those shown; [rows, 0, 0] where all images are whole
     episode: Tensor  # int64 [rows]
     weight: Tensor  # float32 [rows]: 0 for rows that only make numbers even
     advantages: Tensor  # float32 [rows, time]
@@ -75,7 +75,7 @@ class Episodes:
     turns: Tensor  # int64 [episodes]
     group: Tensor  # int64 [episodes]: index of the group in the iteration, over all ranks
     member: Tensor  # int64 [episodes]: number within the group
-    cut: Tensor  # bool [episodes, most turns]: the reply hit its length limit
+    hit_length_limit: Tensor  # bool [episodes, most turns]: the response hit its length limit
     state: (
         Tensor  # int64 [episodes, most turns]: number of the state at the turn's start, -1 unknown
     )
@@ -88,11 +88,11 @@ class Episodes:
 
 @dataclass(kw_only=True, slots=True)
 class TrajectoryBatch:
-    """All samples of an iteration, their episodes and their pictures (each one once)."""
+    """All samples of an iteration, their episodes and their images (each one once)."""
 
     samples: Samples
     episodes: Episodes
-    pictures: Tensor  # [pictures, …] as the processor gives them; empty [0] without pictures
+    pixel_values: Tensor  # [images, …] as the processor gives them; empty [0] without images
     final: Samples | None = (
         None  # prompts after the last turn of truncated episodes, in `episode` order
     )
@@ -107,12 +107,12 @@ class Minibatch:
     """What one training step sees. Denominators count over all ranks and accumulated steps."""
 
     samples: Samples
-    pictures: Tensor
+    pixel_values: Tensor
     reference: Tensor | None
     entropy: float  # mean over the trained tokens of the iteration before its update, nats
     tokens: Tensor  # float32 []: trained tokens (M_loss) of the optimizer step, by their weights
     credited: Tensor  # float32 []: tokens inside M_adv of the optimizer step
-    anchored: Tensor  # float32 []: tokens held to the reference of the optimizer step
+    kl_tokens: Tensor  # float32 []: tokens held to the reference of the optimizer step
     sequences: Tensor  # float32 []: samples of the optimizer step
     scale: float  # times the local sum, so that what DDP averages is the global mean
 
@@ -189,7 +189,7 @@ def from_tensors(state: dict[str, object] | None) -> TrajectoryBatch | None:
     return TrajectoryBatch(
         samples=_samples(state["samples"]),
         episodes=Episodes(**state["episodes"]),  # type: ignore[arg-type]
-        pictures=state["pictures"],  # type: ignore[arg-type]
+        pixel_values=state["pixel_values"],  # type: ignore[arg-type]
         final=None if final is None else _samples(final),
         reference=state["reference"],  # type: ignore[arg-type]
         entropy=state["entropy"],  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def from_tensors(state: dict[str, object] | None) -> TrajectoryBatch | None:
 
 
 def _samples(state: object) -> Samples:
-    """Rebuild samples; checkpoints of older versions have whole pictures alone."""
+    """Rebuild samples; checkpoints of older versions have whole images alone."""
     assert isinstance(state, dict)
     none = torch.zeros(len(state["input_ids"]), 0, 0, dtype=torch.bool)
     return Samples(**({"patches": none} | state))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.data.batch import Episodes, Samples, TrajectoryBatch
-from ragen_pl.trajectory import Ending, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory, Turn
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Sample:
-    """A sequence under construction: the ids of its last turn's prompt and reply, and its turns."""
+    """A sequence under construction: the ids of its last turn's prompt and response, and its turns."""
 
     episode: int
     ids: np.ndarray
     images: list[np.ndarray]
     patches: list[np.ndarray] | None = None
-    replies: list[tuple[int, int, Turn]] = field(default_factory=list)  # (start, turn index, turn)
+    responses: list[tuple[int, int, Turn]] = field(
+        default_factory=list
+    )  # (start, turn index, turn)
 
 
 def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Sample]:
@@ -41,18 +43,18 @@ def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Sample]:
             last is None
             or len(turn.prompt_ids) < known
             or not np.array_equal(turn.prompt_ids[:known], last.ids)
-            or not _same_pictures(last, turn)
+            or not _same_images(last, turn)
         ):
             last = _Sample(episode, turn.prompt_ids, [])
             samples.append(last)
-        last.replies.append((len(turn.prompt_ids), number, turn))
-        last.ids = np.concatenate([turn.prompt_ids, turn.reply_ids])
+        last.responses.append((len(turn.prompt_ids), number, turn))
+        last.ids = np.concatenate([turn.prompt_ids, turn.response_ids])
         last.images, last.patches = turn.prompt_images, turn.prompt_patches
     return samples
 
 
-def _same_pictures(sample: _Sample, turn: Turn) -> bool:
-    """Return whether a turn shows the sample's pictures, patch for patch, before its own: ids don't tell."""
+def _same_images(sample: _Sample, turn: Turn) -> bool:
+    """Return whether a turn shows the sample's images, patch for patch, before its own: ids don't tell."""
     count = len(sample.images)
     if count and (sample.patches is None) != (turn.prompt_patches is None):
         return False
@@ -65,7 +67,7 @@ def _same_pictures(sample: _Sample, turn: Turn) -> bool:
 
 def usable(trajectory: Trajectory) -> bool:
     """Return whether a trajectory can be trained on: the credit of failed ones is unknown."""
-    return bool(trajectory.turns) and trajectory.ending is not Ending.FAILED
+    return bool(trajectory.turns) and trajectory.status is not EpisodeStatus.FAILED
 
 
 def collate(
@@ -81,7 +83,7 @@ def collate(
         trajectories: to train on.
         bundle: the model's tokenizer and processor.
         weights: of the trajectories in the policy's loss; None for 1 each.
-        observations: label the text between system prompt and replies too, as `Span.SHOWN` (RICO).
+        observations: label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
     """
     given = weights if weights is not None else [1.0] * len(trajectories)
     pairs = [pair for pair in zip(trajectories, given, strict=True) if usable(pair[0])]
@@ -91,8 +93,10 @@ def collate(
         for number, trajectory in enumerate(kept)
         for sample in split_into_samples(trajectory, number)
     ]
-    pictures = _Pictures()
-    samples = _samples(parts, pictures, pad=bundle.pad_token_id, most=_most_patches(parts, bundle))
+    image_store = _ImageStore()
+    samples = _samples(
+        parts, image_store, pad=bundle.pad_token_id, most=_most_patches(parts, bundle)
+    )
     if observations:
         label_shown_text(samples, [one.head for one in kept], banned=bundle.banned_token_ids)
     final = [
@@ -100,23 +104,25 @@ def collate(
             number, trajectory.final_prompt_ids, trajectory.final_images, trajectory.final_patches
         )
         for number, trajectory in enumerate(kept)
-        if trajectory.ending is Ending.TRUNCATED and trajectory.final_prompt_ids is not None
+        if trajectory.status is EpisodeStatus.TRUNCATED and trajectory.final_prompt_ids is not None
     ]
     final_samples = (
-        _samples(final, pictures, pad=bundle.pad_token_id, most=_most_patches(final, bundle))
+        _samples(final, image_store, pad=bundle.pad_token_id, most=_most_patches(final, bundle))
         if final
         else None
     )
     return TrajectoryBatch(
         samples=samples,
         episodes=_episodes(kept, [weight for _, weight in pairs]),
-        pictures=bundle.pixel_values(pictures.arrays) if pictures.arrays else torch.zeros(0),
+        pixel_values=bundle.pixel_values(image_store.arrays)
+        if image_store.arrays
+        else torch.zeros(0),
         final=final_samples,
     )
 
 
-class _Pictures:
-    """Numbers pictures, the same array always alike."""
+class _ImageStore:
+    """Numbers images, the same array always alike."""
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
@@ -130,7 +136,7 @@ class _Pictures:
 
 
 def _most_patches(parts: Sequence[_Sample], bundle: ModelBundle) -> int:
-    """Return the patches of a whole picture, 0 where no sample leaves any out."""
+    """Return the patches of a whole image, 0 where no sample leaves any out."""
     return max(
         (
             bundle.num_image_tokens(image)
@@ -154,7 +160,7 @@ def _patches(parts: Sequence[_Sample], images: int, most: int) -> Tensor:
     return shown
 
 
-def _samples(parts: Sequence[_Sample], pictures: _Pictures, *, pad: int, most: int) -> Samples:
+def _samples(parts: Sequence[_Sample], image_store: _ImageStore, *, pad: int, most: int) -> Samples:
     rows, time = len(parts), max((len(part.ids) for part in parts), default=0)
     most_images = max((len(part.images) for part in parts), default=0)
     ids = np.full((rows, time), pad, dtype=np.int64)
@@ -172,14 +178,14 @@ def _samples(parts: Sequence[_Sample], pictures: _Pictures, *, pad: int, most: i
     count = 0
     for row, part in enumerate(parts):
         ids[row, : len(part.ids)] = part.ids
-        images[row, : len(part.images)] = [pictures.number(image) for image in part.images]
-        for start, number, reply in part.replies:
-            place = slice(start, start + len(reply.reply_ids))
+        images[row, : len(part.images)] = [image_store.number(image) for image in part.images]
+        for start, number, response in part.responses:
+            place = slice(start, start + len(response.response_ids))
             sampled[row, place], turn[row, place] = True, number
-            token[row, place] = np.arange(count, count + len(reply.reply_ids))
-            spans[row, place], temperature[row, place] = reply.spans, reply.temperature
-            logprobs[row, place] = reply.reply_logprobs
-            count += len(reply.reply_ids)
+            token[row, place] = np.arange(count, count + len(response.response_ids))
+            spans[row, place], temperature[row, place] = response.spans, response.temperature
+            logprobs[row, place] = response.response_logprobs
+            count += len(response.response_ids)
     zeros = torch.zeros(rows, time)
     mask = torch.from_numpy(sampled)
     return Samples(
@@ -192,7 +198,7 @@ def _samples(parts: Sequence[_Sample], pictures: _Pictures, *, pad: int, most: i
         turn=torch.from_numpy(turn),
         token=torch.from_numpy(token),
         spans=torch.from_numpy(spans),
-        behaviour_logprobs=torch.from_numpy(logprobs),
+        behavior_logprobs=torch.from_numpy(logprobs),
         temperature=torch.from_numpy(temperature),
         images=torch.from_numpy(images),
         patches=_patches(parts, most_images, most),
@@ -205,7 +211,7 @@ def _samples(parts: Sequence[_Sample], pictures: _Pictures, *, pad: int, most: i
 
 
 def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence[int]) -> None:
-    """Make the text that a policy was shown part of the turn whose reply follows it, and number all anew.
+    """Make the text that a policy was shown part of the turn whose response follows it, and number all anew.
 
     Left out are the system prompt and tokens that the policy can't give, such as those of images.
 
@@ -236,7 +242,7 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence
     samples.token = torch.where(on, on.flatten().cumsum(0).view_as(on) - 1, -1)
 
 
-def as_filler(batch: TrajectoryBatch) -> TrajectoryBatch:
+def as_dummy_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
     """Return a batch that takes a rank through its steps and counts nowhere: no episode, rows of weight 0."""
     batch.samples.weight.zero_()
     none = torch.zeros(0, dtype=torch.int64)
@@ -254,7 +260,7 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
     for row, trajectory in enumerate(kept):
         turns = trajectory.turns
         rewards[row, : len(turns)] = torch.tensor([turn.reward for turn in turns])
-        cut[row, : len(turns)] = torch.tensor([turn.cut for turn in turns])
+        cut[row, : len(turns)] = torch.tensor([turn.hit_length_limit for turn in turns])
 
     def column(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -264,11 +270,11 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
         turns=column([len(trajectory.turns) for trajectory in kept], torch.int64),
         group=column([trajectory.group for trajectory in kept], torch.int64),
         member=column([trajectory.member for trajectory in kept], torch.int64),
-        cut=cut,
+        hit_length_limit=cut,
         state=_states(kept, most),
         weight=torch.tensor(weights, dtype=torch.float32),
         truncated=column(
-            [trajectory.ending is Ending.TRUNCATED for trajectory in kept], torch.bool
+            [trajectory.status is EpisodeStatus.TRUNCATED for trajectory in kept], torch.bool
         ),
         bootstrap=torch.zeros(len(kept)),
     )

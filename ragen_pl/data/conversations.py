@@ -9,7 +9,7 @@ import numpy as np
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.trajectory import Ending, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 Conversation = Sequence[Mapping[str, str]]
 """Messages with `role` (an optional `system` first, then `user` and `assistant` in turn) and `content`."""
@@ -18,7 +18,7 @@ Conversation = Sequence[Mapping[str, str]]
 def conversation_batch(
     conversations: Sequence[Conversation], context: ContextManager
 ) -> TrajectoryBatch:
-    """Encode conversations as the policy would meet them; the assistant's replies are what is trained on.
+    """Encode conversations as the policy would meet them; the assistant's responses are what is trained on.
 
     Args:
         conversations: what to learn.
@@ -49,27 +49,27 @@ def _trajectory(messages: Conversation, context: ContextManager, *, number: int)
     for user, assistant in zip(spoken[::2], spoken[1::2], strict=True):
         shown = Observation(text=user["content"])
         prompt = context.observe(state, shown, max_turns=len(spoken) // 2)
-        ids = context.encode_reply(assistant["content"])
-        context.reply(state, ids=ids, text=assistant["content"], actions=())
+        ids = context.encode_response(assistant["content"])
+        context.response(state, ids=ids, text=assistant["content"], actions=())
         turns.append(
             Turn(
                 observation=shown,
                 prompt_ids=prompt.ids,
                 prompt_images=prompt.images,
-                reply_ids=ids,
-                reply_logprobs=np.zeros(len(ids), np.float32),
-                reply_entropy=0.0,
+                response_ids=ids,
+                response_logprobs=np.zeros(len(ids), np.float32),
+                response_entropy=0.0,
                 spans=np.full(len(ids), Span.OTHER, np.int8),
-                reply_text=assistant["content"],
+                response_text=assistant["content"],
                 think=None,
                 actions=[],
                 action_is_valid=True,
                 action_is_effective=True,
-                cut=False,
+                hit_length_limit=False,
                 reward=0.0,
                 temperature=1.0,
             )
         )
     return Trajectory(
-        group=number, member=0, seed=0, turns=turns, ending=Ending.TERMINATED, success=False
+        group=number, member=0, seed=0, turns=turns, status=EpisodeStatus.TERMINATED, success=False
     )

@@ -36,7 +36,7 @@ class Curriculum:
     def options_for(
         self, group: int, *, groups: int, iteration: int
     ) -> Mapping[str, object] | None:
-        """Return the reset options of a group, None for the world's own."""
+        """Return the reset options of a group, None for the environment's own."""
         hard = self.since is not None and iteration >= self.since and group < self.share * groups
         return self.options if hard else None
 

@@ -1,4 +1,4 @@
-"""RolloutDataModule: each iteration's fresh trajectories for the update, fixed panels for validation."""
+"""RolloutDataModule: each iteration's fresh trajectories for the update, fixed validation sets for validation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import lightning.pytorch as pl
 
 from ragen_pl.algorithms.selection import GroupFilter
 from ragen_pl.data.batch import TrajectoryBatch, from_tensors, tensors
-from ragen_pl.data.choosing import Choice, choose
-from ragen_pl.data.collate import as_filler, collate
+from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchLoader
-from ragen_pl.data.panel import Panel, PanelLoader
+from ragen_pl.data.validation import ValidationLoader, ValidationSet
 from ragen_pl.distributed import gather_over_ranks, rank, sum_over_ranks, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.rewards.shaping import RewardShaping
+from ragen_pl.rewards.world_model import WorldModelReward
 from ragen_pl.rollout.engine import RolloutEngine
-from ragen_pl.rollout.environments import Start
-from ragen_pl.rollout.errors import Unplayable
+from ragen_pl.rollout.environments import EpisodeSpec
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.shaping import RewardShaping
-from ragen_pl.rollout.world_model import WorldModelReward
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 
@@ -31,7 +31,7 @@ class RollsOut(Protocol):
     """What the DataModule asks of the module that it collects for."""
 
     def rollout_engine(self) -> RolloutEngine:
-        """Return the engine that replies for the present policy."""
+        """Return the engine that responses for the present policy."""
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Assign credit: fill masks, values, advantages and returns."""
@@ -42,15 +42,15 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Args:
         proxy: plays training episodes.
-        panels: validation panels, the main one first.
+        validation sets: validation validation sets, the main one first.
         groups: starts an iteration, over all ranks.
         group_size: episodes from each start.
         epochs: passes over an iteration's samples in its update.
         minibatches: optimizer steps a pass.
         seed: of the run.
-        held_out: keep the first panel's start states out of training.
+        held_out: keep the first validation set's start states out of training.
         curriculum: harder starts later on, None for none.
-        world_model: rewards for true statements on the world's state, None for none.
+        world_model: rewards for true statements on the environment's state, None for none.
         shaping: of the turns' rewards; None to leave them.
         observations: label the text that was shown too, so that masks can hold it (RICO).
         group_filter: chooses the groups that are trained on; None for all.
@@ -60,7 +60,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self,
         proxy: AgentProxy,
         *,
-        panels: Sequence[Panel] = (),
+        validation_sets: Sequence[ValidationSet] = (),
         groups: int = 128,
         group_size: int = 1,
         epochs: int = 2,
@@ -74,7 +74,7 @@ class RolloutDataModule(pl.LightningDataModule):
         observations: bool = False,
     ) -> None:
         super().__init__()
-        self.proxy, self.panels = proxy, list(panels)
+        self.proxy, self.validation_sets = proxy, list(validation_sets)
         self.groups, self.group_size = groups, group_size
         self.epochs, self.minibatches = epochs, minibatches
         self.seed = seed
@@ -89,15 +89,15 @@ class RolloutDataModule(pl.LightningDataModule):
         self._iteration = -1
 
     def setup(self, stage: str) -> None:
-        """Find the panel's start states, which training must not draw."""
-        if self.held_out and self.panels and not self.proxy.environments.held_out:
-            keys = frozenset(self.panels[0].state_keys())
-            # copies, for the panel may play in the same environments
+        """Find the validation set's start states, which training must not draw."""
+        if self.held_out and self.validation_sets and not self.proxy.environments.held_out:
+            keys = frozenset(self.validation_sets[0].state_keys())
+            # copies, for the validation set may play in the same environments
             self.proxy = copy.copy(self.proxy)
             self.proxy.environments = copy.copy(self.proxy.environments)
             self.proxy.environments.held_out = keys
 
-    def starts(self, iteration: int, *, attempt: int = 0) -> list[Start]:
+    def starts(self, iteration: int, *, attempt: int = 0) -> list[EpisodeSpec]:
         """Return this rank's episodes of an iteration: every world_size-th group, whole.
 
         Args:
@@ -113,7 +113,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 )
             seed = derive_seed(self.seed, "environment", iteration, group)
             starts += [
-                Start(group=group, member=m, seed=seed, options=options)
+                EpisodeSpec(group=group, member=m, seed=seed, options=options)
                 for m in range(self.group_size)
             ]
         return starts
@@ -130,19 +130,19 @@ class RolloutDataModule(pl.LightningDataModule):
         What the filter drops is returned and counted too, but not trained on.
         """
         engine = module.rollout_engine()
-        engine.sync_weights(iteration)
+        engine.load_weights(iteration)
         self.proxy.progress = progress
         trajectories: list[Trajectory] = []
         for attempt in range(1 + self.group_filter.resample):
             trajectories += self._play(engine, iteration, attempt=attempt)
             self._measure(trajectories)
-            choice = choose(
+            choice = select_groups(
                 trajectories, self.group_filter, returns=lambda one: one.reward, most=self.groups
             )
             if choice.groups >= self.groups:
                 break
         if self.group_filter != GroupFilter():
-            self.metrics |= choice.figures | {"attempts": attempt + 1.0}
+            self.metrics |= choice.metrics | {"attempts": attempt + 1.0}
         if self.curriculum is not None:
             self.curriculum.observe(self.metrics["success"], iteration=iteration)
         self.buffer = module.prepare(self._collated(choice))
@@ -164,14 +164,14 @@ class RolloutDataModule(pl.LightningDataModule):
         self.metrics = statistics.compute()
         if self.metrics["failed"] == 1.0:
             first = next((one.error for one in trajectories), None)
-            raise Unplayable(f"every episode of the iteration failed; the first said: {first}")
+            raise RolloutError(f"every episode of the iteration failed; the first said: {first}")
 
-    def _collated(self, choice: Choice) -> TrajectoryBatch:
+    def _collated(self, choice: GroupSelection) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle
         batch = collate(
             choice.trajectories, bundle, weights=choice.weights, observations=self.observations
         )
-        return as_filler(batch) if choice.filler else batch
+        return as_dummy_batch(batch) if choice.filler else batch
 
     def has_buffer(self, iteration: int) -> bool:
         """Return whether the buffer holds this iteration's samples."""
@@ -198,9 +198,9 @@ class RolloutDataModule(pl.LightningDataModule):
             sum_over_ranks=sum_over_ranks,
         )
 
-    def val_dataloader(self) -> list[PanelLoader]:
+    def val_dataloader(self) -> list[ValidationLoader]:
         """Return a loader for each panel."""
-        return [PanelLoader(panel) for panel in self.panels]
+        return [ValidationLoader(validation_set) for validation_set in self.validation_sets]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an exact resume needs; all ranks must call it, for each has its own buffer."""
@@ -212,7 +212,7 @@ class RolloutDataModule(pl.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore `state_dict`; a buffer only where the world size is the one that it was made for."""
+        """Restore `state_dict`; a buffer only where the environment size is the one that it was made for."""
         self._iteration, self.metrics = state_dict["iteration"], state_dict["metrics"]
         if self.curriculum is not None and state_dict["curriculum"] is not None:
             self.curriculum.load_state_dict(state_dict["curriculum"])

@@ -12,8 +12,8 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.distributed import rank, sum_over_ranks, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
-from ragen_pl.rollout.environments import Start
-from ragen_pl.rollout.errors import Unplayable
+from ragen_pl.rollout.environments import EpisodeSpec
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.scripted import ScriptedProxy
 from ragen_pl.seeding import derive_seed
 
@@ -51,7 +51,9 @@ class DemonstrationDataModule(pl.LightningDataModule):
         if self.batch is not None:
             return
         starts = [
-            Start(group=number, member=0, seed=derive_seed(self.seed, "demonstration", number))
+            EpisodeSpec(
+                group=number, member=0, seed=derive_seed(self.seed, "demonstration", number)
+            )
             for number in range(rank(), self.episodes, world_size())
         ]
         trajectories = self.proxy.play(starts, seed_key=(self.seed, "demonstrator"))
@@ -59,7 +61,9 @@ class DemonstrationDataModule(pl.LightningDataModule):
         statistics.update(trajectories)
         self.statistics = statistics.compute()
         if self.statistics["failed"] == 1.0:
-            raise Unplayable(f"every demonstration failed; the first said: {trajectories[0].error}")
+            raise RolloutError(
+                f"every demonstration failed; the first said: {trajectories[0].error}"
+            )
         self.batch = collate(trajectories, self.proxy.context.bundle)
         set_discounted_returns(self.batch, gamma=self.gamma)
 

@@ -96,17 +96,19 @@ class MinibatchLoader:
         used, images = torch.unique(samples.images, return_inverse=True)
         missing = int(bool(len(used) and used[0] < 0))
         samples.images = images.view_as(samples.images) - missing
-        tokens, credited, anchored, sequences = self._counts[number // self.accumulate]
+        tokens, credited, kl_tokens, sequences = self._counts[number // self.accumulate]
         return Minibatch(
             samples=samples,
-            pictures=batch.pictures[used[missing:]] if len(batch.pictures) else batch.pictures,
+            pixel_values=batch.pixel_values[used[missing:]]
+            if len(batch.pixel_values)
+            else batch.pixel_values,
             reference=None
             if batch.reference is None
             else batch.reference[samples.token[samples.turn >= 0]],
             entropy=batch.entropy,
             tokens=tokens,
             credited=credited,
-            anchored=anchored,
+            kl_tokens=kl_tokens,
             sequences=sequences,
             scale=float(self.world_size * self.accumulate),
         )

@@ -1,1 +1,1 @@
-"""Evaluation: episodes as records on disk, checkpoints by any road, panels, tables."""
+"""Evaluation: episodes as records on disk, checkpoints by any road, validation sets, tables."""

@@ -1,4 +1,4 @@
-"""Play an evaluation's panels: the policy, its warm start and the scripted players, on the same starts."""
+"""Play an evaluation's validation sets: the policy, its warm start and the scripted policies, on the same starts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.assemble import build_environments, plain, rollout_settings
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.data.panel import Panel
-from ragen_pl.evaluation.panels import PanelSettings, panel_settings
-from ragen_pl.evaluation.preflight import is_greedy, pass_ks, tracked_run
-from ragen_pl.evaluation.records import Origin, write_episodes
+from ragen_pl.data.validation import ValidationSet
+from ragen_pl.evaluation.checks import is_greedy, pass_ks, tracked_run
+from ragen_pl.evaluation.mlflow_log import log_evaluation
 from ragen_pl.evaluation.report import print_tables, write_report
-from ragen_pl.evaluation.statistics import by_difficulty, figures
-from ragen_pl.evaluation.tracking import log_evaluation
-from ragen_pl.evaluation.weights import load_bundle, load_weights
+from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
+from ragen_pl.metrics.intervals import by_difficulty, figures
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.pages.page import PAGE, write_page
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.trajectory import Ending, Trajectory
+from ragen_pl.run.build import build_environments, plain, rollout_settings
+from ragen_pl.run.weights import load_bundle, load_weights
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
+from ragen_pl.viewing.page import PAGE, write_page
+from ragen_pl.viewing.records import Origin, write_episodes
 
 log = logging.getLogger(__name__)
-POLICY, WARM_START, BLANKED = "policy", "warm start", "pictures blanked"
+POLICY, WARM_START, BLANKED = "policy", "warm start", "images blanked"
 
 
 @dataclass(slots=True)
@@ -41,17 +41,17 @@ class Evaluation:
     """What an evaluation has found, as it is written to `evaluation.json`."""
 
     about: dict[str, Any]  # weights, sampling, where it was made
-    panels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    validation_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def first_success(self) -> float:
         """The policy's success on the first panel."""
-        first: dict[str, Any] = next(iter(self.panels.values()))["players"]
+        first: dict[str, Any] = next(iter(self.validation_sets.values()))["policies"]
         return float(first[POLICY]["success"])
 
 
 class Evaluator:
-    """Plays panels with one model.
+    """Plays validation sets with one model.
 
     Args:
         cfg: settings of `conf/evaluate.yaml`.
@@ -66,8 +66,8 @@ class Evaluator:
         self.greedy, self.pass_ks = is_greedy(cfg), pass_ks(cfg)
         self.evaluation = Evaluation(about=_about(cfg, greedy=self.greedy))
 
-    def panel(self, settings: PanelSettings, *, blank: bool = False) -> Panel:
-        """Return a panel that plays in the environments its settings ask for."""
+    def validation_set(self, settings: ValidationSettings, *, blank: bool = False) -> ValidationSet:
+        """Return a validation set that plays in the environments its settings ask for."""
         cfg = self.cfg
         proxy = AgentProxy(
             environments=build_environments(
@@ -76,121 +76,144 @@ class Evaluator:
             context=self.context,
             **rollout_settings(cfg),
         )
-        return Panel(
+        return ValidationSet(
             settings.name, proxy, episodes=settings.episodes, key=settings.key,
             members=cfg.samples, greedy=self.greedy, options=settings.options,
         )  # fmt: skip
 
-    def policy(self, settings: PanelSettings, *, player: str = POLICY) -> list[Trajectory]:
+    def trained(
+        self, settings: ValidationSettings, *, policy_name: str = POLICY
+    ) -> list[Trajectory]:
         """Return the policy's episodes with the engine's present weights."""
-        panel = self.panel(settings, blank=player == BLANKED)
-        self.engine.sync_weights(0)
-        return panel.proxy.rollout(
-            self.engine, panel.starts, seed_key=("evaluate", self.cfg.seed), greedy=panel.greedy
+        validation_set = self.validation_set(settings, blank=policy_name == BLANKED)
+        self.engine.load_weights(0)
+        return validation_set.proxy.rollout(
+            self.engine,
+            validation_set.starts,
+            seed_key=("evaluate", self.cfg.seed),
+            greedy=validation_set.greedy,
         )
 
-    def scripted(self, settings: PanelSettings, *, player: str) -> list[Trajectory]:
-        """Return a scripted player's episodes; its draws are those of the training run's summary."""
-        panel = self.panel(settings)
+    def scripted(self, settings: ValidationSettings, *, policy_name: str) -> list[Trajectory]:
+        """Return a scripted policy's episodes; its draws are those of the training run's summary."""
+        validation_set = self.validation_set(settings)
         proxy = ScriptedProxy(
-            environments=panel.proxy.environments,
+            environments=validation_set.proxy.environments,
             context=self.context,
-            max_reply_tokens=panel.proxy.max_reply_tokens,
-            max_lanes=panel.proxy.max_lanes,
-            player=instantiate(self.cfg.panel.players[player]),
+            max_response_tokens=validation_set.proxy.max_response_tokens,
+            num_envs=validation_set.proxy.num_envs,
+            scripted_policy=instantiate(self.cfg.validation.baselines[policy_name]),
         )
-        return proxy.play(panel.starts, seed_key=("player", player))
+        return proxy.play(validation_set.starts, seed_key=("player", policy_name))
 
-    def add(self, settings: PanelSettings, player: str, trajectories: list[Trajectory]) -> None:
+    def add(
+        self, settings: ValidationSettings, policy_name: str, trajectories: list[Trajectory]
+    ) -> None:
         """Take episodes into the evaluation.
 
         Raises:
             ConfigError: none of them could be played.
         """
-        if all(one.ending is Ending.FAILED for one in trajectories):
+        if all(one.status is EpisodeStatus.FAILED for one in trajectories):
             raise ConfigError(
-                f"panels.{settings.name}: every episode failed; the first said: {trajectories[0].error}"
+                f"validation_sets.{settings.name}: every episode failed; the first said: {trajectories[0].error}"
             )
-        told = self.evaluation.panels.setdefault(settings.name, _panel(settings, self))
+        told = self.evaluation.validation_sets.setdefault(
+            settings.name, _validation(settings, self)
+        )
         found: dict[str, Any] = dict(figures(trajectories, pass_ks=self.pass_ks))
         if levels := by_difficulty(trajectories):
             found["by_difficulty"] = {str(level): known for level, known in levels.items()}
-        told["players"][player] = found
+        told["policies"][policy_name] = found
 
-    def write(self, settings: PanelSettings, trajectories: list[Trajectory]) -> None:
+    def write(self, settings: ValidationSettings, trajectories: list[Trajectory]) -> None:
         """Write the policy's episodes as records, and a page to look at them."""
         folder = self.folder / settings.name
-        origin = Origin(panel=settings.name)
+        origin = Origin(validation_set=settings.name)
         records = write_episodes(trajectories, folder, reader=self.context, origin=origin)
-        title = f"{Path(self.evaluation.about['checkpoint']).stem}, panel {settings.name}"
+        title = f"{Path(self.evaluation.about['checkpoint']).stem}, validation set {settings.name}"
         write_page(records, folder / PAGE, title=title)
 
 
 def evaluate(cfg: DictConfig) -> Evaluation:
-    """Play all panels, print and write the tables, log them under the training run.
+    """Play all validation sets, print and write the tables, log them under the training run.
 
     Raises:
-        ConfigError: the weights or a panel can't be played.
+        ConfigError: the weights or a validation set can't be played.
     """
     bundle = load_bundle(cfg).to(device_named(cfg.device))
     folder = output_folder(cfg)
     evaluator = Evaluator(cfg, bundle, folder=folder)
-    panels = panel_settings(cfg)
-    for settings, player, trajectories in _played(evaluator, panels):
-        evaluator.add(settings, player, trajectories)
-        if player == POLICY and cfg.trajectories:
+    validation_sets = validation_settings(cfg)
+    for settings, policy_name, trajectories in _played(evaluator, validation_sets):
+        evaluator.add(settings, policy_name, trajectories)
+        if policy_name == POLICY and cfg.trajectories:
             evaluator.write(settings, trajectories)
     evaluation = evaluator.evaluation
-    evaluation.panels = {one.name: evaluation.panels[one.name] for one in panels}
-    print_tables(evaluation.about, evaluation.panels)
-    write_report(evaluation.about, evaluation.panels, folder=folder)
+    evaluation.validation_sets = {
+        one.name: evaluation.validation_sets[one.name] for one in validation_sets
+    }
+    print_tables(evaluation.about, evaluation.validation_sets)
+    write_report(evaluation.about, evaluation.validation_sets, folder=folder)
     run = tracked_run(cfg)
-    where = log_evaluation(evaluation.panels, cfg=plain(cfg), folder=folder, run=run)
+    where = log_evaluation(evaluation.validation_sets, cfg=plain(cfg), folder=folder, run=run)
     log.info("%-11s%s", "written to", folder)
     log.info("%-11s%s", "MLflow", where)
     return evaluation
 
 
 def _played(
-    evaluator: Evaluator, panels: list[PanelSettings]
-) -> Iterator[tuple[PanelSettings, str, list[Trajectory]]]:
-    """Yield the episodes of every player on every panel, those with other weights last."""
+    evaluator: Evaluator, validation_sets: list[ValidationSettings]
+) -> Iterator[tuple[ValidationSettings, str, list[Trajectory]]]:
+    """Yield the episodes of every player on every validation set, those with other weights last."""
     cfg = evaluator.cfg
-    scripted = [name for name, player in (cfg.panel.players or {}).items() if player]
-    for settings in panels:
-        sighted = [POLICY, BLANKED] if cfg.panel.blank else [POLICY]
-        for player in sighted:
-            yield settings, player, _timed(evaluator.policy, settings, player=player)
-        for player in scripted:
+    scripted = [
+        name for name, policy_name in (cfg.validation.baselines or {}).items() if policy_name
+    ]
+    for settings in validation_sets:
+        sighted = [POLICY, BLANKED] if cfg.validation.blank else [POLICY]
+        for policy_name in sighted:
+            yield (
+                settings,
+                policy_name,
+                _timed(evaluator.trained, settings, policy_name=policy_name),
+            )
+        for policy_name in scripted:
             play = evaluator.scripted
-            yield settings, f"{player} player", _timed(play, settings, player=str(player))
+            yield (
+                settings,
+                f"{policy_name} policy",
+                _timed(play, settings, policy_name=str(policy_name)),
+            )
     warm = Path(cfg.source.run) / "warm_start.pt" if cfg.source.run else None
-    if cfg.panel.warm_start and warm is not None and warm.exists():
+    if cfg.validation.warm_start and warm is not None and warm.exists():
         load_weights(evaluator.bundle, warm)
-        for settings in panels:
-            yield settings, WARM_START, _timed(evaluator.policy, settings, player=WARM_START)
+        for settings in validation_sets:
+            yield settings, WARM_START, _timed(evaluator.trained, settings, policy_name=WARM_START)
 
 
-def _timed(play: Any, settings: PanelSettings, *, player: str) -> list[Trajectory]:
+def _timed(play: Any, settings: ValidationSettings, *, policy_name: str) -> list[Trajectory]:
     began = perf_counter()
     try:
-        trajectories: list[Trajectory] = play(settings, player=player)
-    except ValueError as error:  # what a model or context says that does not suit the panel
-        raise ConfigError(f"panels.{settings.name}: {error}") from error
+        trajectories: list[Trajectory] = play(settings, policy_name=policy_name)
+    except (
+        ValueError
+    ) as error:  # what a model or context says that does not suit the validation set
+        raise ConfigError(f"validation_sets.{settings.name}: {error}") from error
     seconds = perf_counter() - began
-    log.info("%s: %s, %d episodes, %.1f s", settings.name, player, len(trajectories), seconds)
+    log.info("%s: %s, %d episodes, %.1f s", settings.name, policy_name, len(trajectories), seconds)
     return trajectories
 
 
-def _panel(settings: PanelSettings, evaluator: Evaluator) -> dict[str, Any]:
+def _validation(settings: ValidationSettings, evaluator: Evaluator) -> dict[str, Any]:
     return {
         "env": settings.env,
         "starts": settings.episodes,
         "key": settings.key,
         "options": settings.options,
-        "digest": evaluator.panel(settings).digest(),
+        "digest": evaluator.validation_set(settings).digest(),
         "set_aside": settings.set_aside(evaluator.cfg.source),
-        "players": {},
+        "policies": {},
     }
 
 

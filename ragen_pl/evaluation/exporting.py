@@ -14,11 +14,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.assemble import plain
-from ragen_pl.evaluation.checkpoints import EXPORTED
-from ragen_pl.evaluation.weights import load_bundle
 from ragen_pl.models.adapters import has_adapters, merge_adapters
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.run.build import plain
+from ragen_pl.run.checkpoints import EXPORTED
+from ragen_pl.run.weights import load_bundle
 
 log = logging.getLogger(__name__)
 _CODE = ("configuration", "modeling", "vision", "processing")
@@ -57,9 +57,9 @@ def export(cfg: DictConfig) -> Path:
         "settings": {
             **{name: settings[name] for name in ("env", "context", "rollout")},
             "model": {"build": {"dtype": _dtype(bundle), **_attention(settings)}},
-            "panel": {
-                "episodes": cfg.panel.episodes,
-                "players": settings["panel"]["players"],
+            "validation": {
+                "episodes": cfg.validation.episodes,
+                "baselines": settings["validation"]["baselines"],
                 "held_out": cfg.source.held_out > 0,
                 "warm_start": not merged,  # its weights are of a model with adapters
             },

@@ -21,11 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError, tell
 from ragen_pl.config.paths import config_dir, searched
-from ragen_pl.evaluation.checkpoints import Checkpoint, find_checkpoint
-from ragen_pl.evaluation.panels import world
+from ragen_pl.evaluation.validation_sets import environment
+from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
 
 _SETTLED = ("ckpt", "env", "model")
-_ROLLOUT = ("temperature", "max_reply_tokens", "max_lanes")
+_ROLLOUT = ("temperature", "max_response_tokens", "num_envs")
 _PLAIN_CHECKPOINT = (
     "ckpt={0}: no run's config.yaml beside it; set paths.run_dir=… of the run, or env=… and model=…"
 )
@@ -71,9 +71,9 @@ def _base(said: dict[str, Override], *, args: argparse.Namespace) -> dict[str, A
         "model": shipped["model"],
         "context": shipped["context"],
         "rollout": {key: shipped["rollout"][key] for key in _ROLLOUT},
-        "panel": {
-            "episodes": shipped["panel"]["episodes"],
-            "players": shipped["panel"].get("players"),
+        "validation": {
+            "episodes": shipped["validation"]["episodes"],
+            "baselines": shipped["validation"].get("baselines"),
             "warm_start": True,
             "blank": False,
         },
@@ -83,7 +83,7 @@ def _base(said: dict[str, Override], *, args: argparse.Namespace) -> dict[str, A
             "run": None,
             "untrained": model is not None,
             "held_out": 0,  # starts that training set aside
-            "world": None,  # in which
+            "environment": None,  # in which
         },
     }
     if ckpt:
@@ -105,21 +105,26 @@ def _take_over(
     if not trained and not checkpoint.is_folder and not (has_model and keep_env):
         raise ConfigError(_PLAIN_CHECKPOINT.format(checkpoint.path))
     if trained:
-        panel = trained.get("panel", {})
+        validation_set = trained.get("validation", {})
         for name in ("env", "model"):
             if name != "env" or not keep_env:
                 base[name] = trained[name]
-        if keep_env:  # the form of its replies goes with the policy
+        if keep_env:  # the form of its responses goes with the policy
             known = trained["env"].get("prompt_format", base["env"]["prompt_format"])
             base["env"]["prompt_format"] = known
         else:
-            base["panel"]["players"] = panel.get("players")
-        base["panel"] |= {key: panel[key] for key in ("episodes", "warm_start") if key in panel}
+            base["validation"]["baselines"] = validation_set.get("baselines")
+        base["validation"] |= {
+            key: validation_set[key] for key in ("episodes", "warm_start") if key in validation_set
+        }
         base["context"] |= trained.get("context", {})
         rollout = trained.get("rollout", {})
         base["rollout"] |= {key: rollout[key] for key in _ROLLOUT if key in rollout}
-        if panel.get("held_out"):
-            base["source"] |= {"held_out": panel["episodes"], "world": world(trained["env"])}
+        if validation_set.get("held_out"):
+            base["source"] |= {
+                "held_out": validation_set["episodes"],
+                "environment": environment(trained["env"]),
+            }
     if checkpoint.is_folder:
         loading = {
             key: trained.get("model", {}).get("build", {}).get(key)
@@ -150,9 +155,9 @@ def _shipped(overrides: list[str], *, args: argparse.Namespace) -> dict[str, Any
 
 
 def _line(override: Override) -> str:
-    """Return an override as Hydra is to read it; a panel may be added, or added to, like any other change."""
+    """Return an override as Hydra is to read it; a validation set may be added, or added to, like any other change."""
     line = str(override.input_line)
-    return f"++{line}" if line.startswith("panels.") else line
+    return f"++{line}" if line.startswith("validation_sets.") else line
 
 
 def _text(said: dict[str, Override], name: str) -> str | None:
@@ -162,7 +167,7 @@ def _text(said: dict[str, Override], name: str) -> str | None:
         return None
     if override.is_sweep_override():
         raise ConfigError(
-            f"{override.input_line}: several values; evaluate one at a time, or as panels"
+            f"{override.input_line}: several values; evaluate one at a time, or as validation sets"
         )
     value = override.value()
     if isinstance(value, str):

@@ -103,14 +103,16 @@ class RolloutUpdateLoop(_FitLoop):
         """Prepare the run, repairing what a checkpoint around the update phase left."""
         self._resumed = self._loaded_from_state_dict
         resuming = self.restarting and self._collector.has_buffer(self.iteration)
-        begun = self._update_begun
+        has_started = self._update_begun
         batches = self.epoch_loop.batch_progress
         if _untrained(batches):  # fetched and not trained on: it will be fetched again
             batches.is_last_batch = False
             if self.restarting and not self.epoch_loop._should_accumulate():
                 self.epoch_loop._batches_that_stepped -= 1  # Lightning counts it as trained
-        self._finishing = resuming and begun and batches.is_last_batch
-        if resuming and not begun:  # written by an epoch-start hook: start the update from there
+        self._finishing = resuming and has_started and batches.is_last_batch
+        if (
+            resuming and not has_started
+        ):  # written by an epoch-start hook: start the update from there
             self.epoch_progress.total.ready -= self.epoch_progress.current.ready - self.iteration
             self.epoch_progress.current.ready = self.iteration
             _forget_restart(self)
@@ -249,7 +251,7 @@ class RolloutUpdate(pl.Callback):
     """Install the rollout/update loop: `Trainer(callbacks=[RolloutUpdate()])`.
 
     Args:
-        validate_first: run the validation panels before the first iteration too.
+        validate_first: run the validation validation sets before the first iteration too.
     """
 
     def __init__(self, *, validate_first: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""How varied replies are: distinct ones, distinct thoughts, and how actions are spread."""
+"""How varied responses are: distinct ones, distinct thoughts, and how actions are spread."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ragen_pl.trajectory import Trajectory
 _MOST_NAMES = 8  # actions beyond so many names are not told one by one
 
 
-class ReplyDiversity(Metric):
-    """Digests of replies, thoughts and actions, so that counting them over ranks needs no texts.
+class ResponseDiversity(Metric):
+    """Digests of responses, thoughts and actions, so that counting them over ranks needs no texts.
 
     Args:
-        over_ranks: whether `compute` counts all ranks' replies; False for one process's.
+        over_ranks: whether `compute` counts all ranks' responses; False for one process's.
     """
 
     full_state_update = False
-    replies: list[Tensor]
+    responses: list[Tensor]
     thoughts: list[Tensor]
     actions: list[Tensor]
 
@@ -32,7 +32,7 @@ class ReplyDiversity(Metric):
         super().__init__(sync_on_compute=over_ranks, dist_sync_fn=gather_states)
         self.over_ranks = over_ranks
         self.names: dict[int, str] = {}  # of actions, by digest
-        for name in ("replies", "thoughts", "actions"):
+        for name in ("responses", "thoughts", "actions"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
@@ -41,27 +41,27 @@ class ReplyDiversity(Metric):
         actions = [action for turn in turns for action in turn.actions]
         self.names |= {_digest(action): action for action in set(actions)}
         # a first 0 keeps every rank's list from being empty, which can't be gathered
-        self.replies.append(_digests([turn.reply_text for turn in turns]))
+        self.responses.append(_digests([turn.response_text for turn in turns]))
         self.thoughts.append(_digests([turn.think for turn in turns if turn.think is not None]))
         self.actions.append(_digests(actions))
 
     def compute(self) -> dict[str, float]:
-        """Return the figures; those without anything to count are left out.
+        """Return the metrics; those without anything to count are left out.
 
-        `think_blocks`: share of replies with a valid think block; `distinct_replies`, `distinct_thoughts`:
+        `think_blocks`: share of responses with a valid think block; `distinct_responses`, `distinct_thoughts`:
         different ones as a share of all; `action_entropy`: of the actions' distribution, in nats;
         `top_action`: share of the commonest; `action/<name>`: each action's share, where they are few.
         """
-        replies, thoughts, actions = map(_joined, (self.replies, self.thoughts, self.actions))
-        figures: dict[str, float] = {}
-        if len(replies):
-            figures["think_blocks"] = len(thoughts) / len(replies)
-            figures["distinct_replies"] = len(replies.unique()) / len(replies)
+        responses, thoughts, actions = map(_joined, (self.responses, self.thoughts, self.actions))
+        metrics: dict[str, float] = {}
+        if len(responses):
+            metrics["think_blocks"] = len(thoughts) / len(responses)
+            metrics["distinct_responses"] = len(responses.unique()) / len(responses)
         if len(thoughts):
-            figures["distinct_thoughts"] = len(thoughts.unique()) / len(thoughts)
+            metrics["distinct_thoughts"] = len(thoughts.unique()) / len(thoughts)
         if len(actions):
-            figures |= self._spread(actions)
-        return figures
+            metrics |= self._spread(actions)
+        return metrics
 
     def _spread(self, actions: Tensor) -> dict[str, float]:
         names: dict[int, str] = {}
@@ -72,13 +72,13 @@ class ReplyDiversity(Metric):
             names[kind]: count / len(actions)
             for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True)
         }
-        figures = {
+        metrics = {
             "action_entropy": sum(-share * math.log(share) for share in shares.values()),
             "top_action": max(shares.values()),
         }
         if len(shares) <= _MOST_NAMES:
-            figures |= {f"action/{name}": shares[name] for name in sorted(shares)}
-        return figures
+            metrics |= {f"action/{name}": shares[name] for name in sorted(shares)}
+        return metrics
 
 
 def _digest(text: str) -> int:

@@ -23,7 +23,7 @@ class Regime(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningProbe:
-    """Figures of N pieces of reasoning scored under N prompts, in nats summed over a piece's tokens."""
+    """Metrics of N pieces of reasoning scored under N prompts, in nats summed over a piece's tokens."""
 
     conditional_entropy: float  # H(Z|X)
     marginal_entropy: float  # H(Z), the prompts' mixture for the marginal
@@ -51,8 +51,8 @@ class ReasoningProbe:
         varied = self.entropy_per_token >= low_entropy
         return Regime.TEMPLATE_COLLAPSE if varied else Regime.LOW_ENTROPY_COLLAPSE
 
-    def figures(self) -> dict[str, float]:
-        """Return the figures by name, for a logger."""
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics by name, for a logger."""
         return {
             "conditional_entropy": self.conditional_entropy,
             "conditional_entropy_per_token": self.entropy_per_token,
@@ -66,7 +66,7 @@ class ReasoningProbe:
         }
 
     def __str__(self) -> str:
-        """Tell the figures in one line, the bound beside what it bounds."""
+        """Tell the metrics in one line, the bound beside what it bounds."""
         return (
             f"I(X;Z) {self.mutual_information:.2f} of at most {self.bound:.2f} nats (log N), "
             f"H(Z|X) {self.conditional_entropy:.2f} ({self.entropy_per_token:.3f} a token), "

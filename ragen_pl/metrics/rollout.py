@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragen_pl.metrics.sums import NamedSums, ratio
-from ragen_pl.trajectory import Ending, Span, Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory
 
 _NAMES = (
-    "episodes", "successes", "return", "return_square", "turns", "valid", "effective", "reply_tokens", "think_tokens",
-    "entropy", "cut", "failed", "turn_limit", "truth_known", "truth_told", "groups", "group_std",
+    "episodes", "successes", "return", "return_square", "turns", "valid", "effective", "response_tokens", "think_tokens",
+    "entropy", "hit_length_limit", "failed", "turn_limit", "truth_known", "truth_told", "groups", "group_std",
     "observations_told", "true_observations", "predictions_told", "true_predictions",
 )  # fmt: skip
 _THOUGHTS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
@@ -22,7 +22,7 @@ class RolloutStatistics(NamedSums):
     """Sums over trajectories; groups must not be split over ranks.
 
     Args:
-        over_ranks: whether `compute` adds the ranks' sums up; False for figures of one process.
+        over_ranks: whether `compute` adds the ranks' sums up; False for metrics of one process.
     """
 
     def __init__(self, *, over_ranks: bool = True) -> None:
@@ -34,8 +34,10 @@ class RolloutStatistics(NamedSums):
         groups: dict[int, list[float]] = defaultdict(list)
         for trajectory in trajectories:
             sums["episodes"] += 1
-            sums["failed"] += trajectory.ending is Ending.FAILED
-            sums["turn_limit"] += trajectory.ending is Ending.TURN_LIMIT and not trajectory.success
+            sums["failed"] += trajectory.status is EpisodeStatus.FAILED
+            sums["turn_limit"] += (
+                trajectory.status is EpisodeStatus.TURN_LIMIT and not trajectory.success
+            )
             sums["successes"] += trajectory.success
             sums["return"] += trajectory.reward
             sums["return_square"] += trajectory.reward**2
@@ -44,10 +46,10 @@ class RolloutStatistics(NamedSums):
                 sums["turns"] += 1
                 sums["valid"] += turn.action_is_valid
                 sums["effective"] += turn.action_is_effective
-                sums["reply_tokens"] += len(turn.reply_ids)
+                sums["response_tokens"] += len(turn.response_ids)
                 sums["think_tokens"] += int(np.isin(turn.spans, _THOUGHTS).sum())
-                sums["entropy"] += turn.reply_entropy * len(turn.reply_ids)
-                sums["cut"] += turn.cut
+                sums["entropy"] += turn.response_entropy * len(turn.response_ids)
+                sums["hit_length_limit"] += turn.hit_length_limit
                 for statement in turn.statements:
                     sums[f"{statement.part}s_told"] += 1
                     sums[f"true_{statement.part}s"] += statement.agreement
@@ -60,7 +62,7 @@ class RolloutStatistics(NamedSums):
         super().update(sums)
 
     def compute(self) -> dict[str, float]:
-        """Return the figures; `nan` where nothing was counted."""
+        """Return the metrics; `nan` where nothing was counted."""
         total = self.totals()
         episodes, turns = total["episodes"], total["turns"]
         figures = {
@@ -74,10 +76,10 @@ class RolloutStatistics(NamedSums):
             "turns": ratio(turns, episodes),
             "valid_actions": ratio(total["valid"], turns),
             "effective_actions": ratio(total["effective"], turns),
-            "reply_tokens": ratio(total["reply_tokens"], turns),
+            "response_tokens": ratio(total["response_tokens"], turns),
             "think_tokens": ratio(total["think_tokens"], turns),
-            "entropy": ratio(total["entropy"], total["reply_tokens"]),
-            "cut_replies": ratio(total["cut"], turns),
+            "entropy": ratio(total["entropy"], total["response_tokens"]),
+            "overlong_responses": ratio(total["hit_length_limit"], turns),
             "failed": ratio(total["failed"], episodes),
             "turn_limit": ratio(total["turn_limit"], episodes),
         }
@@ -91,8 +93,8 @@ class RolloutStatistics(NamedSums):
         return figures
 
 
-def rollout_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the figures of these trajectories alone, whatever other ranks have played."""
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the metrics of these trajectories alone, whatever other ranks have played."""
     statistics = RolloutStatistics(over_ranks=False)
     statistics.update(trajectories)
     return statistics.compute()

@@ -58,7 +58,7 @@ class NamedSums(Metric):
         return totals
 
     def compute(self) -> dict[str, float]:
-        """Return the figures; subclasses divide the sums."""
+        """Return the metrics; subclasses divide the sums."""
         return self.totals()
 
     def export_state(self) -> list[float]:

@@ -19,7 +19,7 @@ class UpdateStatistics(NamedSums):
         super().__init__((*_PER_TOKEN, *_PER_STEP, "tokens", "kl", "kl_tokens"))
 
     def figures(self, *, steps: int) -> dict[str, float]:
-        """Return the figures of an update phase of this many optimizer steps."""
+        """Return the metrics of an update phase of this many optimizer steps."""
         total = self.compute()
         figures = {name: ratio(total[name], total["tokens"]) for name in _PER_TOKEN}
         figures["clip_fraction"] = figures["clipped_low"] + figures["clipped_high"]
@@ -30,7 +30,7 @@ class UpdateStatistics(NamedSums):
 
 
 class PreparationStatistics(NamedSums):
-    """Trainer against behaviour log-probs, and values against returns, before an update."""
+    """Trainer against behavior log-probs, and values against returns, before an update."""
 
     def __init__(self) -> None:
         names = (

@@ -31,7 +31,7 @@ def build_small_vlm(
         vision: changes to the encoder's settings, see `SmallVLMConfig`.
         text: changes to the decoder's settings (`Qwen2Config`).
         seed: of the weights; the global generators are left as they were.
-        prompt_format: of the replies; tags that it has besides think and answer become tokens.
+        prompt_format: of the responses; tags that it has besides think and answer become tokens.
     """
     from ragen_pl.models.small_vlm import (
         SmallVLMConfig,
@@ -67,7 +67,7 @@ def build_small_lm(
     Args:
         text: changes to the decoder's settings (`LlamaConfig`).
         seed: of the weights; the global generators are left as they were.
-        prompt_format: of the replies; tags that it has besides think and answer become tokens.
+        prompt_format: of the responses; tags that it has besides think and answer become tokens.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -148,7 +148,7 @@ def load_pretrained(
         tokenizer = processor.tokenizer
         if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
             warnings.warn(
-                f"{path} was trained with positions in rows and columns of a picture; it is given plain ones, "
+                f"{path} was trained with positions in rows and columns of an image; it is given plain ones, "
                 "in rollouts and updates alike, and may at first see worse than it could",
                 stacklevel=2,
             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelBundle:
-    """A policy's model, tokenizer and, where it sees pictures, processor."""
+    """A policy's model, tokenizer and, where it sees images, processor."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -47,17 +47,17 @@ class ModelBundle:
 
     @property
     def end_of_turn_id(self) -> int:
-        """The id that ends a written reply."""
+        """The id that ends a written response."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise ValueError(
-                "the tokenizer has no eos_token; set it to the token that ends a reply and save it"
+                "the tokenizer has no eos_token; set it to the token that ends a response and save it"
             )
         return int(eos)
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """All ids that end a reply."""
+        """All ids that end a response."""
         config = getattr(self.model, "generation_config", None)
         eos = getattr(config, "eos_token_id", None)
         known = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
@@ -65,7 +65,7 @@ class ModelBundle:
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids that must never be sampled: control tokens but for those that end a reply, and ids without a token."""
+        """Ids that must never be sampled: control tokens but for those that end a response, and ids without a token."""
         special = set(self.special_tokens) - self.eos_token_ids
         if self.image_token_id is not None:
             special.add(self.image_token_id)
@@ -86,18 +86,18 @@ class ModelBundle:
             self._pieces[token] = str(self.tokenizer.decode([token], skip_special_tokens=False))
         return self._pieces[token]
 
-    # ---- pictures
+    # ---- images
 
     @property
     def image_token_id(self) -> int | None:
-        """The id that stands for a picture's features, None for a text model."""
+        """The id that stands for an image's features, None for a text model."""
         if self.processor is None:
             return None
         found = getattr(self.model.config, "image_token_id", None)
         return None if found is None else int(found)
 
     def num_image_tokens(self, image: np.ndarray) -> int:
-        """Return how many tokens a picture `[height, width, 3]` takes."""
+        """Return how many tokens an image `[height, width, 3]` takes."""
         assert self.processor is not None
         size = (image.shape[0], image.shape[1])
         if size not in self._image_tokens:
@@ -106,7 +106,7 @@ class ModelBundle:
         return self._image_tokens[size]
 
     def expand_image_slots(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
-        """Repeat each image id as often as its picture has features.
+        """Repeat each image id as often as its image has features.
 
         Raises:
             ValueError: the ids have another number of image slots than there are images.
@@ -115,7 +115,7 @@ class ModelBundle:
         if slot is None:
             if images:
                 raise ValueError(
-                    "the environment shows pictures and the model reads text only; choose a vision-language "
+                    "the environment shows images and the model reads text only; choose a vision-language "
                     "model (model=small_vlm) or a text environment"
                 )
             return ids
@@ -127,10 +127,10 @@ class ModelBundle:
         return np.repeat(ids, counts)
 
     def pixel_values(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return pictures, each uint8 `[height, width, 3]`, as the model takes them, `[images, …]`.
+        """Return images, each uint8 `[height, width, 3]`, as the model takes them, `[images, …]`.
 
         Raises:
-            ValueError: the pictures make grids of different sizes.
+            ValueError: the images make grids of different sizes.
         """
         assert self.processor is not None
         processed = self.processor.image_processor(images=list(images), return_tensors="pt")
@@ -138,9 +138,9 @@ class ModelBundle:
         grids: Tensor | None = processed.get("image_grid_thw")
         if grids is None:
             return values
-        # Qwen's processors join the patches of all pictures into one list
+        # Qwen's processors join the patches of all images into one list
         if len(grids.unique(dim=0)) != 1:
-            raise ValueError(f"found pictures of grids {grids.tolist()}, expected one size")
+            raise ValueError(f"found images of grids {grids.tolist()}, expected one size")
         values = values.view(len(images), -1, values.shape[-1])
         self._grids[values.shape[1]] = grids[0]
         return values
@@ -154,7 +154,7 @@ class ModelBundle:
             found = encode(pixel_values.flatten(0, 1), image_grid_thw=grids)
         else:
             found = encode(pixel_values)
-        # transformers' own models wrap their features in an output, as a tensor or one a picture
+        # transformers' own models wrap their features in an output, as a tensor or one a image
         features = getattr(found, "pooler_output", found)
         return features if isinstance(features, Tensor) else torch.stack(list(features))
 

@@ -1,7 +1,7 @@
 """AgentModule: policy and critic composed for multi-turn RL.
 
 It rolls out with the policy, assigns credit before an update, takes the update's steps and keeps the
-figures. Formulas are in `ragen_pl.algorithms`; which of them apply is the config's choice.
+metrics. Formulas are in `ragen_pl.algorithms`; which of them apply is the config's choice.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from ragen_pl.algorithms.estimators import Estimator
-from ragen_pl.algorithms.normalise import RewardNormaliser
+from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
-from ragen_pl.data.panel import PanelChunk
+from ragen_pl.data.validation import ValidationChunk
 from ragen_pl.distributed import gather_over_ranks, rank
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
@@ -42,7 +42,7 @@ class AgentModule(pl.LightningModule):
         estimator: advantages and returns from rewards and values.
         masks: M_loss and M_adv.
         loss: what the update minimises.
-        normaliser: of the episodes' returns; None to leave them.
+        normalizer: of the episodes' returns; None to leave them.
         optimizer: makes one optimizer from the named parameter groups `policy` and `critic`.
         learning_rate_end: the rate's share at the last iteration, reached linearly by iteration.
         critic_rate: the critic's learning rate as a multiple of the policy's.
@@ -58,7 +58,7 @@ class AgentModule(pl.LightningModule):
         masks: Masks,
         loss: LossSettings,
         optimizer: OptimizerFactory,
-        normaliser: RewardNormaliser | None = None,
+        normalizer: RewardNormalizer | None = None,
         learning_rate_end: float = 0.1,
         critic_rate: float = 1.0,
         tokens_per_forward: int = 16_384,
@@ -68,7 +68,7 @@ class AgentModule(pl.LightningModule):
             raise ValueError(f"{type(estimator).__name__} needs a critic; set algorithm.critic")
         self.policy, self.critic = policy, critic if estimator.needs_values else None
         self.reference = None if loss.kl is None else loss.kl.reference.build(policy)
-        self.normaliser = normaliser or RewardNormaliser()
+        self.normalizer = normalizer or RewardNormalizer()
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
         self.learning_rate_end, self.critic_rate = learning_rate_end, critic_rate
@@ -76,7 +76,7 @@ class AgentModule(pl.LightningModule):
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
         self.importance = None if masks.importance is None else ImportanceStatistics()
-        self.panel_statistics: dict[str, RolloutStatistics] = {}
+        self.validation_statistics: dict[str, RolloutStatistics] = {}
         self.gradient_norms: dict[str, float] = {}
         self._engine: TransformersEngine | None = None
 
@@ -116,7 +116,7 @@ class AgentModule(pl.LightningModule):
                 estimator=self.estimator,
                 masks=self.masks,
                 tokens_per_forward=self.tokens_per_forward,
-                normaliser=self.normaliser,
+                normalizer=self.normalizer,
                 report=self.importance,
             )
         return move_data_to_device(batch, torch.device("cpu"))
@@ -211,10 +211,10 @@ class AgentModule(pl.LightningModule):
                 setattr(holder, attribute, value)
         return changed
 
-    # ---- figures
+    # ---- metrics
 
     def on_train_epoch_end(self) -> None:
-        """Log the iteration's figures."""
+        """Log the iteration's metrics."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         steps = datamodule.epochs * datamodule.minibatches
         figures = {f"rollout/{name}": value for name, value in datamodule.metrics.items()}
@@ -235,23 +235,25 @@ class AgentModule(pl.LightningModule):
         figures["update/learning_rate"] = schedule.base_lrs[0] * rate
         self._log(figures, self.trainer.current_epoch + 1)
 
-    def validation_step(self, batch: PanelChunk, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Play some of a panel's episodes."""
-        panel = batch.panel
-        if panel.name not in self.panel_statistics:
-            self.panel_statistics[panel.name] = RolloutStatistics().to(self.device)
+    def validation_step(
+        self, batch: ValidationChunk, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Play some of a validation set's episodes."""
+        validation_set = batch.validation_set
+        if validation_set.name not in self.validation_statistics:
+            self.validation_statistics[validation_set.name] = RolloutStatistics().to(self.device)
         if batch.starts:
             engine = self.rollout_engine()
-            engine.sync_weights(self.trainer.global_step)
-            trajectories = panel.proxy.rollout(
-                engine, batch.starts, seed_key=("panel",), greedy=panel.greedy
+            engine.load_weights(self.trainer.global_step)
+            trajectories = validation_set.proxy.rollout(
+                engine, batch.starts, seed_key=("panel",), greedy=validation_set.greedy
             )
-            self.panel_statistics[panel.name].update(trajectories)
+            self.validation_statistics[validation_set.name].update(trajectories)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the panels' figures: `val/…` for the first, `val_<name>/…` for the others."""
+        """Log the validation sets' metrics: `val/…` for the first, `val_<name>/…` for the others."""
         figures: dict[str, float] = {}
-        for number, (name, statistics) in enumerate(self.panel_statistics.items()):
+        for number, (name, statistics) in enumerate(self.validation_statistics.items()):
             prefix = "val" if number == 0 else f"val_{name}"
             figures |= {f"{prefix}/{key}": value for key, value in statistics.compute().items()}
             statistics.reset()
@@ -275,11 +277,11 @@ class AgentModule(pl.LightningModule):
                 self.importance.export_state() if self.importance is not None else []
             ),
             "gradient_norms": dict(self.gradient_norms),
-            "normaliser": self.normaliser.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them, where the world size is the same."""
+        """Restore them, where the environment size is the same."""
         state = checkpoint["agent"]
         if len(state["statistics"]) == len(gather_over_ranks(0)):
             self.statistics.import_state(state["statistics"][rank()])
@@ -288,4 +290,4 @@ class AgentModule(pl.LightningModule):
             if self.importance is not None and selected:
                 self.importance.import_state(selected)
         self.gradient_norms = dict(state["gradient_norms"])
-        self.normaliser.load_state_dict(state["normaliser"])
+        self.normalizer.load_state_dict(state["normalizer"])

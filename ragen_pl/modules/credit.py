@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.estimators import Estimator
-from ragen_pl.algorithms.normalise import RewardNormaliser
+from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.algorithms.rewards import place_turn_rewards
 from ragen_pl.algorithms.turns import nearest_in_turn
 from ragen_pl.algorithms.whitening import whiten
@@ -20,7 +20,7 @@ def assign_credit(
     estimator: Estimator,
     *,
     whiten_advantages: bool,
-    normaliser: RewardNormaliser | None = None,
+    normalizer: RewardNormalizer | None = None,
     penalty: Tensor | None = None,
 ) -> None:
     """Estimate advantages and returns and write them into the samples.
@@ -31,14 +31,14 @@ def assign_credit(
         batch: with masks and values; changed in place.
         estimator: of advantages and returns.
         whiten_advantages: over all trained tokens of all ranks.
-        normaliser: of the episodes' returns.
+        normalizer: of the episodes' returns.
         penalty: `[rows, time]`: what is taken from the reward of each sampled token (KL in the reward).
     """
     credit, rows, columns = credit_layout(batch)
     episodes, samples = batch.episodes, batch.samples
     turn_rewards = episodes.turn_rewards
-    if normaliser is not None:
-        turn_rewards = normaliser(
+    if normalizer is not None:
+        turn_rewards = normalizer(
             turn_rewards, episodes.turns, episodes.group, all_reduce=sum_over_ranks
         )
         credit.returns = turn_rewards.sum(1)
@@ -84,6 +84,6 @@ def correct_mismatch(batch: TrajectoryBatch, trainer: Tensor, correction: Correc
         correction: ratio to weight.
     """
     samples = batch.samples
-    weight = correction(trainer, samples.behaviour_logprobs, samples.turn)
+    weight = correction(trainer, samples.behavior_logprobs, samples.turn)
     samples.advantages = samples.advantages * weight
-    samples.behaviour_logprobs = torch.where(samples.turn >= 0, trainer, 0.0)
+    samples.behavior_logprobs = torch.where(samples.turn >= 0, trainer, 0.0)

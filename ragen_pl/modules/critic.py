@@ -59,21 +59,21 @@ class CriticModule(pl.LightningModule):
         return self.head(hidden.detach() if self.detach_states else hidden)
 
     def values(
-        self, samples: Samples, pictures: Tensor, *, parts: list[Tensor] | None = None
+        self, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor] | None = None
     ) -> Tensor:
         """Return V(s_t) at sampled tokens and 0 elsewhere, `[rows, time]`, from the critic's own backbone."""
         result = torch.zeros_like(samples.input_ids, dtype=torch.float32)
         parts = parts or split_by_length(samples.length, self.length_buckets)
-        for states in sampled_states(self._own_backbone(), samples, pictures, parts):
+        for states in sampled_states(self._own_backbone(), samples, pixel_values, parts):
             result = result.index_put((states.rows, states.columns), self.read(states.hidden))
         return result
 
-    def last_values(self, samples: Samples, pictures: Tensor, *, trunk: ModelBundle) -> Tensor:
+    def last_values(self, samples: Samples, pixel_values: Tensor, *, trunk: ModelBundle) -> Tensor:
         """Return the value of the state after each row's last token, `[rows]`."""
         bundle = self.backbone or trunk
         result = []
         for row in range(len(samples)):
-            hidden = decoder_states(bundle, samples, pictures, torch.tensor([row]))
+            hidden = decoder_states(bundle, samples, pixel_values, torch.tensor([row]))
             result.append(self.read(hidden[0, -1:]))
         return torch.cat(result)
 
@@ -84,7 +84,9 @@ class CriticModule(pl.LightningModule):
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the sampled tokens inside the advantage mask."""
         mask = batch.samples.advantage_mask & batch.real
-        errors = (self.values(batch.samples, batch.pictures) - batch.samples.returns) ** 2 * mask
+        errors = (
+            self.values(batch.samples, batch.pixel_values) - batch.samples.returns
+        ) ** 2 * mask
         loss = errors.sum() * batch.scale / batch.credited
         self.log("train/value_loss", loss.detach(), prog_bar=True)
         return loss
@@ -107,7 +109,7 @@ def score_together(
     policy: PolicyModule,
     critic: CriticModule | None,
     samples: Samples,
-    pictures: Tensor,
+    pixel_values: Tensor,
     *,
     reference: Tensor | None = None,
     parts: list[Tensor] | None = None,
@@ -117,7 +119,7 @@ def score_together(
     The arguments are those of `PolicyModule.score`.
     """
     shared = critic if critic is not None and critic.shares_trunk else None
-    scores = policy.score(samples, pictures, critic=shared, reference=reference, parts=parts)
+    scores = policy.score(samples, pixel_values, critic=shared, reference=reference, parts=parts)
     if critic is not None and shared is None:
-        scores.values = critic.values(samples, pictures, parts=parts)
+        scores.values = critic.values(samples, pixel_values, parts=parts)
     return scores

@@ -1,7 +1,7 @@
 """One forward pass over samples, computing only what the sampled tokens need.
 
 Rows are bucketed by length, so that little is computed on padding; the decoder's head runs on the
-positions that predict sampled tokens only; every picture is encoded once a bucket.
+positions that predict sampled tokens only; every image is encoded once a bucket.
 """
 
 from __future__ import annotations
@@ -82,29 +82,31 @@ def padding_share(lengths: Tensor, parts: list[Tensor]) -> float:
 
 
 def sampled_states(
-    bundle: ModelBundle, samples: Samples, pictures: Tensor, parts: list[Tensor]
+    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, parts: list[Tensor]
 ) -> Iterator[SampledStates]:
     """Run the decoder on each part of the rows and yield the states that predict sampled tokens.
 
     V(s_t) and the distribution of token t are both read at position t - 1; the shift is made here, once.
     """
     for part in parts:
-        hidden = decoder_states(bundle, samples, pictures, part)
+        hidden = decoder_states(bundle, samples, pixel_values, part)
         sampled = samples.turn[part, : hidden.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
         yield SampledStates(part.to(at.device)[at], columns, hidden[at, columns - 1])
 
 
-def decoder_states(bundle: ModelBundle, samples: Samples, pictures: Tensor, rows: Tensor) -> Tensor:
+def decoder_states(
+    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, rows: Tensor
+) -> Tensor:
     """Return the decoder's last hidden states `[rows, time, hidden]` of these rows.
 
     Padding stands on the right, where a causal decoder can't see it, so no mask is needed.
     """
-    embeds = embedded(bundle, samples, pictures, rows)
+    embeds = embedded(bundle, samples, pixel_values, rows)
     return bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
 
 
-def embedded(bundle: ModelBundle, samples: Samples, pictures: Tensor, rows: Tensor) -> Tensor:
+def embedded(bundle: ModelBundle, samples: Samples, pixel_values: Tensor, rows: Tensor) -> Tensor:
     """Return the decoder's inputs `[rows, time, hidden]`: words' embeddings, and features in the image slots."""
     time = int(samples.length[rows].max())
     ids = samples.input_ids[rows, :time]
@@ -113,7 +115,7 @@ def embedded(bundle: ModelBundle, samples: Samples, pictures: Tensor, rows: Tens
     if not len(images):
         return bundle.embed(ids)
     used, index = torch.unique(images, return_inverse=True)
-    features = bundle.features(pictures[used])[index]
+    features = bundle.features(pixel_values[used])[index]
     if samples.patches.shape[-1]:
         shown = features[samples.patches[rows][samples.images[rows] >= 0]]
     else:

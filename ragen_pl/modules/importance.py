@@ -52,14 +52,14 @@ class Importance:
 
 
 def saliency(
-    policy: PolicyModule, samples: Samples, pictures: Tensor, *, parts: list[Tensor]
+    policy: PolicyModule, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor]
 ) -> Tensor:
     """Score every position's effect on the actions that follow it in its row.
 
     Args:
         policy: with the weights that sampled.
         samples: to score.
-        pictures: that the samples' image indices refer to.
+        images: that the samples' image indices refer to.
         parts: rows computed together.
 
     Returns:
@@ -68,7 +68,7 @@ def saliency(
     scores = torch.zeros(samples.input_ids.shape, device=samples.input_ids.device)
     for part in parts:
         with torch.no_grad():
-            embeds = embedded(policy.bundle, samples, pictures, part)
+            embeds = embedded(policy.bundle, samples, pixel_values, part)
         targets = (samples.turn[part] >= 0) & (samples.spans[part] == ACTION)
         at, columns = targets[:, : embeds.shape[1]].nonzero(as_tuple=True)
         if not len(at):
@@ -150,7 +150,7 @@ def _fill(
 def patch_scores(
     samples: Samples, scores: Tensor, *, image_token: int, patches: int
 ) -> tuple[Tensor, Tensor]:
-    """Average the scores of each patch over all pictures that all rows show.
+    """Average the scores of each patch over all images that all rows show.
 
     Returns:
         Mean score per patch, `[patches]`, and its mean rank from 0 (least) to 1, `[patches]`.
@@ -161,8 +161,8 @@ def patch_scores(
     slots = scores[samples.input_ids == image_token]
     if len(slots) % patches:
         raise ValueError(
-            f"found {len(slots)} image slots, expected a multiple of {patches}, the patches of a picture"
+            f"found {len(slots)} image slots, expected a multiple of {patches}, the patches of an image"
         )
-    pictures = slots.view(-1, patches)
-    ranks = pictures.argsort(dim=1).argsort(dim=1).float() / max(1, patches - 1)
-    return pictures.mean(0), ranks.mean(0)
+    pixel_values = slots.view(-1, patches)
+    ranks = pixel_values.argsort(dim=1).argsort(dim=1).float() / max(1, patches - 1)
+    return pixel_values.mean(0), ranks.mean(0)

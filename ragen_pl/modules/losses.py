@@ -24,8 +24,8 @@ Correction = Callable[[Tensor, Tensor, Tensor], Tensor]
 FULL_KL = "full"
 
 
-class CutReplies(StrEnum):
-    """What becomes of replies that hit their length limit."""
+class OverlongResponses(StrEnum):
+    """What becomes of responses that hit their length limit."""
 
     KEEP = "keep"
     MASK = "mask"  # out of M_loss; their rewards and values stay
@@ -46,7 +46,7 @@ class Masks:
         loss: M_loss, weights allowed.
         advantage: M_adv, whose tokens are steps or are not.
         top_entropy: share of M_loss's tokens to train on, those of the highest entropy.
-        cut_replies: what becomes of replies that hit their length limit.
+        overlong_responses: what becomes of responses that hit their length limit.
         observations: whether text that was shown can be inside the masks (RICO).
         importance: narrows both masks to what matters most for the actions; None leaves them.
     """
@@ -54,7 +54,7 @@ class Masks:
     loss: Mask = sampled
     advantage: Mask = sampled
     top_entropy: float = 1.0
-    cut_replies: CutReplies = CutReplies.KEEP
+    overlong_responses: OverlongResponses = OverlongResponses.KEEP
     observations: bool = False
     importance: Importance | None = None
 
@@ -64,7 +64,7 @@ class Masks:
                 "algorithm.masks.importance: scores choose among sampled tokens, and observations=true trains on "
                 "text that was shown; set one of them off"
             )
-        self.cut_replies = CutReplies(self.cut_replies)
+        self.overlong_responses = OverlongResponses(self.overlong_responses)
         if not 0 < self.top_entropy <= 1:
             raise ValueError(
                 f"algorithm.masks.top_entropy={self.top_entropy}: expected above 0, at most 1; 1 keeps all"

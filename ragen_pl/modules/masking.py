@@ -8,7 +8,7 @@ from torch import Tensor
 from ragen_pl.algorithms.masks import above_quantile
 from ragen_pl.data.batch import TrajectoryBatch, credit_layout, gather_credit, scatter_credit
 from ragen_pl.distributed import gather_over_ranks
-from ragen_pl.modules.losses import CutReplies, Mask, Masks
+from ragen_pl.modules.losses import Mask, Masks, OverlongResponses
 
 
 def apply_masks(batch: TrajectoryBatch, masks: Masks, *, kl: Mask | None) -> None:
@@ -23,8 +23,8 @@ def apply_masks(batch: TrajectoryBatch, masks: Masks, *, kl: Mask | None) -> Non
     samples = batch.samples
     spans = gather_credit(samples.spans, rows, columns)
     weight = masks.loss(spans, credit.turn).float()
-    if masks.cut_replies is CutReplies.MASK:
-        weight = torch.where(_of_token(batch.episodes.cut, credit.turn), 0.0, weight)
+    if masks.overlong_responses is OverlongResponses.MASK:
+        weight = torch.where(_of_token(batch.episodes.hit_length_limit, credit.turn), 0.0, weight)
     samples.loss_weight = scatter_credit(weight, rows, columns, like=samples.loss_weight)
     samples.loss_mask = samples.loss_weight > 0
     advantage = _whole(masks.advantage(spans, credit.turn), "advantage")

@@ -16,7 +16,7 @@ from ragen_pl.modules.reference import divergence
 
 @dataclass(slots=True)
 class Objective:
-    """A minibatch's share of the optimizer step's loss, and the sums that its figures are made of."""
+    """A minibatch's share of the optimizer step's loss, and the sums that its metrics are made of."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -81,7 +81,7 @@ def _reference_kl(
         return zero, zero, zero
     away = divergence(scores, batch.samples, batch.reference, estimator=settings.kl.estimator)
     mask = batch.samples.kl_mask & batch.real
-    penalty = _reduce(away, mask, batch, how=settings.kl.aggregation, tokens=batch.anchored)
+    penalty = _reduce(away, mask, batch, how=settings.kl.aggregation, tokens=batch.kl_tokens)
     return settings.kl.coefficient * penalty, (away * mask).sum(), mask.sum()
 
 

@@ -67,7 +67,7 @@ class PolicyModule(pl.LightningModule):
     def score(
         self,
         samples: Samples,
-        pictures: Tensor,
+        pixel_values: Tensor,
         *,
         critic: CriticModule | None = None,
         reference: Tensor | None = None,
@@ -77,7 +77,7 @@ class PolicyModule(pl.LightningModule):
 
         Args:
             samples: what to score.
-            pictures: that the samples' image indices refer to.
+            images: that the samples' image indices refer to.
             critic: reads values from the same states, where it shares the policy's trunk.
             reference: float32 `[sampled tokens, vocab]`, row-major: adds the divergence from it.
             parts: rows computed together; by default the module's own length buckets.
@@ -88,7 +88,7 @@ class PolicyModule(pl.LightningModule):
         for states in sampled_states(
             self.bundle,
             samples,
-            pictures,
+            pixel_values,
             parts or split_by_length(samples.length, self.length_buckets),
         ):
             at = (states.rows, states.columns)
@@ -118,11 +118,13 @@ class PolicyModule(pl.LightningModule):
         )
 
     @torch.no_grad()
-    def reference_logprobs(self, samples: Samples, pictures: Tensor, parts: list[Tensor]) -> Tensor:
+    def reference_logprobs(
+        self, samples: Samples, pixel_values: Tensor, parts: list[Tensor]
+    ) -> Tensor:
         """Return this policy's log-probabilities at the sampled tokens, float32 `[tokens, vocab]`, by token number."""
         pieces: list[Tensor] = []
         numbers: list[Tensor] = []
-        for states in sampled_states(self.bundle, samples, pictures, parts):
+        for states in sampled_states(self.bundle, samples, pixel_values, parts):
             at = (states.rows, states.columns)
             pieces.append(
                 log_distribution(
@@ -137,8 +139,8 @@ class PolicyModule(pl.LightningModule):
         return result
 
     def supervised_loss(self, batch: Minibatch) -> Tensor:
-        """Return the cross-entropy of the replies, averaged over all trained tokens of the optimizer step."""
-        scores = self.score(batch.samples, batch.pictures)
+        """Return the cross-entropy of the responses, averaged over all trained tokens of the optimizer step."""
+        scores = self.score(batch.samples, batch.pixel_values)
         return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.tokens
 
     def on_fit_start(self) -> None:
@@ -146,7 +148,7 @@ class PolicyModule(pl.LightningModule):
         self.train()
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Learn to give the batch's replies."""
+        """Learn to give the batch's responses."""
         loss = self.supervised_loss(batch)
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss

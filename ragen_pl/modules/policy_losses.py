@@ -32,14 +32,14 @@ class PolicyLoss:
     def token_losses(self, logprobs: Tensor, samples: Samples, mask: Tensor) -> SurrogateLoss:
         """Return the losses of the mask's tokens, `[rows, time]`."""
         return clipped_surrogate(
-            logprobs, samples.behaviour_logprobs, samples.advantages, mask,
+            logprobs, samples.behavior_logprobs, samples.advantages, mask,
             clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip,
         )  # fmt: skip
 
 
 @dataclass(kw_only=True)
 class SequencePolicyLoss(PolicyLoss):
-    """One clipped ratio for each reply (GSPO). Its bounds are much narrower than PPO's."""
+    """One clipped ratio for each response (GSPO). Its bounds are much narrower than PPO's."""
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
@@ -52,7 +52,7 @@ class SequencePolicyLoss(PolicyLoss):
     def token_losses(self, logprobs: Tensor, samples: Samples, mask: Tensor) -> SurrogateLoss:
         """Return the losses of the mask's tokens, `[rows, time]`."""
         return sequence_surrogate(
-            logprobs, samples.behaviour_logprobs, samples.advantages, mask, samples.turn,
+            logprobs, samples.behavior_logprobs, samples.advantages, mask, samples.turn,
             clip_low=self.clip_low, clip_high=self.clip_high,
         )  # fmt: skip
 
@@ -71,7 +71,7 @@ class ClippedWeightLoss(PolicyLoss):
     def token_losses(self, logprobs: Tensor, samples: Samples, mask: Tensor) -> SurrogateLoss:
         """Return the losses of the mask's tokens, `[rows, time]`."""
         return cispo(
-            logprobs, samples.behaviour_logprobs, samples.advantages, mask,
+            logprobs, samples.behavior_logprobs, samples.advantages, mask,
             clip_low=self.clip_low, clip_high=self.clip_high,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.estimators import Estimator
-from ragen_pl.algorithms.normalise import RewardNormaliser
+from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
@@ -36,14 +36,14 @@ class Scorer:
     def score(
         self,
         samples: Samples,
-        pictures: Tensor,
+        pixel_values: Tensor,
         *,
         parts: list[Tensor],
         reference: Tensor | None = None,
     ) -> TokenScores:
         """Return log-probs and, with a critic, values of the sampled tokens."""
         return score_together(
-            self.policy, self.critic, samples, pictures, reference=reference, parts=parts
+            self.policy, self.critic, samples, pixel_values, reference=reference, parts=parts
         )
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
@@ -51,18 +51,18 @@ class Scorer:
         full = self.loss.kl is not None and self.loss.kl.estimator == FULL_KL
         reference = batch.reference if full else None
         return score_together(
-            self.policy, self.critic, batch.samples, batch.pictures, reference=reference
+            self.policy, self.critic, batch.samples, batch.pixel_values, reference=reference
         )
 
     def bootstrap(self, batch: TrajectoryBatch) -> None:
         """Value the state after the last turn of episodes that were cut from outside."""
         if batch.final is None or self.critic is None:
             return
-        values = self.critic.last_values(batch.final, batch.pictures, trunk=self.policy.bundle)
+        values = self.critic.last_values(batch.final, batch.pixel_values, trunk=self.policy.bundle)
         batch.episodes.bootstrap[batch.final.episode] = values.float()
 
     def reference_logprobs(
-        self, samples: Samples, pictures: Tensor, *, parts: list[Tensor]
+        self, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor]
     ) -> Tensor | None:
         """Return the reference's log-probs by token number: `[tokens, vocab]`, or `[tokens]` for estimates.
 
@@ -71,8 +71,8 @@ class Scorer:
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
         if self.loss.kl.estimator == FULL_KL:
-            return self.reference.reference_logprobs(samples, pictures, parts)
-        scores = self.reference.score(samples, pictures, parts=parts)
+            return self.reference.reference_logprobs(samples, pixel_values, parts)
+        scores = self.reference.score(samples, pixel_values, parts=parts)
         sampled = samples.turn >= 0
         result = scores.logprobs.new_zeros(int(sampled.sum()))
         result[samples.token[sampled]] = scores.logprobs[sampled]
@@ -87,7 +87,7 @@ def prepare_batch(
     estimator: Estimator,
     masks: Masks,
     tokens_per_forward: int,
-    normaliser: RewardNormaliser | None = None,
+    normalizer: RewardNormalizer | None = None,
     report: ImportanceStatistics | None = None,
 ) -> PreparationStatistics:
     """Fill masks, values, reference log-probs, advantages and returns in; return what was seen on the way."""
@@ -96,19 +96,19 @@ def prepare_batch(
     parts = decoder_parts(samples.length, tokens_per_forward)
     if masks.importance is not None:
         policy = scorer.policy
-        effect = saliency(policy, samples, batch.pictures, parts=parts)
+        effect = saliency(policy, samples, batch.pixel_values, parts=parts)
         slot = policy.bundle.image_token_id
         keep_important(batch, effect, masks.importance, image_token=slot, report=report)
-    reference = scorer.reference_logprobs(samples, batch.pictures, parts=parts)
+    reference = scorer.reference_logprobs(samples, batch.pixel_values, parts=parts)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     full = reference if in_reward and reference is not None and reference.ndim == 2 else None
-    scores = scorer.score(samples, batch.pictures, parts=parts, reference=full)
+    scores = scorer.score(samples, batch.pixel_values, parts=parts, reference=full)
     if scores.values is not None:
         samples.values = scores.values
         scorer.bootstrap(batch)
     # text that was not sampled: its log-probs before the update stand for those
     shown = samples.spans == Span.SHOWN
-    samples.behaviour_logprobs = torch.where(shown, scores.logprobs, samples.behaviour_logprobs)
+    samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)
     keep_top_entropy(batch, scores.entropy, fraction=masks.top_entropy)
     penalty = _penalty(samples, scores, reference, loss) if in_reward else None
     batch.reference = None if in_reward else reference
@@ -116,7 +116,7 @@ def prepare_batch(
         batch,
         estimator,
         whiten_advantages=loss.whiten,
-        normaliser=normaliser,
+        normalizer=normalizer,
         penalty=penalty,
     )
     statistics = _statistics(samples, scores)
@@ -148,7 +148,7 @@ def _mean_entropy(samples: Samples, scores: TokenScores) -> float:
 
 def _statistics(samples: Samples, scores: TokenScores) -> PreparationStatistics:
     sampled, credited = samples.sampled, samples.advantage_mask
-    delta = (scores.logprobs - samples.behaviour_logprobs)[sampled].double()
+    delta = (scores.logprobs - samples.behavior_logprobs)[sampled].double()
     returns = samples.returns[credited].double()
     errors = (samples.returns - samples.values)[credited].double()
     statistics = PreparationStatistics().to(delta.device)

@@ -40,15 +40,17 @@ class WithoutAdapters:
         self.policy = policy
 
     @torch.no_grad()
-    def score(self, samples: Samples, pictures: Tensor, *, parts: list[Tensor]) -> TokenScores:
+    def score(self, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor]) -> TokenScores:
         """Score the sampled tokens."""
         with adapters_off(self.policy.bundle.model):
-            return self.policy.score(samples, pictures, parts=parts)
+            return self.policy.score(samples, pixel_values, parts=parts)
 
-    def reference_logprobs(self, samples: Samples, pictures: Tensor, parts: list[Tensor]) -> Tensor:
+    def reference_logprobs(
+        self, samples: Samples, pixel_values: Tensor, parts: list[Tensor]
+    ) -> Tensor:
         """Return log-probs over the vocabulary by token number, `[tokens, vocab]`."""
         with adapters_off(self.policy.bundle.model):
-            return self.policy.reference_logprobs(samples, pictures, parts)
+            return self.policy.reference_logprobs(samples, pixel_values, parts)
 
 
 ReferencePolicy = PolicyModule | WithoutAdapters

@@ -20,10 +20,10 @@ from ragen_pl.modules.policy import OptimizerFactory, PolicyModule
 
 
 class WarmStartModule(pl.LightningModule):
-    """Cross-entropy on replies plus the value error, on the same samples.
+    """Cross-entropy on responses plus the value error, on the same samples.
 
     Args:
-        policy: learns the replies.
+        policy: learns the responses.
         critic: learns the returns; None to leave it out.
         optimizer: makes the optimizer from parameters.
         steps: optimizer steps, which the cosine decay of the rate is spread over.
@@ -59,15 +59,15 @@ class WarmStartModule(pl.LightningModule):
         """Return the joint loss, averaged over all trained tokens of the step."""
         samples = batch.samples
         mask = samples.loss_mask & (samples.weight > 0)[:, None]
-        scores = score_together(self.policy, self.critic, samples, batch.pictures)
-        reply_loss = -(scores.logprobs * mask).sum() / batch.tokens
-        figures = {"warm_start/loss": reply_loss.detach()}
-        loss = reply_loss
+        scores = score_together(self.policy, self.critic, samples, batch.pixel_values)
+        response_loss = -(scores.logprobs * mask).sum() / batch.tokens
+        metrics = {"warm_start/loss": response_loss.detach()}
+        loss = response_loss
         if scores.values is not None:
             error = value_loss(scores.values, samples.returns, mask).losses.sum() / batch.tokens
-            figures["warm_start/value_loss"] = error.detach()
+            metrics["warm_start/value_loss"] = error.detach()
             loss = loss + self.value_coefficient * error
-        self.log_dict(figures, prog_bar=True, sync_dist=True, reduce_fx="sum")
+        self.log_dict(metrics, prog_bar=True, sync_dist=True, reduce_fx="sum")
         return loss * batch.scale
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

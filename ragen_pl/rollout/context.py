@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ragen_pl.rollout.chat_template import ChatTemplate, Message, user_message
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
-from ragen_pl.rollout.template import ChatTemplate, Message, user_message
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", 
 class _Exchange:
     """A turn of a conversation: what was shown, what was replied."""
 
-    shown_ids: np.ndarray  # the user's block and the header of the reply, image slots expanded
+    shown_ids: np.ndarray  # the user's block and the header of the response, image slots expanded
     text: str
     images: list[np.ndarray]
-    reply_ids: np.ndarray | None = None
-    reply_text: str = ""
-    patches: list[np.ndarray] | None = None  # that each picture shows; None for all
+    response_ids: np.ndarray | None = None
+    response_text: str = ""
+    patches: list[np.ndarray] | None = None  # that each image shows; None for all
 
 
 @dataclass(kw_only=True, slots=True)
 class Conversation:
-    """One lane's context so far."""
+    """One environment's context so far."""
 
     system: str | None
     head_ids: np.ndarray
@@ -48,7 +48,7 @@ class Conversation:
 
 
 class ContextManager:
-    """Turn observations and replies into prompts.
+    """Turn observations and responses into prompts.
 
     Args:
         bundle: the model's tokenizer and processor.
@@ -57,8 +57,8 @@ class ContextManager:
         system_prompt: `"instructions"` for the environment's own rules, another text, or None for none.
         turn_template: the user's words; may use {observation}, {turn}, {max_turns}, {turns_left},
             {actions} (all carried out so far in the episode) and {last_action}.
-        max_tokens: longest prompt plus reply; a conversation that would pass it is truncated.
-        leave_out: what is left out of a context before a reply is sampled; None for nothing.
+        max_tokens: longest prompt plus response; a conversation that would pass it is truncated.
+        leave_out: what is left out of a context before a response is sampled; None for nothing.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ContextManager:
         self._ends = frozenset(bundle.eos_token_ids)
         ends_turn = len(close) and int(close[0]) in self._ends
         self._close_after_end = close[1:] if ends_turn else close
-        self._close_after_cut = close
+        self._close_after_length_limit = close
 
     @property
     def grows(self) -> bool:
@@ -107,7 +107,7 @@ class ContextManager:
         return self.window == "all" and not (self.leave_out and self.leave_out.turns)
 
     def start(self, instructions: str) -> Conversation:
-        """Open a conversation in a world with these instructions."""
+        """Open a conversation in an environment with these instructions."""
         system = instructions if self.system_prompt == "instructions" else self.system_prompt
         head = (
             self._encode_markup(self.template.head(system))
@@ -119,7 +119,7 @@ class ContextManager:
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
-        """Add an observation and return the prompt of the reply to it."""
+        """Add an observation and return the prompt of the response to it."""
         text = self._fill(conversation, observation, max_turns)
         exchange = _Exchange(
             shown_ids=self._shown_ids(text, observation.images)
@@ -160,23 +160,23 @@ class ContextManager:
             )  # fmt: skip
         return self._prompt(conversation, out=self.leave_out.turns_out(scores[:asked].tolist()))
 
-    def reply(
+    def response(
         self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
     ) -> None:
-        """Record the reply to the last observation and the actions that were carried out."""
+        """Record the response to the last observation and the actions that were carried out."""
         exchange = conversation.exchanges[-1]
-        exchange.reply_ids, exchange.reply_text = ids, text
+        exchange.response_ids, exchange.response_text = ids, text
         conversation.actions.extend(actions)
 
-    def encode_reply(self, text: str) -> np.ndarray:
-        """Return the ids of a written reply, its end-of-turn token included."""
+    def encode_response(self, text: str) -> np.ndarray:
+        """Return the ids of a written response, its end-of-turn token included."""
         return np.append(
-            self._cached("reply:" + text, text, split_special_tokens=True),
+            self._cached("response:" + text, text, split_special_tokens=True),
             self.bundle.end_of_turn_id,
         )
 
     def pieces(self, ids: np.ndarray) -> list[str]:
-        """Return the text of each token of a reply, such that they join to the reply's text.
+        """Return the text of each token of a response, such that they join to the response's text.
 
         A character made of several tokens is counted to the last of them.
         """
@@ -231,12 +231,12 @@ class ContextManager:
         return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def _block(self, exchange: _Exchange) -> np.ndarray:
-        """Return the ids of a turn: what was shown and, of an old one, the reply and what closes it."""
-        if exchange.reply_ids is None:
+        """Return the ids of a turn: what was shown and, of an old one, the response and what closes it."""
+        if exchange.response_ids is None:
             return exchange.shown_ids
-        ended = len(exchange.reply_ids) and int(exchange.reply_ids[-1]) in self._ends
-        close = self._close_after_end if ended else self._close_after_cut
-        return np.concatenate([exchange.shown_ids, exchange.reply_ids, close])
+        ended = len(exchange.response_ids) and int(exchange.response_ids[-1]) in self._ends
+        close = self._close_after_end if ended else self._close_after_length_limit
+        return np.concatenate([exchange.shown_ids, exchange.response_ids, close])
 
     def _patches(self, shown: Sequence[_Exchange]) -> list[np.ndarray] | None:
         if all(exchange.patches is None for exchange in shown):
@@ -252,8 +252,10 @@ class ContextManager:
         messages: list[Message] = self.template.system_messages(conversation.system)
         for exchange in shown:
             messages.append(user_message(self._plain(exchange.text), images=len(exchange.images)))
-            if exchange.reply_ids is not None:
-                messages.append({"role": "assistant", "content": self._plain(exchange.reply_text)})
+            if exchange.response_ids is not None:
+                messages.append(
+                    {"role": "assistant", "content": self._plain(exchange.response_text)}
+                )
         ids = self._encode_markup(self.template.render(messages))
         return self.bundle.expand_image_slots(
             ids, [image for exchange in shown for image in exchange.images]

@@ -1,7 +1,7 @@
 """EnvironmentManager: owns environments, their seeds and what a turn is worth.
 
 Environments are joined by class path or gymnasium id, never imported. Parsing, several actions a turn,
-the format penalty and the turn limit belong here; the world's own rules belong to the environment.
+the format penalty and the turn limit belong here; the environment's own rules belong to the environment.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import gymnasium
 import numpy as np
 
 from ragen_pl.rollout.formats import PREDICTION, PromptFormat
-from ragen_pl.rollout.parsing import ParsedReply
+from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.rollout.relations import f1, read
 from ragen_pl.rollout.relations import truth as claims_of
-from ragen_pl.rollout.stalls import run_guarded
+from ragen_pl.rollout.timeouts import run_guarded
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import Ending, Observation, Relation, Statement
+from ragen_pl.trajectory import EpisodeStatus, Observation, Relation, Statement
 
 _DRAWS = 200  # tries to draw a start that is not held out
 
 
 @dataclass(kw_only=True, slots=True)
-class Start:
-    """Which episode a lane plays. Members of a group have the same seed, thus the same start."""
+class EpisodeSpec:
+    """Which episode an environment plays. Members of a group have the same seed, thus the same start."""
 
     group: int
     member: int
@@ -39,9 +39,9 @@ class TurnResult:
     """What came of a turn's actions."""
 
     observation: Observation | None = None
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_terms: dict[str, float] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
-    ending: Ending | None = None  # None: the episode goes on
+    status: EpisodeStatus | None = None  # None: the episode goes on
     success: bool = False
     effective: bool = False
     carried_out: list[str] = field(default_factory=list)
@@ -51,15 +51,15 @@ class TurnResult:
     @property
     def reward(self) -> float:
         """The sum of the parts."""
-        return float(sum(self.reward_parts.values()))
+        return float(sum(self.reward_terms.values()))
 
 
 @dataclass(kw_only=True, slots=True)
-class Lane:
+class EnvironmentSlot:
     """One environment and where its episode stands."""
 
     env: gymnasium.Env[Any, Any]
-    start: Start
+    start: EpisodeSpec
     observation: Observation | None = None
     action_names: Sequence[str] = ()
     state: str | None = None  # the present state's key, where it is recorded
@@ -74,23 +74,23 @@ _MOST = 1e30  # a reward beyond it is infinite once returns are summed in float3
 
 
 class EnvironmentManager:
-    """Create, reset and step environments; one call serves many lanes.
+    """Create, reset and step environments; one call serves many environments.
 
-    A turn's reward has parts by name: `environment`, the world's own, and `format`, the penalty.
+    A turn's reward has parts by name: `environment`, the environment's own, and `format`, the penalty.
 
     Args:
         target: gymnasium id (`ragen/FrozenLake-v0`) or class path (`my_package.my_module.MyEnv`).
         kwargs: the environment's arguments.
         max_turns: turns of an episode; the limit belongs to the task and ends it (`Ending.TURN_LIMIT`).
-        max_actions_per_turn: actions carried out of one reply.
-        format_penalty: taken from the reward of a turn whose reply has no valid action.
-        invalid_ends: whether such a reply ends the episode (else the world stays as it is).
+        max_actions_per_turn: actions carried out of one response.
+        format_penalty: taken from the reward of a turn whose response has no valid action.
+        invalid_ends: whether such a response ends the episode (else the environment stays as it is).
         turn_limit_bootstraps: treat the turn limit as a cut from outside (`Ending.TRUNCATED`).
-        prompt_format: the form that a reply must have, see `PromptFormat`.
+        prompt_format: the form that a response must have, see `PromptFormat`.
         timeout_s: longest time of one reset or one turn of an environment, None for no limit.
         held_out: start states (`state_key()`) that a reset must not draw.
         record_states: note the `state_key()` that each turn begins in.
-        blank_images: show grey pictures, to measure what an agent does that sees nothing.
+        blank_images: show grey images, to measure what an agent does that sees nothing.
     """
 
     def __init__(
@@ -128,64 +128,69 @@ class EnvironmentManager:
         """Create an environment."""
         return self._make(**self.kwargs)
 
-    def open(self, starts: Sequence[Start]) -> list[Lane]:
-        """Return a lane at its first observation for each start; a failed reset leaves the error on its lane."""
-        lanes = [
-            Lane(env=self._idle.pop() if self._idle else self.make(), start=start)
+    def open(self, starts: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
+        """Return an environment at its first observation for each start; a failed reset leaves the error on its environment."""
+        slots = [
+            EnvironmentSlot(env=self._idle.pop() if self._idle else self.make(), start=start)
             for start in starts
         ]
         outcomes = run_guarded(
-            [_Job(self._reset, lane) for lane in lanes], timeout_s=self.timeout_s
+            [_Job(self._reset, slot) for slot in slots], timeout_s=self.timeout_s
         )
-        for lane, outcome in zip(lanes, outcomes, strict=True):
+        for slot, outcome in zip(slots, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                lane.error = _describe(outcome)
-        return lanes
+                slot.error = _describe(outcome)
+        return slots
 
-    def step(self, lanes: Sequence[Lane], replies: Sequence[ParsedReply]) -> list[TurnResult]:
-        """Carry out one reply in each lane."""
-        jobs = [_Job(self._turn, lane, reply) for lane, reply in zip(lanes, replies, strict=True)]
+    def step(
+        self, slots: Sequence[EnvironmentSlot], responses: Sequence[ParsedResponse]
+    ) -> list[TurnResult]:
+        """Carry out one response in each environment."""
+        jobs = [
+            _Job(self._turn, slot, response)
+            for slot, response in zip(slots, responses, strict=True)
+        ]
         results = run_guarded(jobs, timeout_s=self.timeout_s)
         return [
-            TurnResult(ending=Ending.FAILED, error=_describe(result))
+            TurnResult(status=EpisodeStatus.FAILED, error=_describe(result))
             if isinstance(result, BaseException)
             else result
             for result in results
         ]
 
-    def close(self, lanes: Sequence[Lane]) -> None:
+    def close(self, slots: Sequence[EnvironmentSlot]) -> None:
         """Take sound environments back for later episodes."""
-        self._idle.extend(lane.env for lane in lanes if lane.error is None)
+        self._idle.extend(slot.env for slot in slots if slot.error is None)
 
-    def _reset(self, lane: Lane) -> None:
-        start, world = lane.start, lane.env.unwrapped
+    def _reset(self, slot: EnvironmentSlot) -> None:
+        start, environment = slot.start, slot.env.unwrapped
         options = dict(start.options) if start.options else None
-        raw, _ = lane.env.reset(seed=start.seed, options=options)
+        raw, _ = slot.env.reset(seed=start.seed, options=options)
         draw = 0
-        while self.held_out and _call(world, "state_key") in self.held_out:
+        while self.held_out and _call(environment, "state_key") in self.held_out:
             draw += 1
             if draw > _DRAWS:
                 raise RuntimeError(
-                    f"{_DRAWS} starts in a row are held out; the world is too small for its panel"
+                    f"{_DRAWS} starts in a row are held out; the environment is too small for its validation set"
                 )
-            raw, _ = lane.env.reset(seed=derive_seed(start.seed, "redraw", draw), options=options)
-        lane.difficulty = _call(world, "difficulty")
-        self.look(lane, raw)
+            raw, _ = slot.env.reset(seed=derive_seed(start.seed, "redraw", draw), options=options)
+        slot.difficulty = _call(environment, "difficulty")
+        self.look(slot, raw)
 
-    def look(self, lane: Lane, raw: object) -> None:
-        """Take an environment's observation into its lane.
+    def look(self, slot: EnvironmentSlot, raw: object) -> None:
+        """Take an environment's observation into its environment.
 
         Raises:
-            TypeError: it is neither text nor text with a picture.
+            TypeError: it is neither text nor text with an image.
         """
-        world = lane.env.unwrapped
-        lane.observation = self._observation(raw)
-        lane.action_names = world.action_names  # type: ignore[attr-defined]
-        lane.truth = _call(world, "describe")
+        environment = slot.env.unwrapped
+        slot.observation = self._observation(raw)
+        slot.action_names = environment.action_names  # type: ignore[attr-defined]
+        slot.truth = _call(environment, "describe")
         if self.record_states:
-            lane.state = _call(world, "state_key")
+            slot.state = _call(environment, "state_key")
         if self.prompt_format.statements:
-            lane.relations = _call(world, "relations")
+            slot.relations = _call(environment, "relations")
 
     def _observation(self, raw: object) -> Observation:
         if isinstance(raw, str):
@@ -194,58 +199,62 @@ class EnvironmentManager:
             image = np.asarray(raw["image"])
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
                 raise TypeError(
-                    f"{self.target} returned a picture of shape {image.shape} and type {image.dtype}; "
+                    f"{self.target} returned an image of shape {image.shape} and type {image.dtype}; "
                     "expected uint8 [height, width, 3]"
                 )
-            # a copy, for a world may draw its next picture into the same array
-            picture = np.full_like(image, 128) if self.blank_images else image.copy()
-            return Observation(text=_encodable(raw["text"]), images=[picture])
+            # a copy, for an environment may draw its next image into the same array
+            image = np.full_like(image, 128) if self.blank_images else image.copy()
+            return Observation(text=_encodable(raw["text"]), images=[image])
         raise TypeError(
             f"{self.target} returned an observation of type {type(raw).__name__}; "
             "expected a str, or a dict with 'text' (str) and 'image' (uint8 [height, width, 3])"
         )
 
-    def _turn(self, lane: Lane, reply: ParsedReply) -> TurnResult:
-        lane.turn += 1
-        result, before = TurnResult(), lane.relations
-        if not reply.valid:
-            result.reward_parts["format"] = -self.format_penalty
-            result.ending = Ending.TERMINATED if self.invalid_ends else None
-            result.observation = lane.observation
-        for action in reply.actions:
-            self._act(lane, action, result)
-            if result.ending is not None:
+    def _turn(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
+        slot.turn += 1
+        result, before = TurnResult(), slot.relations
+        if not response.valid:
+            result.reward_terms["format"] = -self.format_penalty
+            result.status = EpisodeStatus.TERMINATED if self.invalid_ends else None
+            result.observation = slot.observation
+        for action in response.actions:
+            self._act(slot, action, result)
+            if result.status is not None:
                 break
-        if reply.valid and before is not None:
-            result.statements = _statements(lane, reply, before=before)
-        if result.ending is None and lane.turn >= self.max_turns:
-            result.ending = Ending.TRUNCATED if self.turn_limit_bootstraps else Ending.TURN_LIMIT
+        if response.valid and before is not None:
+            result.statements = _statements(slot, response, before=before)
+        if result.status is None and slot.turn >= self.max_turns:
+            result.status = (
+                EpisodeStatus.TRUNCATED if self.turn_limit_bootstraps else EpisodeStatus.TURN_LIMIT
+            )
         return result
 
-    def _act(self, lane: Lane, action: int, result: TurnResult) -> None:
+    def _act(self, slot: EnvironmentSlot, action: int, result: TurnResult) -> None:
         """Carry out one action and add what came of it to the turn's result."""
-        raw, reward, terminated, truncated, info = lane.env.step(action)
+        raw, reward, terminated, truncated, info = slot.env.step(action)
         if not abs(float(reward)) < _MOST:
             raise ValueError(f"{self.target} returned reward {reward}; expected a finite number")
-        parts = result.reward_parts
+        parts = result.reward_terms
         parts["environment"] = parts.get("environment", 0.0) + float(reward)
-        result.carried_out.append(lane.action_names[action])
+        result.carried_out.append(slot.action_names[action])
         result.effective |= bool(info.get("action_is_effective", True))
         result.success, result.info = bool(info.get("success", False)), dict(info)
-        self.look(lane, raw)
-        result.observation = lane.observation
+        self.look(slot, raw)
+        result.observation = slot.observation
         if terminated or truncated:
-            result.ending = Ending.TERMINATED if terminated else Ending.TRUNCATED
+            result.status = EpisodeStatus.TERMINATED if terminated else EpisodeStatus.TRUNCATED
 
 
-def _statements(lane: Lane, reply: ParsedReply, *, before: list[Relation]) -> list[Statement]:
-    """Return what a reply says of the state, beside the truth before or after its actions."""
-    names = tuple(getattr(lane.env.unwrapped, "relation_names", ())) or tuple(
+def _statements(
+    slot: EnvironmentSlot, response: ParsedResponse, *, before: list[Relation]
+) -> list[Statement]:
+    """Return what a response says of the state, beside the truth before or after its actions."""
+    names = tuple(getattr(slot.env.unwrapped, "relation_names", ())) or tuple(
         dict.fromkeys(name for name, *_ in before)
     )
     found = []
-    for part, text in reply.statements.items():
-        truth = lane.relations or [] if part == PREDICTION else before
+    for part, text in response.statements.items():
+        truth = slot.relations or [] if part == PREDICTION else before
         agreement = f1(read(text, names), claims_of(truth))
         found.append(Statement(part=part, text=text, truth=truth, names=names, agreement=agreement))
     return found
@@ -292,8 +301,8 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _call(world: object, name: str) -> Any:
-    method = getattr(world, name, None)
+def _call(environment: object, name: str) -> Any:
+    method = getattr(environment, name, None)
     return method() if method is not None else None
 
 

@@ -1,6 +1,6 @@
-"""The forms that a reply may be asked for (VAGEN's prompt formats): which blocks it has, in which order.
+"""The forms that a response may be asked for (VAGEN's prompt formats): which blocks it has, in which order.
 
-Reading a reply is `rollout.parsing`'s business, what its statements are worth `rollout.world_model`'s.
+Reading a response is `rollout.parsing`'s business, what its statements are worth `rollout.world_model`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class PromptFormat(StrEnum):
-    """What a reply holds before its answer, after VAGEN (Wang et al., 2025).
+    """What a response holds before its answer, after VAGEN (Wang et al., 2025).
 
     - `free_think`: `<think>…</think><answer>…</answer>`
     - `no_think`: `<answer>…</answer>`
@@ -27,7 +27,7 @@ class PromptFormat(StrEnum):
 
     @property
     def thinks(self) -> bool:
-        """Whether a reply has a think block."""
+        """Whether a response has a think block."""
         return self is not PromptFormat.NO_THINK
 
     @property
@@ -37,7 +37,7 @@ class PromptFormat(StrEnum):
 
     @property
     def statements(self) -> tuple[str, ...]:
-        """Those of the sections that say something of the world's state."""
+        """Those of the sections that say something of the environment's state."""
         return tuple(name for name in self.sections if name != REASONING)
 
     @property
@@ -59,12 +59,12 @@ _TOLD = {
 }
 
 
-def write_reply(how: PromptFormat, answer: str, *, blocks: Mapping[str, str]) -> str:
-    """Return a reply in a format; `blocks` are the texts of its sections, a missing one is empty.
+def format_response(how: PromptFormat, answer: str, *, blocks: Mapping[str, str]) -> str:
+    """Return a response in a format; `blocks` are the texts of its sections, a missing one is empty.
 
     The text of a free think block is that of `reasoning`.
 
-    >>> write_reply(PromptFormat.GROUNDING, "Up", blocks={"observation": "goal Up", "reasoning": "go"})
+    >>> format_response(PromptFormat.GROUNDING, "Up", blocks={"observation": "goal Up", "reasoning": "go"})
     '<think><observation>goal Up</observation><reasoning>go</reasoning></think><answer>Up</answer>'
     """
     inside = "".join(_block(name, blocks.get(name, "")) for name in how.sections)
@@ -74,9 +74,9 @@ def write_reply(how: PromptFormat, answer: str, *, blocks: Mapping[str, str]) ->
     return think + _block("answer", answer)
 
 
-def how_to_reply(how: PromptFormat, *, max_actions: int) -> str:
-    """Return the sentences that tell a pretrained model which form its reply must have."""
-    form = write_reply(how, "…", blocks=dict.fromkeys((*how.sections, REASONING), "…"))
+def format_instructions(how: PromptFormat, *, max_actions: int) -> str:
+    """Return the sentences that tell a pretrained model which form its response must have."""
+    form = format_response(how, "…", blocks=dict.fromkeys((*how.sections, REASONING), "…"))
     told = "; ".join(f"{name}: {_TOLD[name]}" for name in how.sections)
     words = [f"Reply in exactly this form: {form}"]
     if told:

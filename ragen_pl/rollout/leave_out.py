@@ -1,8 +1,8 @@
-"""What is left out of a context before a reply is sampled: patches and old turns that matter little.
+"""What is left out of a context before a response is sampled: patches and old turns that matter little.
 
-The policy looks once at everything: it gives its greedy reply, and each part of the prompt is scored by how much
-the reply's probabilities change without it (occlusion; Zeiler and Fergus, 2014). No randomness enters. What scored
-lowest is left out; the reply that counts is sampled from the rest, and trained on with the same rest.
+The policy looks once at everything: it gives its greedy response, and each part of the prompt is scored by how much
+the response's probabilities change without it (occlusion; Zeiler and Fergus, 2014). No randomness enters. What scored
+lowest is left out; the response that counts is sampled from the rest, and trained on with the same rest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LeaveOut:
     """Shares of what is shown that are left out.
 
     Attributes:
-        patches: of each new picture's patches; they stay out for the rest of the episode.
-        turns: of the old turns in the window, chosen anew for every reply; the present one always stays.
+        patches: of each new image's patches; they stay out for the rest of the episode.
+        turns: of the old turns in the window, chosen anew for every response; the present one always stays.
     """
 
     patches: float = 0.0
@@ -58,10 +58,10 @@ class LeaveOut:
             ids: int64 `[turn]`, all patches shown.
             scores: `[turn]`, read at the image slots.
             slot: id of an image slot.
-            patches: of each picture of the turn.
+            patches: of each image of the turn.
 
         Returns:
-            The ids that are left, and of each picture the patches that are shown, in order.
+            The ids that are left, and of each image the patches that are shown, in order.
         """
         places, shown, keep = np.flatnonzero(ids == slot), [], np.ones(len(ids), dtype=bool)
         for own in np.split(places, np.cumsum(patches)[:-1]) if len(patches) else []:
@@ -89,17 +89,17 @@ def look(
     *,
     max_tokens: int,
 ) -> list[np.ndarray]:
-    """Score parts of prompts by how far the policy's greedy reply depends on them.
+    """Score parts of prompts by how far the policy's greedy response depends on them.
 
-    The score of a part is the sum over the reply's tokens of KL(all shown ‖ the part left out), in nats. The
+    The score of a part is the sum over the response's tokens of KL(all shown ‖ the part left out), in nats. The
     engine's sessions are forgotten.
 
     Args:
         bundle: the policy.
-        engine: gives the greedy replies.
+        engine: gives the greedy responses.
         prompts: with everything shown.
         parts: of each prompt, each the positions (int64) that would be left out together.
-        max_tokens: longest reply.
+        max_tokens: longest response.
 
     Returns:
         float64 `[parts]` for each prompt.
@@ -111,18 +111,18 @@ def look(
         )
         for number, prompt in enumerate(prompts)
     ]
-    replies = [generation.ids for generation in engine.generate(requests, keep=False)]
+    responses = [generation.ids for generation in engine.generate(requests, keep=False)]
     # validation may run in inference mode already; nothing here takes a gradient
     with torch.inference_mode():
-        return [_dependence(bundle, *each) for each in zip(prompts, replies, parts, strict=True)]
+        return [_dependence(bundle, *each) for each in zip(prompts, responses, parts, strict=True)]
 
 
 def _dependence(
-    bundle: ModelBundle, prompt: Prompt, reply: np.ndarray, parts: Sequence[np.ndarray]
+    bundle: ModelBundle, prompt: Prompt, response: np.ndarray, parts: Sequence[np.ndarray]
 ) -> np.ndarray:
     if not parts:
         return np.zeros(0)
-    embeds = _embedded(bundle, prompt, reply)
+    embeds = _embedded(bundle, prompt, response)
     everywhere = np.arange(len(embeds))
     kept = [everywhere, *(np.delete(everywhere, part) for part in parts)]
     lengths = torch.tensor([len(one) for one in kept], device=embeds.device)
@@ -136,8 +136,8 @@ def _dependence(
             for some in rows.split(_ROWS)
         ]
     )
-    # the reply ends every row; the state before a token predicts it
-    back = torch.arange(len(reply), 0, -1, device=embeds.device)
+    # the response ends every row; the state before a token predicts it
+    back = torch.arange(len(response), 0, -1, device=embeds.device)
     columns = lengths[:, None] - back[None, :] - 1
     predicting = states[torch.arange(len(kept), device=embeds.device)[:, None], columns]
     banned = torch.tensor(bundle.banned_token_ids, dtype=torch.int64, device=embeds.device)
@@ -147,10 +147,10 @@ def _dependence(
     return scores
 
 
-def _embedded(bundle: ModelBundle, prompt: Prompt, reply: np.ndarray) -> Tensor:
-    """Return the decoder's inputs for a prompt and a reply, `[time, hidden]`."""
+def _embedded(bundle: ModelBundle, prompt: Prompt, response: np.ndarray) -> Tensor:
+    """Return the decoder's inputs for a prompt and a response, `[time, hidden]`."""
     device = next(bundle.model.parameters()).device
-    ids = torch.from_numpy(np.concatenate([prompt.ids, reply])).to(device)
+    ids = torch.from_numpy(np.concatenate([prompt.ids, response])).to(device)
     if not prompt.images:
         return bundle.embed(ids)
     features = bundle.features(bundle.pixel_values(prompt.images).to(device))
@@ -161,7 +161,7 @@ def _embedded(bundle: ModelBundle, prompt: Prompt, reply: np.ndarray) -> Tensor:
 
 
 def shown_patches(bundle: ModelBundle, prompt: Prompt) -> list[np.ndarray]:
-    """Return the indices of the patches that each picture of a prompt shows."""
+    """Return the indices of the patches that each image of a prompt shows."""
     if prompt.patches is not None:
         return prompt.patches
     return [np.arange(bundle.num_image_tokens(image)) for image in prompt.images]

@@ -1,6 +1,6 @@
-"""Reading a reply: `<think>…</think><answer>Up || Right</answer>` into reasoning, statements and actions.
+"""Reading a response: `<think>…</think><answer>Up || Right</answer>` into reasoning, statements and actions.
 
-A reply is untrusted text: whatever it holds, `parse_reply` returns and never raises. Nothing here
+A response is untrusted text: whatever it holds, `parse_response` returns and never raises. Nothing here
 knows about tokens but `label_tokens`, which carries the character spans over to them.
 """
 
@@ -26,8 +26,8 @@ _LABELS = {
 
 
 @dataclass(kw_only=True, slots=True)
-class ParsedReply:
-    """What a reply says. `actions` is empty exactly where the reply is not valid."""
+class ParsedResponse:
+    """What a response says. `actions` is empty exactly where the response is not valid."""
 
     think: str | None = None  # the reasoning: the think block's text, or its reasoning block's
     statements: dict[str, str] = field(default_factory=dict)  # observation and prediction
@@ -38,7 +38,7 @@ class ParsedReply:
 
     @property
     def valid(self) -> bool:
-        """Whether the reply has the required form and names known actions only."""
+        """Whether the response has the required form and names known actions only."""
         return bool(self.actions)
 
     @property
@@ -47,31 +47,31 @@ class ParsedReply:
         return self.spans.get(Span.ACTION)
 
 
-def parse_reply(
+def parse_response(
     text: str,
     action_names: Sequence[str],
     *,
     max_actions: int = 1,
     prompt_format: PromptFormat = PromptFormat.FREE_THINK,
     separator: str = "||",
-) -> ParsedReply:
-    """Parse a reply strictly: the blocks of its format in their order, blanks between them, nothing else.
+) -> ParsedResponse:
+    """Parse a response strictly: the blocks of its format in their order, blanks between them, nothing else.
 
     Names are compared without regard to case and outer blanks. More actions than `max_actions`
-    are cut to the first ones, as in RAGEN. An unknown name makes the whole reply invalid, and so does
+    are cut to the first ones, as in RAGEN. An unknown name makes the whole response invalid, and so does
     one of the format's own tags inside a block.
 
     Examples:
-        >>> parse_reply("<think>ice</think><answer>Up || Left</answer>", ["Up", "Left"], max_actions=2).actions
+        >>> parse_response("<think>ice</think><answer>Up || Left</answer>", ["Up", "Left"], max_actions=2).actions
         [0, 1]
-        >>> parse_reply("Up", ["Up", "Left"]).valid
+        >>> parse_response("Up", ["Up", "Left"]).valid
         False
     """
     match = _form(prompt_format).fullmatch(text)
     if match is None:
-        return ParsedReply()
+        return ParsedResponse()
     blocks = {name: words.strip() for name, words in match.groupdict().items()}
-    parsed = ParsedReply(
+    parsed = ParsedResponse(
         think=blocks.get(REASONING, blocks.get("think")),
         statements={name: blocks[name] for name in prompt_format.statements},
         spans={_LABELS[name]: match.span(name) for name in blocks},
@@ -83,16 +83,16 @@ def parse_reply(
     return parsed
 
 
-def label_tokens(parsed: ParsedReply, ends: Sequence[int], *, end_sampled: bool) -> np.ndarray:
-    """Label the tokens of a reply by the span that their last character lies in.
+def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bool) -> np.ndarray:
+    """Label the tokens of a response by the span that their last character lies in.
 
     Args:
-        parsed: the reply's parse.
-        ends: for each token, the number of characters of the reply up to and including it.
+        parsed: the response's parse.
+        ends: for each token, the number of characters of the response up to and including it.
         end_sampled: whether the last token is the end-of-turn token.
 
     Returns:
-        int8 `[reply]` of `Span` values. A reply without the required form is `OTHER` throughout.
+        int8 `[response]` of `Span` values. A response without the required form is `OTHER` throughout.
     """
     ends_array = np.asarray(ends, dtype=np.int64)
     labels = np.full(len(ends_array), Span.OTHER, dtype=np.int8)
@@ -107,7 +107,7 @@ def label_tokens(parsed: ParsedReply, ends: Sequence[int], *, end_sampled: bool)
 
 @cache
 def _form(prompt_format: PromptFormat) -> re.Pattern[str]:
-    """Return the expression of a format's replies.
+    """Return the expression of a format's responses.
 
     A block's text holds none of the format's tags, so that there is one way to read any text: the time
     taken grows with its length only, whatever a policy writes.

@@ -1,8 +1,8 @@
 """AgentProxy: the turn loop that joins environments, contexts and a rollout engine.
 
-All lanes take their turn together: one call of the engine serves every lane that is still playing.
-What a lane samples depends on the seeds of its own (group, member, turn) only, so neither the number
-of lanes nor the number of ranks changes a trajectory.
+All environments take their turn together: one call of the engine serves every environment that is still playing.
+What an environment samples depends on the seeds of its own (group, member, turn) only, so neither the number
+of environments nor the number of ranks changes a trajectory.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ import numpy as np
 
 from ragen_pl.rollout.context import ContextManager, Conversation
 from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
-from ragen_pl.rollout.environments import EnvironmentManager, Lane, Start, TurnResult
-from ragen_pl.rollout.errors import Unplayable
-from ragen_pl.rollout.formats import how_to_reply
+from ragen_pl.rollout.environments import (
+    EnvironmentManager,
+    EnvironmentSlot,
+    EpisodeSpec,
+    TurnResult,
+)
+from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.formats import format_instructions
 from ragen_pl.rollout.leave_out import look
-from ragen_pl.rollout.parsing import ParsedReply, label_tokens, parse_reply
+from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.temperature import AdaptiveTemperature
 from ragen_pl.seeding import uniforms
-from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 Progress = Callable[[int, int], None]  # (episodes done, episodes in all)
 
 
 @dataclass(slots=True)
 class Episode:
-    """A lane with its conversation and the trajectory it has made so far."""
+    """An environment with its conversation and the trajectory it has made so far."""
 
     number: int
-    lane: Lane
+    slot: EnvironmentSlot
     conversation: Conversation
     trajectory: Trajectory
     prompt: Prompt | None = None
@@ -43,24 +48,24 @@ class AgentProxy:
     """Play episodes with the policy behind an engine.
 
     Attributes:
-        max_reply_tokens: longest reply.
-        temperature: of sampled replies; greedy rollouts ignore it.
-        max_lanes: episodes played at once.
+        max_response_tokens: longest response.
+        temperature: of sampled responses; greedy rollouts ignore it.
+        num_envs: episodes played at once.
         adaptive_temperature: sets a turn's temperature by how the turns before it went; None leaves it.
     """
 
     environments: EnvironmentManager
     context: ContextManager
-    max_reply_tokens: int = 64
+    max_response_tokens: int = 64
     temperature: float = 1.0
-    max_lanes: int = 256
+    num_envs: int = 256
     progress: Progress | None = field(default=None)
     adaptive_temperature: AdaptiveTemperature | None = None
 
     def rollout(
         self,
         engine: RolloutEngine,
-        starts: Sequence[Start],
+        starts: Sequence[EpisodeSpec],
         *,
         seed_key: Sequence[int | str],
         greedy: bool = False,
@@ -68,14 +73,14 @@ class AgentProxy:
         """Play one episode for each start and return the trajectories in that order.
 
         Args:
-            engine: what replies.
+            engine: what responses.
             starts: which episodes; `group` and `member` enter the sampling seeds.
             seed_key: run seed, purpose and iteration, which the sampling seeds start with.
             greedy: take the most probable token instead of sampling.
         """
         trajectories: list[Trajectory] = []
-        for first in range(0, len(starts), self.max_lanes):
-            batch = starts[first : first + self.max_lanes]
+        for first in range(0, len(starts), self.num_envs):
+            batch = starts[first : first + self.num_envs]
             episodes = self._open(batch)
             playing = [episode for episode in episodes if not episode.done]
             while playing:
@@ -84,22 +89,22 @@ class AgentProxy:
                 if self.progress is not None:
                     self.progress(first + len(batch) - len(playing), len(starts))
             engine.release()
-            self.environments.close([episode.lane for episode in episodes])
+            self.environments.close([episode.slot for episode in episodes])
             trajectories.extend(episode.trajectory for episode in episodes)
         return trajectories
 
-    def _open(self, starts: Sequence[Start]) -> list[Episode]:
+    def _open(self, starts: Sequence[EpisodeSpec]) -> list[Episode]:
         episodes, manager = [], self.environments
-        form = how_to_reply(manager.prompt_format, max_actions=manager.max_actions_per_turn)
-        for number, lane in enumerate(manager.open(starts)):
-            instructions = f"{getattr(lane.env.unwrapped, 'instructions', '')} {form}".strip()
+        form = format_instructions(manager.prompt_format, max_actions=manager.max_actions_per_turn)
+        for number, slot in enumerate(manager.open(starts)):
+            instructions = f"{getattr(slot.env.unwrapped, 'instructions', '')} {form}".strip()
             trajectory = Trajectory(
-                group=lane.start.group, member=lane.start.member, seed=lane.start.seed, turns=[],
-                ending=Ending.FAILED, success=False, difficulty=lane.difficulty, error=lane.error,
+                group=slot.start.group, member=slot.start.member, seed=slot.start.seed, turns=[],
+                status=EpisodeStatus.FAILED, success=False, difficulty=slot.difficulty, error=slot.error,
             )  # fmt: skip
             conversation = self.context.start(instructions)
             trajectory.head = len(conversation.head_ids)
-            episode = Episode(number, lane, conversation, trajectory, done=lane.error is not None)
+            episode = Episode(number, slot, conversation, trajectory, done=slot.error is not None)
             if not episode.done:
                 self._show(episode)
             episodes.append(episode)
@@ -107,17 +112,17 @@ class AgentProxy:
 
     def _show(self, episode: Episode) -> None:
         """Make the prompt of the next turn, or end the trajectory where no room is left for it."""
-        assert episode.lane.observation is not None
+        assert episode.slot.observation is not None
         prompt = self.context.observe(
-            episode.conversation, episode.lane.observation, max_turns=self.environments.max_turns
+            episode.conversation, episode.slot.observation, max_turns=self.environments.max_turns
         )
-        if len(prompt.ids) + self.max_reply_tokens > self.context.max_tokens:
+        if len(prompt.ids) + self.max_response_tokens > self.context.max_tokens:
             if not episode.trajectory.turns:
-                raise Unplayable(
-                    f"the first prompt has {len(prompt.ids)} tokens and a reply may have {self.max_reply_tokens}, "
+                raise RolloutError(
+                    f"the first prompt has {len(prompt.ids)} tokens and a response may have {self.max_response_tokens}, "
                     f"more than context.max_tokens={self.context.max_tokens}; raise it"
                 )
-            self._end(episode, Ending.TRUNCATED, prompt)
+            self._end(episode, EpisodeStatus.TRUNCATED, prompt)
         episode.prompt = prompt
 
     def _turn(
@@ -129,19 +134,19 @@ class AgentProxy:
         greedy: bool,
     ) -> None:
         generations = self._generate(engine, playing, seed_key, greedy)
-        replies, pieces = [], []
+        responses, pieces = [], []
         for episode, generation in zip(playing, generations, strict=True):
             parts = self.context.pieces(generation.ids)
             pieces.append(parts)
-            replies.append(self._parse(episode, "".join(parts), generation))
-        lanes = [episode.lane for episode in playing]
-        known = [{"truth": lane.truth, "state_key": lane.state} for lane in lanes]
-        results = self.environments.step(lanes, replies)
-        for episode, generation, reply, parts, facts, result in zip(
-            playing, generations, replies, pieces, known, results, strict=True
+            responses.append(self._parse(episode, "".join(parts), generation))
+        slots = [episode.slot for episode in playing]
+        known = [{"truth": slot.truth, "state_key": slot.state} for slot in slots]
+        results = self.environments.step(slots, responses)
+        for episode, generation, response, parts, facts, result in zip(
+            playing, generations, responses, pieces, known, results, strict=True
         ):
-            turn = self._record(episode, generation, reply, parts, result)
-            if greedy:  # what the engine tells of a greedy reply is the distribution at 1
+            turn = self._record(episode, generation, response, parts, result)
+            if greedy:  # what the engine tells of a greedy response is the distribution at 1
                 turn.temperature = 1.0
             turn.info |= {name: fact for name, fact in facts.items() if fact is not None}
             self._go_on(episode, turn, result)
@@ -162,7 +167,9 @@ class AgentProxy:
         """Take what matters least out of the prompts."""
         prompts = [episode.prompt for episode in playing if episode.prompt is not None]
         parts = [self.context.candidates(episode.conversation) for episode in playing]
-        scores = look(self.context.bundle, engine, prompts, parts, max_tokens=self.max_reply_tokens)
+        scores = look(
+            self.context.bundle, engine, prompts, parts, max_tokens=self.max_response_tokens
+        )
         for episode, found in zip(playing, scores, strict=True):
             episode.prompt = self.context.narrow(episode.conversation, found)
 
@@ -170,16 +177,20 @@ class AgentProxy:
         self, episode: Episode, seed_key: Sequence[int | str], greedy: bool
     ) -> GenerationRequest:
         assert episode.prompt is not None
-        start = episode.lane.start
+        start = episode.slot.start
         draws = (
-            np.zeros(self.max_reply_tokens)
+            np.zeros(self.max_response_tokens)
             if greedy
             else uniforms(
-                *seed_key, start.group, start.member, episode.lane.turn, count=self.max_reply_tokens
+                *seed_key,
+                start.group,
+                start.member,
+                episode.slot.turn,
+                count=self.max_response_tokens,
             )
         )
         return GenerationRequest(
-            session=episode.number, prompt=episode.prompt, max_tokens=self.max_reply_tokens,
+            session=episode.number, prompt=episode.prompt, max_tokens=self.max_response_tokens,
             temperature=0.0 if greedy else self._warmth(episode), uniforms=draws,
         )  # fmt: skip
 
@@ -189,22 +200,22 @@ class AgentProxy:
             return self.temperature
         return self.adaptive_temperature(self.temperature, episode.trajectory.turns)
 
-    def _parse(self, episode: Episode, text: str, generation: Generation) -> ParsedReply:
-        reply = parse_reply(
-            text, episode.lane.action_names, max_actions=self.environments.max_actions_per_turn,
+    def _parse(self, episode: Episode, text: str, generation: Generation) -> ParsedResponse:
+        response = parse_response(
+            text, episode.slot.action_names, max_actions=self.environments.max_actions_per_turn,
             prompt_format=self.environments.prompt_format,
         )  # fmt: skip
         if (
-            generation.cut
-        ):  # a reply without its end is not an answer, whatever it happens to look like
-            reply.actions = []
-        return reply
+            generation.hit_length_limit
+        ):  # a response without its end is not an answer, whatever it happens to look like
+            response.actions = []
+        return response
 
     def _record(
         self,
         episode: Episode,
         generation: Generation,
-        reply: ParsedReply,
+        response: ParsedResponse,
         pieces: list[str],
         result: TurnResult,
     ) -> Turn:
@@ -215,20 +226,22 @@ class AgentProxy:
             observation=Observation(text=observation.text, images=observation.images),
             prompt_ids=episode.prompt.ids,
             prompt_images=episode.prompt.images,
-            reply_ids=generation.ids,
-            reply_logprobs=generation.logprobs,
-            reply_entropy=generation.entropy,
-            spans=label_tokens(reply, ends.tolist(), end_sampled=not generation.cut),
-            reply_text="".join(pieces),
-            think=reply.think,
+            response_ids=generation.ids,
+            response_logprobs=generation.logprobs,
+            response_entropy=generation.entropy,
+            spans=label_tokens(
+                response, ends.tolist(), end_sampled=not generation.hit_length_limit
+            ),
+            response_text="".join(pieces),
+            think=response.think,
             actions=result.carried_out,
-            action_is_valid=reply.valid,
+            action_is_valid=response.valid,
             action_is_effective=result.effective,
-            cut=generation.cut,
+            hit_length_limit=generation.hit_length_limit,
             reward=result.reward,
             temperature=self._warmth(episode),  # the turn is not in the trajectory yet
             info=result.info,
-            reward_parts=result.reward_parts,
+            reward_terms=result.reward_terms,
             statements=result.statements,
             prompt_patches=episode.prompt.patches,
             turns_left_out=episode.prompt.left_out,
@@ -239,23 +252,26 @@ class AgentProxy:
     def _go_on(self, episode: Episode, turn: Turn, result: TurnResult) -> None:
         trajectory = episode.trajectory
         trajectory.success = result.success
-        self.context.reply(
-            episode.conversation, ids=turn.reply_ids, text=turn.reply_text, actions=turn.actions
+        self.context.response(
+            episode.conversation,
+            ids=turn.response_ids,
+            text=turn.response_text,
+            actions=turn.actions,
         )
         if result.error is not None:
-            trajectory.error = episode.lane.error = result.error
-        if result.ending is None or (
-            result.ending is Ending.TRUNCATED and result.observation is not None
+            trajectory.error = episode.slot.error = result.error
+        if result.status is None or (
+            result.status is EpisodeStatus.TRUNCATED and result.observation is not None
         ):
             self._show(episode)
-        if result.ending is not None and not episode.done:
-            self._end(episode, result.ending, episode.prompt)
+        if result.status is not None and not episode.done:
+            self._end(episode, result.status, episode.prompt)
 
-    def _end(self, episode: Episode, ending: Ending, prompt: Prompt | None) -> None:
+    def _end(self, episode: Episode, status: EpisodeStatus, prompt: Prompt | None) -> None:
         """Close the trajectory; a truncated one keeps the state after its last turn to bootstrap from."""
         episode.done = True
-        episode.trajectory.ending = ending
-        if ending is Ending.TRUNCATED and prompt is not None:
+        episode.trajectory.status = status
+        if status is EpisodeStatus.TRUNCATED and prompt is not None:
             episode.trajectory.final_prompt_ids = prompt.ids
             episode.trajectory.final_images = prompt.images
             episode.trajectory.final_patches = prompt.patches

@@ -36,7 +36,7 @@ _WORDS = {
     (Axis.HORIZONTAL, -1): "Left",
     (Axis.HORIZONTAL, 1): "Right",
 }
-_MOST_THINGS = 64  # that are read of one statement: beyond it a reply only repeats itself
+_MOST_THINGS = 64  # that are read of one statement: beyond it a response only repeats itself
 
 
 def tell(relations: Iterable[Relation]) -> str:
@@ -59,7 +59,7 @@ def read(text: str, names: Sequence[str]) -> Claims:
 
     Args:
         text: anything a policy may write.
-        names: the things of the world; a plural is read as its singular.
+        names: the things of the environment; a plural is read as its singular.
 
     >>> sorted(read("The goal is below, to the left; no dragons.", ["goal"]))
     [('goal', <Axis.HORIZONTAL: 'horizontal'>, -1), ('goal', <Axis.VERTICAL: 'vertical'>, 1)]

@@ -1,6 +1,6 @@
-"""Sampling the replies of one engine call, a column of tokens at a time.
+"""Sampling the responses of one engine call, a column of tokens at a time.
 
-What decides a token (`Draws`) and what has been sampled so far (`Replies`); models and caches are the
+What decides a token (`Draws`) and what has been sampled so far (`Responses`); models and caches are the
 engine's.
 """
 
@@ -18,8 +18,8 @@ from ragen_pl.rollout.engine import Generation, GenerationRequest
 
 
 @dataclass(slots=True)
-class Draws:
-    """What decides each lane's next token beside the logits."""
+class SamplingParameters:
+    """What decides each environment's next token beside the logits."""
 
     uniforms: Tensor  # float64 [rows, tokens]
     temperature: Tensor | float  # [rows, 1], or 1.0 for all
@@ -29,7 +29,7 @@ class Draws:
     @classmethod
     def of(
         cls, requests: Sequence[GenerationRequest], *, banned: Sequence[int], device: torch.device
-    ) -> Draws:
+    ) -> SamplingParameters:
         """Return what the requests ask for."""
         width = max(request.max_tokens for request in requests)
         uniforms = np.zeros((len(requests), width))
@@ -53,25 +53,25 @@ class Draws:
         token = draw(log_probs, self.uniforms[:, step], greedy=self.greedy)
         return token, log_probs.gather(-1, token[:, None]).squeeze(-1), entropy(log_probs)
 
-    def select(self, rows: Tensor) -> Draws:
+    def select(self, rows: Tensor) -> SamplingParameters:
         """Return the draws of these rows."""
         warmth = self.temperature if isinstance(self.temperature, float) else self.temperature[rows]
-        return Draws(self.uniforms[rows], warmth, self.greedy[rows], self.banned)
+        return SamplingParameters(self.uniforms[rows], warmth, self.greedy[rows], self.banned)
 
 
-class Replies:
-    """The replies of one call.
+class Responses:
+    """The responses of one call.
 
     Args:
-        limits: most tokens of each reply.
-        eos: ids that end a reply.
+        limits: most tokens of each response.
+        eos: ids that end a response.
     """
 
     def __init__(self, limits: Sequence[int], *, eos: Collection[int]) -> None:
         self.eos = frozenset(eos)
         self.limits = np.asarray(limits)
-        self.length = np.zeros(len(limits), dtype=np.int64)  # 0 while a reply goes on
-        self.cut = np.zeros(len(limits), dtype=bool)
+        self.length = np.zeros(len(limits), dtype=np.int64)  # 0 while a response goes on
+        self.hit_length_limit = np.zeros(len(limits), dtype=bool)
         self._rows: list[np.ndarray] = []
         self._tokens: list[np.ndarray] = []
         self._figures: list[Tensor] = []  # log-probs and entropies, fetched once at the end
@@ -79,9 +79,9 @@ class Replies:
     def add(
         self, rows: np.ndarray, tokens: Tensor, logprobs: Tensor, entropies: Tensor
     ) -> np.ndarray:
-        """Append a token to the replies `rows`; return bool `[rows]`, which of them go on.
+        """Append a token to the responses `rows`; return bool `[rows]`, which of them go on.
 
-        What is appended to a reply that has ended is left out of it.
+        What is appended to a response that has ended is left out of it.
         """
         ids = tokens.cpu().numpy()
         self._rows.append(rows)
@@ -92,21 +92,21 @@ class Replies:
         going = self.length[rows] == 0
         done = going & (ended | (count >= self.limits[rows]))
         self.length[rows[done]] = count
-        self.cut[rows[done]] = ~ended[done]
+        self.hit_length_limit[rows[done]] = ~ended[done]
         return going & ~done
 
     def generations(self) -> list[Generation]:
-        """Return the replies, once none goes on."""
+        """Return the responses, once none goes on."""
         rows = np.concatenate(self._rows)
         columns = np.repeat(np.arange(len(self._rows)), [len(part) for part in self._rows])
         shape = (len(self.length), len(self._rows))
-        ids, figures = np.zeros(shape, dtype=np.int64), np.zeros((2, *shape), dtype=np.float32)
+        ids, metrics = np.zeros(shape, dtype=np.int64), np.zeros((2, *shape), dtype=np.float32)
         ids[rows, columns] = np.concatenate(self._tokens)
-        figures[:, rows, columns] = torch.cat(self._figures, dim=1).float().cpu().numpy()
+        metrics[:, rows, columns] = torch.cat(self._figures, dim=1).float().cpu().numpy()
         return [
             Generation(
-                ids=ids[row, :length].copy(), logprobs=figures[0, row, :length].copy(),
-                entropy=float(figures[1, row, :length].mean()), cut=bool(self.cut[row]),
+                ids=ids[row, :length].copy(), logprobs=metrics[0, row, :length].copy(),
+                entropy=float(metrics[1, row, :length].mean()), hit_length_limit=bool(self.hit_length_limit[row]),
             )
             for row, length in enumerate(self.length.tolist())
         ]  # fmt: skip

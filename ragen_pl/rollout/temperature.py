@@ -1,7 +1,7 @@
 """A sampling temperature for each turn, from what the environment has said so far; off by default.
 
-The critic is not at hand while replies are sampled, so that only feedback counts: rewards, and whether
-actions changed the world.
+The critic is not at hand while responses are sampled, so that only feedback counts: rewards, and whether
+actions changed the environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class AdaptiveTemperature:
     """`clip(temperature + beta progress, low, high)`: bolder when things go well, careful after setbacks.
 
     Progress is the mean over the last `window` turns of `reward * (the turn's reward) + effective * (1 if its
-    actions changed the world, else -1)`; 0 at the first turn.
+    actions changed the environment, else -1)`; 0 at the first turn.
     """
 
     beta: float = 0.2

@@ -1,4 +1,4 @@
-"""Formulas against the recorded figures of reference implementations, to float32 accuracy."""
+"""Formulas against the recorded metrics of reference implementations, to float32 accuracy."""
 
 import json
 from pathlib import Path

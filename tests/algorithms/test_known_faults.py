@@ -17,11 +17,11 @@ from ragen_pl.algorithms.whitening import whiten
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.models.build import build_small_lm
+from ragen_pl.rewards.shaping import RewardShaping
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, Start
-from ragen_pl.rollout.parsing import ParsedReply
-from ragen_pl.rollout.shaping import RewardShaping
-from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.parsing import ParsedResponse
+from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 TURNS = torch.tensor([[0, 0, 1, 1, 2, 2]])
 FOUR = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
@@ -47,14 +47,14 @@ def test_a_format_penalty_survives_turn_rewards_and_shaping() -> None:
     manager = EnvironmentManager(
         target="ragen/FrozenLake-v0", format_penalty=0.3, invalid_ends=False, max_turns=2
     )
-    lanes = manager.open([Start(group=0, member=0, seed=0)])
-    [first] = manager.step(lanes, [ParsedReply()])
+    slots = manager.open([EpisodeSpec(group=0, member=0, seed=0)])
+    [first] = manager.step(slots, [ParsedResponse()])
     assert first.reward == pytest.approx(-0.3)
     for place in ("turn", "end"):
         for weights in ({}, {"turn_weight": 0.0}, {"action_efficiency": 0.1}):
             trajectory = played([(5, -0.3), (4, 1.0)])
-            trajectory.turns[0].reward_parts = {"format": -0.3}
-            trajectory.turns[1].reward_parts = {"environment": 1.0}
+            trajectory.turns[0].reward_terms = {"format": -0.3}
+            trajectory.turns[1].reward_terms = {"environment": 1.0}
             RewardShaping(place=place, **weights).settle([trajectory])
             assert trajectory.reward == pytest.approx(0.7)
             assert [turn.reward for turn in trajectory.turns][place == "end"] == pytest.approx(
@@ -137,13 +137,13 @@ def test_whitening_counts_neither_padding_nor_filler() -> None:
         assert whiten(x, mask)[mask].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
 
 
-def test_a_reply_that_was_cut_does_not_turn_the_mask_onto_what_is_shown() -> None:
+def test_a_response_that_was_cut_does_not_turn_the_mask_onto_what_is_shown() -> None:
     trajectory = played([(-4, 0.0), (5, 1.0)], window="all")
     batch = collate([trajectory], bundle())
     samples = batch.samples
     trained = samples.input_ids[samples.loss_mask].tolist()
-    assert trained == [id for turn in trajectory.turns for id in turn.reply_ids.tolist()]
-    assert batch.episodes.cut.tolist() == [[True, False]]
+    assert trained == [id for turn in trajectory.turns for id in turn.response_ids.tolist()]
+    assert batch.episodes.hit_length_limit.tolist() == [[True, False]]
 
 
 _BUNDLE = []
@@ -156,26 +156,26 @@ def bundle():
     return _BUNDLE[0]
 
 
-def played(replies, *, member=0, window=1) -> Trajectory:
-    """An episode of replies given as (length, reward); a negative length is a cut reply."""
+def played(responses, *, member=0, window=1) -> Trajectory:
+    """An episode of responses given as (length, reward); a negative length is a cut response."""
     context = ContextManager(bundle(), window=window, system_prompt=None)
     talk, turns = context.start(""), []
-    for number, (length, reward) in enumerate(replies):
+    for number, (length, reward) in enumerate(responses):
         seen = Observation(text=f"see {number}")
         prompt = context.observe(talk, seen, max_turns=9)
         ids = torch.arange(30 + number, 30 + number + abs(length)).numpy()
         if length > 0:
             ids[-1] = bundle().end_of_turn_id
-        context.reply(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
+        context.response(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
         turns.append(
             Turn(
-                observation=seen, prompt_ids=prompt.ids, prompt_images=[], reply_ids=ids,
-                reply_logprobs=torch.zeros(len(ids)).numpy(), reply_entropy=1.0,
-                spans=torch.ones(len(ids), dtype=torch.int8).numpy(), reply_text="", think=None,
-                actions=[], action_is_valid=True, action_is_effective=True, cut=length < 0,
+                observation=seen, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
+                response_logprobs=torch.zeros(len(ids)).numpy(), response_entropy=1.0,
+                spans=torch.ones(len(ids), dtype=torch.int8).numpy(), response_text="", think=None,
+                actions=[], action_is_valid=True, action_is_effective=True, hit_length_limit=length < 0,
                 reward=reward, temperature=1.0,
             )
         )  # fmt: skip
     return Trajectory(
-        group=0, member=member, seed=0, turns=turns, ending=Ending.TERMINATED, success=False
+        group=0, member=member, seed=0, turns=turns, status=EpisodeStatus.TERMINATED, success=False
     )

@@ -59,7 +59,7 @@ def test_an_action_does_not_reach_into_the_turn_before() -> None:
 
 
 @st.composite
-def replies(draw):
+def responses(draw):
     turn, rows = [], draw(st.integers(1, 3))
     for _ in range(rows):
         line = sorted(draw(st.lists(st.integers(0, 3), max_size=8)))
@@ -71,7 +71,7 @@ def replies(draw):
 
 @pytest.mark.parametrize("mask", MASKS)
 @maths
-@given(batch=replies())
+@given(batch=responses())
 def test_every_turn_keeps_its_reward(mask, batch) -> None:
     labels, turn = batch
     kept = mask(labels, turn)

@@ -42,20 +42,20 @@ def test_both_sides_play_the_same_dialogue(images):
     )  # many ends, were they allowed
     bundle = rollout.Endless(made.model, made.tokenizer, made.processor)
     engine, shapes = TransformersEngine(bundle), []
-    for reply in (
-        partial(rollout.engine_reply, engine, 5),
-        partial(rollout.generate_reply, bundle, 5),
+    for response in (
+        partial(rollout.engine_response, engine, 5),
+        partial(rollout.generate_response, bundle, 5),
     ):
         seen = []
 
-        def watched(turn, prompts, reply=reply, seen=seen):
-            replies = reply(turn, prompts)
+        def watched(turn, prompts, response=response, seen=seen):
+            responses = response(turn, prompts)
             seen.append(([len(p.ids) for p in prompts], [len(p.images) for p in prompts]))
-            assert [len(ids) for ids in replies] == [5] * 3
-            assert not set(np.concatenate(replies).tolist()) & set(bundle.eos_token_ids)
-            return replies
+            assert [len(ids) for ids in responses] == [5] * 3
+            assert not set(np.concatenate(responses).tolist()) & set(bundle.eos_token_ids)
+            return responses
 
-        rollout.Dialogue(lanes=3, turns=3, rules=True).play(bundle, watched)
+        rollout.Dialogue(slots=3, turns=3, rules=True).play(bundle, watched)
         shapes.append(seen)
     assert shapes[0] == shapes[1]
     assert [images for _, images in shapes[0]] == [[t * images] * 3 for t in (1, 2, 3)]
@@ -88,7 +88,7 @@ def test_a_stopwatch_adds_up_and_starts_again():
 def test_rollout_prints_both_tables(monkeypatch, capsys):
     monkeypatch.setattr(rollout, "TURNS_OF_FIT", (1, 2))
     monkeypatch.setattr(rollout, "MODELS", {"default, text": partial(build_small_lm, text=TEXT)})
-    arguments = "rollout.py --lanes 2 --turns 2 --reply-tokens 3 --rounds 1"
+    arguments = "rollout.py --environments 2 --turns 2 --response-tokens 3 --rounds 1"
     monkeypatch.setattr(sys, "argv", arguments.split())
     rollout.main()
     printed = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_rollout_prints_both_tables(monkeypatch, capsys):
 
 
 def test_update_prints_both_windows(monkeypatch, capsys):
-    arguments = "update.py --iterations 2 rollout.groups=8 panel.episodes=4"
+    arguments = "update.py --iterations 2 rollout.groups=8 validation.episodes=4"
     monkeypatch.setattr(sys, "argv", arguments.split())
     update.main()
     printed = capsys.readouterr().out
@@ -108,8 +108,10 @@ def test_the_comparison_tells_means_over_seeds(tmp_path: Path) -> None:
     comparison, report = load("comparison"), load("comparison_report")
     folders = {}
     for seed, last in enumerate((0.4, 0.6)):
-        cell = comparison.Cell(world="frozenlake_visual", algorithm="trico, masks only", seed=seed)
-        folder = folders[cell.world, cell.algorithm, seed] = cell.folder(tmp_path)
+        cell = comparison.Cell(
+            environment="frozenlake_visual", algorithm="trico, masks only", seed=seed
+        )
+        folder = folders[cell.environment, cell.algorithm, seed] = cell.folder(tmp_path)
         (folder / "plots").mkdir(parents=True)
         rows = [
             {"iteration": 10 * n, "elapsed_s": 60.0 * n, "val/success": last * n} for n in (0, 1)
@@ -135,7 +137,7 @@ def test_the_collapse_page_tells_which_alarm_was_first(tmp_path: Path) -> None:
         name: collapse.Run(
             readings={at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)},
             events=events,
-            panel=rows[-1][0],
+            validation_set=rows[-1][0],
         )
         for name, rows, events in (
             ("left alone", alone, []),

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ragen_pl.rollout.engine import Prompt
-from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import leave_out
@@ -18,14 +18,14 @@ def episode(*prompts: int, success: bool) -> Trajectory:
     turns = [
         Turn(
             observation=Observation(text=""), prompt_ids=np.zeros(length, np.int64),
-            prompt_images=[], reply_ids=np.zeros(3, np.int64), reply_logprobs=np.zeros(3),
-            reply_entropy=0.0, spans=np.zeros(3, np.int8), reply_text="", think=None, actions=[],
-            action_is_valid=True, action_is_effective=True, cut=False, reward=0.0, temperature=1.0,
+            prompt_images=[], response_ids=np.zeros(3, np.int64), response_logprobs=np.zeros(3),
+            response_entropy=0.0, spans=np.zeros(3, np.int8), response_text="", think=None, actions=[],
+            action_is_valid=True, action_is_effective=True, hit_length_limit=False, reward=0.0, temperature=1.0,
         )
         for length in prompts
     ]  # fmt: skip
     return Trajectory(
-        group=0, member=0, seed=0, turns=turns, ending=Ending.TERMINATED, success=success
+        group=0, member=0, seed=0, turns=turns, status=EpisodeStatus.TERMINATED, success=success
     )
 
 

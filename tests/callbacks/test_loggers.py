@@ -16,8 +16,8 @@ from mlflow.tracking import MlflowClient
 from torch.utils.data import DataLoader
 
 from ragen_pl.config import ConfigError
-from ragen_pl.loggers import RunCSVLogger, RunLogger
-from ragen_pl.tracking import check_reachable, tracking_uri, version_tags
+from ragen_pl.run.loggers import RunCSVLogger, RunLogger
+from ragen_pl.run.tracking import check_reachable, tracking_uri, version_tags
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
 
@@ -114,9 +114,9 @@ def test_two_fits_of_one_run_end_as_finished(tmp_path: Path, run: Path) -> None:
     logger.log_graph(None)
     assert client.get_run(run_id).info.status == "RUNNING"
     logger.finalize("success")
-    logger.log_metrics({"panel/success": 0.5}, 3)
+    logger.log_metrics({"validation set/success": 0.5}, 3)
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert client.get_run(run_id).data.metrics["panel/success"] == 0.5
+    assert client.get_run(run_id).data.metrics["validation set/success"] == 0.5
 
 
 def test_a_run_stopped_by_hand_is_killed(tmp_path: Path, run: Path) -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401
-from envs.players import OptimalPlayer
+from envs.policies import OptimalPolicy
 from ragen_pl.callbacks.cross_scoring import cross_score, first_thoughts
 from ragen_pl.metrics.probes import Regime, probe_reasoning
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, Start
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.scripted import ScriptedProxy
 
 TEXT = {
@@ -49,7 +49,7 @@ def test_three_by_three_with_a_tie_and_a_miss():
     scores = torch.tensor([[-1.0, -1.0, -9.0], [-5.0, -4.0, -3.0], [-7.0, -8.0, -2.0]])
     probe = probe_reasoning(scores, ones(3))
     assert probe.retrieval_accuracy == pytest.approx((1 / 2 + 0 + 1) / 3)
-    assert probe.figures()["retrieval_above_chance"] == pytest.approx(0.5 - 1 / 3)
+    assert probe.metrics()["retrieval_above_chance"] == pytest.approx(0.5 - 1 / 3)
     assert "of at most 1.10 nats (log N)" in str(probe)
 
 
@@ -86,8 +86,8 @@ def test_scores_that_are_no_square_are_refused():
         probe_reasoning(torch.zeros(2, 3), ones(2))
 
 
-def policy_and_thoughts(*, pictures, count=5, starts=8):
-    if pictures:
+def policy_and_thoughts(*, images, count=5, starts=8):
+    if images:
         bundle = build_small_vlm(seed=0, text=TEXT, vision={"width": 32, "heads": 2})
     else:
         bundle = build_small_lm(seed=0, text=TEXT)
@@ -97,22 +97,23 @@ def policy_and_thoughts(*, pictures, count=5, starts=8):
                 parameter.mul_(3.0)  # so that the prompt matters
     proxy = ScriptedProxy(
         environments=EnvironmentManager(
-            target=f"ragen/FrozenLake{'Visual' * pictures}-v0",
+            target=f"ragen/FrozenLake{'Visual' * images}-v0",
             max_turns=2,
             kwargs={"min_distance": 1},
         ),
         context=ContextManager(bundle, system_prompt=None),
-        player=OptimalPlayer(),
+        scripted_policy=OptimalPolicy(),
     )
     played = proxy.play(
-        [Start(group=n // 2, member=n % 2, seed=n // 2) for n in range(2 * starts)], seed_key=(0,)
+        [EpisodeSpec(group=n // 2, member=n % 2, seed=n // 2) for n in range(2 * starts)],
+        seed_key=(0,),
     )
     return PolicyModule(bundle).eval(), played, first_thoughts(played, count=count)
 
 
-@pytest.mark.parametrize("pictures", [False, True])
-def test_cross_scores_are_the_policys_own_whatever_the_batching(pictures):
-    policy, _, thoughts = policy_and_thoughts(pictures=pictures)
+@pytest.mark.parametrize("images", [False, True])
+def test_cross_scores_are_the_policys_own_whatever_the_batching(images):
+    policy, _, thoughts = policy_and_thoughts(images=images)
     scores, lengths = cross_score(policy, thoughts)
     assert scores.shape == (5, 5) and lengths.tolist() == [len(thought.ids) for thought in thoughts]
     one_by_one, _ = cross_score(policy, thoughts, tokens_per_forward=1)
@@ -123,12 +124,12 @@ def test_cross_scores_are_the_policys_own_whatever_the_batching(pictures):
 
 
 def test_thoughts_are_first_ones_of_different_groups_and_prompts():
-    _, played, thoughts = policy_and_thoughts(pictures=False, count=100)
+    _, played, thoughts = policy_and_thoughts(images=False, count=100)
     assert [thought.group for thought in thoughts] == list(range(8))
     turn = played[0].turns[0]
     kept = thoughts[0].ids
-    assert np.array_equal(kept, turn.reply_ids[: len(kept)])
-    assert len(kept) == len(turn.reply_ids) - 5  # </think>, three of the answer, the end
+    assert np.array_equal(kept, turn.response_ids[: len(kept)])
+    assert len(kept) == len(turn.response_ids) - 5  # </think>, three of the answer, the end
     for one in played:
         one.turns[0].prompt_ids = played[0].turns[0].prompt_ids
     assert len(first_thoughts(played, count=100)) == 1

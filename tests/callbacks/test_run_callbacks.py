@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.callbacks.summary import RunSummary, open_command, resume_command
 from ragen_pl.callbacks.trajectories import LogTrajectories, strip
-from ragen_pl.evaluation.records import read_records
-from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
+from ragen_pl.viewing.records import read_records
 
 
 def trajectory(group: int, *, side: int = 8) -> Trajectory:
@@ -27,16 +27,16 @@ def trajectory(group: int, *, side: int = 8) -> Trajectory:
         observation=Observation(text="look", images=[np.full((side, side, 3), 9, np.uint8)]),
         prompt_ids=np.arange(5),
         prompt_images=[],
-        reply_ids=np.arange(3),
-        reply_logprobs=np.full(3, -0.5, np.float32),
-        reply_entropy=0.7,
+        response_ids=np.arange(3),
+        response_logprobs=np.full(3, -0.5, np.float32),
+        response_entropy=0.7,
         spans=np.zeros(3, np.int8),
-        reply_text="<think>é</think><answer>Up</answer>",
+        response_text="<think>é</think><answer>Up</answer>",
         think="é",
         actions=["Up"],
         action_is_valid=True,
         action_is_effective=False,
-        cut=False,
+        hit_length_limit=False,
         reward=0.25,
         temperature=1.0,
         info={"success": np.bool_(True)},
@@ -46,13 +46,13 @@ def trajectory(group: int, *, side: int = 8) -> Trajectory:
         member=0,
         seed=3,
         turns=[turn, turn],
-        ending=Ending.TERMINATED,
+        status=EpisodeStatus.TERMINATED,
         success=True,
         final_images=[np.zeros((200, 10, 3), np.uint8)],
     )
 
 
-class Player(pl.LightningModule):
+class ScriptedPolicy(pl.LightningModule):
     """Tells its callbacks of a rollout before each epoch, as the rollout/update loop does."""
 
     def __init__(self, *, fail_in: int = -1) -> None:
@@ -89,7 +89,9 @@ class Player(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(tmp_path: Path, *callbacks: pl.Callback, module: Player, **trainer: object) -> pl.Trainer:
+def fit(
+    tmp_path: Path, *callbacks: pl.Callback, module: ScriptedPolicy, **trainer: object
+) -> pl.Trainer:
     settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "logger": False, **trainer}
     fitted = pl.Trainer(
         accelerator="cpu",
@@ -106,18 +108,18 @@ def fit(tmp_path: Path, *callbacks: pl.Callback, module: Player, **trainer: obje
 
 def test_a_log_gets_one_line_an_iteration(tmp_path: Path) -> None:
     out = io.StringIO()
-    fit(tmp_path, RolloutProgress(console=Console(file=out)), module=Player())
+    fit(tmp_path, RolloutProgress(console=Console(file=out)), module=ScriptedPolicy())
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"iteration {n}/3" for n in (1, 2, 3)]
     assert "success 0.100" in lines[1]
-    assert "panel 0.750" in lines[1]
+    assert "validation set 0.750" in lines[1]
     assert "tokens/s" in lines[0]
     assert "left" in lines[0]
 
 
 def test_a_phase_by_steps_gets_a_few_lines(tmp_path: Path) -> None:
     out = io.StringIO()
-    module = Player()
+    module = ScriptedPolicy()
     module.phase = "warm start"
     progress = RolloutProgress(console=Console(file=out), lines=2)
     fit(tmp_path, progress, module=module, max_epochs=-1, max_steps=8)
@@ -132,51 +134,51 @@ def test_a_terminal_gets_a_live_display_that_is_closed_even_after_an_error(
     out = io.StringIO()
     progress = RolloutProgress(console=Console(file=out, force_terminal=True, width=100))
     with pytest.raises(RuntimeError, match="stopped") if fail_in >= 0 else nullcontext():
-        fit(tmp_path, progress, module=Player(fail_in=fail_in))
+        fit(tmp_path, progress, module=ScriptedPolicy(fail_in=fail_in))
     shown = out.getvalue()
     assert "iteration" in shown
     assert done in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # cursor hidden, shown again
 
 
-def test_trajectories_are_kept_with_their_pictures(tmp_path: Path) -> None:
-    fit(tmp_path, LogTrajectories(every_n_iterations=2, count=3), module=Player())
+def test_trajectories_are_kept_with_their_images(tmp_path: Path) -> None:
+    fit(tmp_path, LogTrajectories(every_n_iterations=2, count=3), module=ScriptedPolicy())
     folders = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
     assert folders == ["iteration_0000", "iteration_0002"]
     folder = tmp_path / "trajectories" / "iteration_0002"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"trajectories.jsonl", "page.html", "pictures", "0.png", "1.png", "2.png"}
+    assert names == {"trajectories.jsonl", "page.html", "images", "0.png", "1.png", "2.png"}
     read = list(read_records(folder / "trajectories.jsonl"))[1]
-    assert (read["group"], read["return"], read["ending"]) == (2, 0.5, "terminated")
+    assert (read["group"], read["return"], read["status"]) == (2, 0.5, "terminated")
     assert read["iteration"] == 2
     assert read["turns"][0]["think"] == "é"
     assert read["turns"][0]["logprobs"] == [-0.5] * 3
-    with Image.open(folder / "1.png") as picture:
-        assert picture.size == (96 + 4 + 96 + 4 + 10, 200)
+    with Image.open(folder / "1.png") as image:
+        assert image.size == (96 + 4 + 96 + 4 + 10, 200)
 
 
 def test_trajectories_go_to_mlflow_too(tmp_path: Path, empty_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    from ragen_pl.loggers import RunLogger
+    from ragen_pl.run.loggers import RunLogger
 
     uri = f"sqlite:///{empty_store}"
     logger = RunLogger(run_dir=str(tmp_path), uri=uri)
-    fit(tmp_path, LogTrajectories(count=1), module=Player(), logger=logger, max_epochs=1)
+    fit(tmp_path, LogTrajectories(count=1), module=ScriptedPolicy(), logger=logger, max_epochs=1)
     files = MlflowClient(uri).list_artifacts(logger.run_id, "trajectories/iteration_0000")
     names = [Path(file.path).name for file in files]
-    assert names == ["0.png", "page.html", "pictures", "trajectories.jsonl"]
+    assert names == ["0.png", "page.html", "images", "trajectories.jsonl"]
 
 
 def test_some_episodes_become_mlflow_traces(tmp_path: Path, empty_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    from ragen_pl.loggers import RunLogger
+    from ragen_pl.run.loggers import RunLogger
 
     uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     logger = RunLogger(run_dir=str(tmp_path), uri=uri)
     kept = LogTrajectories(count=3, traces=2)
-    fit(tmp_path, kept, module=Player(), logger=logger, max_epochs=1)
+    fit(tmp_path, kept, module=ScriptedPolicy(), logger=logger, max_epochs=1)
     client = MlflowClient(uri)
     traces = client.search_traces(locations=[str(logger.experiment_id)], run_id=logger.run_id)
     assert len(traces) == 2
@@ -187,10 +189,10 @@ def test_some_episodes_become_mlflow_traces(tmp_path: Path, empty_store: Path) -
     ]  # fmt: skip
     turn, step = rest[:2]
     assert (turn.parent_id, step.parent_id) == (first.span_id, turn.span_id)
-    assert turn.outputs["reply"] == "<think>é</think><answer>Up</answer>"
+    assert turn.outputs["response"] == "<think>é</think><answer>Up</answer>"
     assert (step.inputs, step.outputs["reward"]) == ({"actions": ["Up"]}, 0.25)
-    (picture,) = turn.inputs["pictures"]
-    assert picture.startswith("mlflow-attachment://") and "image%2Fpng" in picture
+    (image,) = turn.inputs["images"]
+    assert image.startswith("mlflow-attachment://") and "image%2Fpng" in image
     place = traces[0].info.tags["mlflow.artifactLocation"].removeprefix("file://")
     stored = list(Path(place).rglob("attachments/*"))
     assert [file.read_bytes()[1:4] for file in stored] == [b"PNG"] * 3
@@ -201,12 +203,12 @@ def test_wrong_settings_are_refused() -> None:
         LogTrajectories(every_n_iterations=0)
 
 
-def test_a_strip_enlarges_small_pictures_and_keeps_their_pixels() -> None:
-    picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    canvas = strip([picture, picture])
+def test_a_strip_enlarges_small_images_and_keeps_their_pixels() -> None:
+    image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    canvas = strip([image, image])
     assert canvas.shape == (96, 196, 3)
-    assert (canvas[::24, :96:24] == picture).all()
-    assert (canvas[::24, 100::24] == picture).all()
+    assert (canvas[::24, :96:24] == image).all()
+    assert (canvas[::24, 100::24] == image).all()
     assert (canvas[:, 96:100] == 255).all()
 
 
@@ -215,7 +217,7 @@ def test_the_summary_sets_before_and_after_beside_the_players(tmp_path: Path) ->
     summary = RunSummary(
         references={"random": {"success": 0.125}}, console=Console(file=out, width=200)
     )
-    trainer = fit(tmp_path, summary, module=Player())
+    trainer = fit(tmp_path, summary, module=ScriptedPolicy())
     shown = out.getvalue()
     assert "0.500 ± 0.049" in shown
     assert "1.000 ± " in shown

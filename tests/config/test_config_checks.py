@@ -20,7 +20,7 @@ from ragen_pl.evaluation.settings import settle
 NONSENSE = "no such thing"
 
 
-EVALUATION = ("panels",)  # groups of evaluate.yaml, not of fit.yaml
+EVALUATION = ("validation_sets",)  # groups of evaluate.yaml, not of fit.yaml
 
 
 def shipped_configs() -> list[tuple[str, str]]:
@@ -30,7 +30,7 @@ def shipped_configs() -> list[tuple[str, str]]:
         group = file.parent.name
         command = "evaluate" if group in EVALUATION else "fit"
         option = f"{group}={file.stem}"
-        # a model without pictures goes with a world told in words
+        # a model without images goes with an environment told in words
         more = " env=frozenlake" if option == "model=small_lm" else ""
         options.append((command, f"{option}{more}"))
     return options

@@ -61,12 +61,12 @@ def call(program: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
             "unknown key trainer.max_epoch; did you mean trainer.max_epochs?",
         ),
         (
-            ["world=lakes"],
-            "world=lakes: no such option; did you mean lake? world is one of bandit, lake",
+            ["environment=lakes"],
+            "environment=lakes: no such option; did you mean lake? environment is one of bandit, lake",
         ),
-        (["world=null"], "world=null: world is one of bandit, lake"),
+        (["environment=null"], "environment=null: environment is one of bandit, lake"),
         (["wrld=lake"], "unknown key wrld"),
-        (["+world=nope"], "world=nope: no such option"),
+        (["+environment=nope"], "environment=nope: no such option"),
         (["ckpt_path=gone.ckpt"], "ckpt_path=gone.ckpt: expected a path that exists"),
         (["seed"], "seed: expected key=value"),
         (["~sed"], "~sed: there is no such key; did you mean seed?"),
@@ -88,12 +88,12 @@ def test_a_mistake_is_told_in_one_line(program: Path, arguments: list[str], told
 
 def test_hydras_own_ways_are_kept(program: Path) -> None:
     assert call(program).stdout == "run 0 lake light\n"
-    assert call(program, "world=bandit", "seed=3").stdout == "run 3 bandit light\n"
+    assert call(program, "environment=bandit", "seed=3").stdout == "run 3 bandit light\n"
     shown = call(program, "--cfg", "job", "seed=5")
     assert shown.returncode == 0
     assert "seed: 5" in shown.stdout
-    assert "world" in call(program, "--help").stdout
-    swept = call(program, "-m", "seed=1,2", "world=lake,bandit").stdout
+    assert "environment" in call(program, "--help").stdout
+    swept = call(program, "-m", "seed=1,2", "environment=lake,bandit").stdout
     assert [line for line in swept.splitlines() if line.startswith("run")] == [
         f"run {seed} {name} light" for seed in (1, 2) for name in ("lake", "bandit")
     ]

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError
-from ragen_pl.preflight import check_environment, preflight
+from ragen_pl.run.checks import check_environment, preflight
 
 LAKE = "envs:ragen/FrozenLake-v0"
 
@@ -21,7 +21,7 @@ def config(root: Path, **changes: object) -> DictConfig:
             "env": {"name": "lake", "target": LAKE, "kwargs": {"size": 4}},
             "paths": {"root": str(root), "run_dir": None},
             "ckpt_path": None,
-            "logger": {"_target_": "ragen_pl.loggers.RunLogger"},
+            "logger": {"_target_": "ragen_pl.run.loggers.RunLogger"},
             **changes,
         }
     )
@@ -70,7 +70,7 @@ def test_an_unreachable_server_is_told_where_it_is_to_be_used(
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys, ragen_pl.preflight as p\n"
+        "import sys, ragen_pl.run.checks as p\n"
         "from omegaconf import OmegaConf\n"
         f"p.check_environment(OmegaConf.create({{'target': {LAKE!r}, 'kwargs': {{}}}}))\n"
         "print(sorted({'torch', 'lightning', 'transformers', 'mlflow'} & set(sys.modules)))"
@@ -94,8 +94,8 @@ def test_nothing_heavy_is_imported() -> None:
 def test_a_reward_for_statements_needs_statements_and_a_truth(
     target, prompt_format, told, tmp_path
 ):
-    world = {"name": "w", "target": target, "kwargs": {}, "prompt_format": prompt_format}
-    settings = config(tmp_path, env=world, world_model={"grounding_weight": 0.5}, logger=None)
+    environment = {"name": "w", "target": target, "kwargs": {}, "prompt_format": prompt_format}
+    settings = config(tmp_path, env=environment, world_model={"grounding_weight": 0.5}, logger=None)
     if told is None:
         preflight(settings)
     else:

@@ -9,7 +9,7 @@ import torch
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.trajectory import Ending, Observation, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 torch.set_num_threads(1)
 TEXT = {
@@ -32,19 +32,19 @@ def vlm() -> ModelBundle:
 
 @pytest.fixture(scope="session")
 def make_trajectory():
-    """Return a maker: one reply for each length in `lengths`, a cut one where it is negative."""
+    """Return a maker: one response for each length in `lengths`, a cut one where it is negative."""
 
     def make(
         bundle, lengths, *, seed=0, window="all", group=0, member=0, rewards=None,
-        ending=Ending.TERMINATED, images=False,
+        status=EpisodeStatus.TERMINATED, images=False,
     ) -> Trajectory:  # fmt: skip
         rng = np.random.default_rng(seed)
         context = ContextManager(bundle, window=window, system_prompt=None)
         talk, turns = context.start(""), []
 
         def see(number):
-            picture = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
-            seen = Observation(text=f"see {number}", images=[picture] if images else [])
+            image = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
+            seen = Observation(text=f"see {number}", images=[image] if images else [])
             return seen, context.observe(talk, seen, max_turns=9)
 
         for number, length in enumerate(lengths):
@@ -52,21 +52,21 @@ def make_trajectory():
             ids = rng.integers(20, 200, abs(length))
             if length > 0:
                 ids[-1] = bundle.end_of_turn_id
-            context.reply(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
+            context.response(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
             turns.append(
                 Turn(
                     observation=seen, prompt_ids=prompt.ids, prompt_images=prompt.images,
-                    reply_ids=ids, reply_logprobs=rng.normal(size=len(ids)).astype(np.float32),
-                    reply_entropy=1.0,
+                    response_ids=ids, response_logprobs=rng.normal(size=len(ids)).astype(np.float32),
+                    response_entropy=1.0,
                     spans=rng.integers(0, 4, len(ids)).astype(np.int8),
-                    reply_text="", think=None, actions=[], action_is_valid=True,
-                    action_is_effective=True, cut=length < 0, temperature=0.5 + number,
+                    response_text="", think=None, actions=[], action_is_valid=True,
+                    action_is_effective=True, hit_length_limit=length < 0, temperature=0.5 + number,
                     reward=rewards[number] if rewards else float(rng.integers(-1, 2)),
                 )
             )  # fmt: skip
-        final = see(len(lengths))[1] if ending is Ending.TRUNCATED else None
+        final = see(len(lengths))[1] if status is EpisodeStatus.TRUNCATED else None
         return Trajectory(
-            group=group, member=member, seed=seed, turns=turns, ending=ending, success=False,
+            group=group, member=member, seed=seed, turns=turns, status=status, success=False,
             final_prompt_ids=None if final is None else final.ids,
             final_images=[] if final is None else final.images,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From trajectories to tensors: layouts, masks, pictures, and the same credit in every layout."""
+"""From trajectories to tensors: layouts, masks, images, and the same credit in every layout."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.modules.credit import assign_credit
 from ragen_pl.modules.losses import Masks
 from ragen_pl.modules.masking import apply_masks
-from ragen_pl.trajectory import Ending
+from ragen_pl.trajectory import EpisodeStatus
 
 LENGTHS = [[3, 5, -4], [2], [4, -1, 3, 2]]
 
@@ -22,14 +22,14 @@ def test_the_training_sequence_is_what_was_shown_and_what_was_sampled(lm, make_t
     trajectory = make_trajectory(lm, [3, -4, 2])
     samples = collate([trajectory], lm).samples
     last = trajectory.turns[-1]
-    expected = np.concatenate([last.prompt_ids, last.reply_ids])
+    expected = np.concatenate([last.prompt_ids, last.response_ids])
     assert len(samples) == 1 and samples.input_ids[0].tolist() == expected.tolist()
     for number, turn in enumerate(trajectory.turns):
         place = samples.turn[0] == number
-        assert samples.input_ids[0, place].tolist() == turn.reply_ids.tolist()
+        assert samples.input_ids[0, place].tolist() == turn.response_ids.tolist()
         first = int(place.nonzero()[0])
         assert samples.input_ids[0, :first].tolist() == turn.prompt_ids.tolist()
-        assert samples.behaviour_logprobs[0, place].tolist() == turn.reply_logprobs.tolist()
+        assert samples.behavior_logprobs[0, place].tolist() == turn.response_logprobs.tolist()
         assert samples.spans[0, place].tolist() == turn.spans.tolist()
         assert (samples.temperature[0, place] == 0.5 + number).all()
 
@@ -41,10 +41,10 @@ def test_masks_are_exactly_the_sampled_tokens(lm, make_trajectory):
     for mask in (samples.loss_mask, samples.advantage_mask, samples.kl_mask, samples.token >= 0):
         assert torch.equal(mask, samples.turn >= 0)
     off = ~samples.loss_mask
-    assert (samples.spans[off] == 0).all() and (samples.behaviour_logprobs[off] == 0).all()
+    assert (samples.spans[off] == 0).all() and (samples.behavior_logprobs[off] == 0).all()
     assert (samples.temperature[off] == 1).all() and (samples.token[off] == -1).all()
     ends = samples.input_ids == lm.end_of_turn_id
-    # of the three end tokens of the first row the cut reply's one is the template's, not sampled
+    # of the three end tokens of the first row the cut response's one is the template's, not sampled
     assert ends[0].sum() == 3 and (ends & samples.loss_mask)[0].sum() == 2
     padding = torch.arange(samples.input_ids.shape[1]) >= samples.length[:, None]
     assert (samples.input_ids[padding] == lm.pad_token_id).all()
@@ -71,23 +71,23 @@ def test_a_changed_token_far_back_is_a_break_too(lm, make_trajectory):
 
 def test_failed_and_empty_trajectories_are_left_out(lm, make_trajectory):
     sound = make_trajectory(lm, [2, 2], group=7, rewards=[0.5, 1.0])
-    failed = make_trajectory(lm, [2], ending=Ending.FAILED)
-    empty = make_trajectory(lm, [], ending=Ending.TURN_LIMIT)
+    failed = make_trajectory(lm, [2], status=EpisodeStatus.FAILED)
+    empty = make_trajectory(lm, [], status=EpisodeStatus.TURN_LIMIT)
     batch = collate([failed, sound, empty], lm)
     assert batch.episodes.group.tolist() == [7] and batch.samples.episode.tolist() == [0]
     assert batch.episodes.turn_rewards.tolist() == [[0.5, 1.0]] and batch.final is None
 
 
 def test_a_rank_without_a_sound_trajectory_has_an_empty_batch(lm, make_trajectory):
-    batch = collate([make_trajectory(lm, [2], ending=Ending.FAILED)], lm)
+    batch = collate([make_trajectory(lm, [2], status=EpisodeStatus.FAILED)], lm)
     assert len(batch.samples) == 0 and len(batch.episodes.turns) == 0
 
 
 def test_truncated_episodes_bring_the_state_after_their_last_turn(lm, make_trajectory):
     batch = collate(
         [
-            make_trajectory(lm, [2], ending=Ending.TURN_LIMIT),
-            make_trajectory(lm, [2, 3], seed=1, ending=Ending.TRUNCATED),
+            make_trajectory(lm, [2], status=EpisodeStatus.TURN_LIMIT),
+            make_trajectory(lm, [2, 3], seed=1, status=EpisodeStatus.TRUNCATED),
         ],
         lm,
     )
@@ -99,18 +99,18 @@ def test_truncated_episodes_bring_the_state_after_their_last_turn(lm, make_traje
 
 
 @pytest.mark.parametrize("window", ["all", 1, 2])
-def test_pictures_are_held_once_and_go_with_their_turns(vlm, make_trajectory, window):
+def test_images_are_held_once_and_go_with_their_turns(vlm, make_trajectory, window):
     trajectory = make_trajectory(
-        vlm, [2, 2, 2], window=window, images=True, ending=Ending.TRUNCATED
+        vlm, [2, 2, 2], window=window, images=True, status=EpisodeStatus.TRUNCATED
     )
     plain = make_trajectory(vlm, [3], images=False)
     batch = collate([trajectory, plain], vlm)
-    assert len(batch.pictures) == 4
+    assert len(batch.pixel_values) == 4
     for samples in (batch.samples, batch.final):
         slots = (samples.input_ids == vlm.image_token_id).sum(1)
         assert (slots == 4 * (samples.images >= 0).sum(1)).all()
     shown = {tuple(turn.prompt_images[-1].flatten()[:20]) for turn in trajectory.turns}
-    held = {tuple(picture.permute(1, 2, 0).flatten()[:20].tolist()) for picture in batch.pictures}
+    held = {tuple(image.permute(1, 2, 0).flatten()[:20].tolist()) for image in batch.pixel_values}
     assert shown < held
     assert (batch.samples.images[-1] == -1).all()
     if window == "all":
@@ -125,7 +125,7 @@ def credited(bundle, make, window, *, estimator, masks, values, lengths=LENGTHS,
     trajectories = [
         make(
             bundle, length, seed=n, window=window, group=n,
-            ending=Ending.TRUNCATED if n == 0 else Ending.TERMINATED,
+            status=EpisodeStatus.TRUNCATED if n == 0 else EpisodeStatus.TERMINATED,
         )
         for n, length in enumerate(lengths)
     ]  # fmt: skip
@@ -222,14 +222,14 @@ def test_select_takes_rows_and_cuts_them_to_the_longest(lm, make_trajectory):
     assert len(samples.select(torch.tensor([], dtype=torch.int64))) == 0
 
 
-@pytest.mark.parametrize("ending", [Ending.TERMINATED, Ending.TRUNCATED])
-def test_a_batch_survives_being_taken_apart(vlm, make_trajectory, tmp_path, ending):
-    batch = collate([make_trajectory(vlm, [2, 3], images=True, ending=ending)], vlm)
+@pytest.mark.parametrize("ending", [EpisodeStatus.TERMINATED, EpisodeStatus.TRUNCATED])
+def test_a_batch_survives_being_taken_apart(vlm, make_trajectory, tmp_path, status):
+    batch = collate([make_trajectory(vlm, [2, 3], images=True, status=status)], vlm)
     batch.reference = torch.randn(5)
     torch.save(tensors(batch), tmp_path / "batch.pt")
     back = from_tensors(torch.load(tmp_path / "batch.pt", weights_only=True))
     first, second = tensors(batch), tensors(back)
     assert str(first) == str(second) and (back.final is None) == (batch.final is None)
-    assert torch.equal(back.samples.behaviour_logprobs, batch.samples.behaviour_logprobs)
-    assert torch.equal(back.pictures, batch.pictures)
+    assert torch.equal(back.samples.behavior_logprobs, batch.samples.behavior_logprobs)
+    assert torch.equal(back.pixel_values, batch.pixel_values)
     assert from_tensors(tensors(None)) is None

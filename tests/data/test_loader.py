@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
-from ragen_pl.data.panel import PanelLoader
+from ragen_pl.data.validation import ValidationLoader
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_denominators_count_all_ranks(batch):
     steps = list(loader_of(batch, epochs=1, minibatches=2, sum_over_ranks=sum_over_ranks))
     assert sum(float(step.tokens) for step in steps) == 235
     assert sum(float(step.credited) for step in steps) == 195
-    assert sum(float(step.anchored) for step in steps) == 155
+    assert sum(float(step.kl_tokens) for step in steps) == 155
     assert sum(float(step.sequences) for step in steps) == 27
     assert len(seen) == 1
 
@@ -132,14 +132,14 @@ def test_a_sum_of_token_losses_does_not_depend_on_the_split(batch, minibatches, 
     loader = loader_of(batch, epochs=1, minibatches=minibatches, accumulate=accumulate)
     weighed = 0.0
     for step in loader:
-        loss = (step.samples.behaviour_logprobs * step.samples.loss_mask).sum()
+        loss = (step.samples.behavior_logprobs * step.samples.loss_mask).sum()
         share = float(loss * step.scale / step.tokens) / accumulate
         weighed += share * float(step.tokens)
-    expected = float((batch.samples.behaviour_logprobs * batch.samples.loss_mask).sum())
+    expected = float((batch.samples.behavior_logprobs * batch.samples.loss_mask).sum())
     assert weighed == pytest.approx(expected, rel=1e-5)
 
 
-def test_reference_and_pictures_follow_their_rows(vlm, make_trajectory):
+def test_reference_and_images_follow_their_rows(vlm, make_trajectory):
     made = collate(
         [make_trajectory(vlm, [n + 1, 2], seed=n, window=1, images=n != 1) for n in range(4)], vlm
     )
@@ -154,17 +154,19 @@ def test_reference_and_pictures_follow_their_rows(vlm, make_trajectory):
             )
             there, here = made.samples.images[whole], samples.images[row]
             assert torch.equal(there < 0, here < 0)
-            assert torch.equal(step.pictures[here[here >= 0]], made.pictures[there[there >= 0]])
-        assert len(step.pictures) == int((samples.images >= 0).sum())
+            assert torch.equal(
+                step.pixel_values[here[here >= 0]], made.pixel_values[there[there >= 0]]
+            )
+        assert len(step.pixel_values) == int((samples.images >= 0).sum())
 
 
-def test_panel_loader_gives_each_episode_once_in_chunks():
+def test_validation_loader_gives_each_episode_once_in_chunks():
     class Proxy:
-        max_lanes = 4
+        num_envs = 4
 
-    class FivePanel:
+    class FiveValidation:
         proxy, starts = Proxy(), list(range(10))
 
-    loader = PanelLoader(FivePanel())
+    loader = ValidationLoader(FiveValidation())
     assert [chunk.starts for chunk in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3

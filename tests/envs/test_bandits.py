@@ -15,17 +15,17 @@ import envs.lake_map
 import envs.sokoban_rules
 from envs.bandit import NAME_PAIRS, Bandit, BanditNames
 from envs.bandit_memory import BanditMemory, memoryless_return, remembering_return
-from envs.players import OptimalPlayer, RandomPlayer
+from envs.policies import OptimalPolicy, RandomPolicy
 
 
 def test_arms_pay_what_they_say() -> None:
-    world = Bandit()
+    environment = Bandit()
     paid: dict[bool, list[float]] = {True: [], False: []}
     for seed in range(4000):
-        world.reset(seed=seed)
+        environment.reset(seed=seed)
         action = seed % 2
-        risky = action == world.risky_arm
-        _, reward, terminated, _, info = world.step(action)
+        risky = action == environment.risky_arm
+        _, reward, terminated, _, info = environment.step(action)
         assert terminated and info["success"] is risky
         paid[risky].append(reward)
     assert set(paid[False]) == {0.15} and set(paid[True]) == {0.0, 1.0}
@@ -33,13 +33,13 @@ def test_arms_pay_what_they_say() -> None:
 
 
 def test_names_are_told_in_shuffled_order_and_are_the_actions() -> None:
-    world, orders = Bandit(), set()
+    environment, orders = Bandit(), set()
     for seed in range(200):
-        text, _ = world.reset(seed=seed)
-        assert text == f"arms {world.action_names[0]} {world.action_names[1]}"
-        orders.add(world.action_names)
-        best = OptimalPlayer().act(world, np.random.default_rng(0))
-        assert world.expected_payoffs()[best] == max(world.expected_payoffs()) == 0.25
+        text, _ = environment.reset(seed=seed)
+        assert text == f"arms {environment.action_names[0]} {environment.action_names[1]}"
+        orders.add(environment.action_names)
+        best = OptimalPolicy().act(environment, np.random.default_rng(0))
+        assert environment.expected_payoffs()[best] == max(environment.expected_payoffs()) == 0.25
     assert ("Dragon", "Phoenix") in orders and ("Phoenix", "Dragon") in orders
     assert len(orders) == 2 * len(NAME_PAIRS[BanditNames.TRAIN])
 
@@ -48,17 +48,17 @@ def test_name_lists_are_disjoint_and_misleading_names_are_turned_round() -> None
     train, held_out, misleading = (NAME_PAIRS[names] for names in BanditNames)
     assert not {name for pair in train for name in pair} & {n for pair in held_out for n in pair}
     assert {pair[::-1] for pair in misleading} == set(held_out)
-    world = Bandit(names="misleading")
+    environment = Bandit(names="misleading")
     bold = {pair[0] for pair in held_out}
     for seed in range(20):
-        world.reset(seed=seed)
-        assert world.action_names[world.risky_arm] not in bold
+        environment.reset(seed=seed)
+        assert environment.action_names[environment.risky_arm] not in bold
 
 
 def test_success_follows_the_expected_payoff() -> None:
-    world = Bandit(safe_reward=0.5)
-    world.reset(seed=0)
-    assert world.step(1 - world.risky_arm)[4]["success"]
+    environment = Bandit(safe_reward=0.5)
+    environment.reset(seed=0)
+    assert environment.step(1 - environment.risky_arm)[4]["success"]
 
 
 @pytest.mark.parametrize(
@@ -74,41 +74,41 @@ def test_wrong_arguments_of_the_bandit_are_told(arguments: dict[str, Any], messa
         Bandit(**arguments)
 
 
-def episode_return(world: BanditMemory, policy: Any, *, seed: int | None) -> float:
-    observation, _ = world.reset(seed=seed)
+def episode_return(environment: BanditMemory, policy: Any, *, seed: int | None) -> float:
+    observation, _ = environment.reset(seed=seed)
     total, over = 0.0, False
     while not over:
-        observation, reward, over, _, _ = world.step(policy(observation))
+        observation, reward, over, _, _ = environment.step(policy(observation))
         total += reward
     return total
 
 
 def test_observations_hide_the_arm_pulled() -> None:
-    world = BanditMemory()
-    observation, _ = world.reset(seed=0)
+    environment = BanditMemory()
+    observation, _ = environment.reset(seed=0)
     assert observation == "turn 1 of 6 last none"
-    wrong = [arm for arm in range(4) if arm != world.good_arm]
-    first = world.step(wrong[0])
-    world.reset(seed=0)
-    second = world.step(wrong[1])
+    wrong = [arm for arm in range(4) if arm != environment.good_arm]
+    first = environment.step(wrong[0])
+    environment.reset(seed=0)
+    second = environment.step(wrong[1])
     assert first == second and first[0] == "turn 2 of 6 last 0" and first[1] == 0.0
-    observation, reward, *_ = world.step(world.good_arm)
+    observation, reward, *_ = environment.step(environment.good_arm)
     assert (observation, reward) == ("turn 3 of 6 last 1", 1.0)
 
 
 def test_success_is_the_last_pull() -> None:
-    world = BanditMemory(arms=3, turns=3)
-    world.reset(seed=0)
-    assert not world.step(world.good_arm)[4]["success"]
-    world.step((world.good_arm + 1) % 3)
-    _, _, terminated, _, info = world.step(world.good_arm)
+    environment = BanditMemory(arms=3, turns=3)
+    environment.reset(seed=0)
+    assert not environment.step(environment.good_arm)[4]["success"]
+    environment.step((environment.good_arm + 1) % 3)
+    _, _, terminated, _, info = environment.step(environment.good_arm)
     assert terminated and info["success"]
 
 
 def test_the_remembering_return_is_reached_by_the_optimal_player() -> None:
-    rng, world = np.random.default_rng(0), BanditMemory()
+    rng, environment = np.random.default_rng(0), BanditMemory()
     returns = [
-        episode_return(world, lambda _: world.optimal_action(rng), seed=seed)
+        episode_return(environment, lambda _: environment.optimal_action(rng), seed=seed)
         for seed in range(4000)
     ]
     assert np.mean(returns) == pytest.approx(remembering_return(arms=4, turns=6), abs=0.1)
@@ -117,12 +117,12 @@ def test_the_remembering_return_is_reached_by_the_optimal_player() -> None:
 
 @pytest.mark.parametrize(("arms", "turns"), [(2, 3), (2, 5), (3, 3), (3, 4), (4, 3)])
 def test_no_memoryless_policy_beats_the_computed_return(arms: int, turns: int) -> None:
-    """Play every deterministic map from observation to arm in every world."""
-    world = BanditMemory(arms=arms, turns=turns)
+    """Play every deterministic map from observation to arm in every environment."""
+    environment = BanditMemory(arms=arms, turns=turns)
     seeds = {}
     for seed in itertools.count():
-        world.reset(seed=seed)
-        seeds.setdefault(world.good_arm, seed)
+        environment.reset(seed=seed)
+        seeds.setdefault(environment.good_arm, seed)
         if len(seeds) == arms:
             break
     seen = ["turn 1 last none"]
@@ -143,8 +143,8 @@ def test_no_memoryless_policy_beats_the_computed_return(arms: int, turns: int) -
 
 
 def test_the_best_memoryless_return_is_reached_in_play() -> None:
-    """A policy that wins 6, 3 and 2 pulls where arm 0, 1 or 2 pays: 11 over 4 worlds."""
-    world = BanditMemory()
+    """A policy that wins 6, 3 and 2 pulls where arm 0, 1 or 2 pays: 11 over 4 environments."""
+    environment = BanditMemory()
 
     def policy(observation: str) -> int:
         turn, last = observation.split()[1], observation.split()[5]
@@ -152,15 +152,16 @@ def test_the_best_memoryless_return_is_reached_in_play() -> None:
             return 0
         return 1 if turn in "246" else 2
 
-    returns = [episode_return(world, policy, seed=seed) for seed in range(4000)]
+    returns = [episode_return(environment, policy, seed=seed) for seed in range(4000)]
     assert np.mean(returns) == pytest.approx(memoryless_return(arms=4, turns=6), abs=0.15)
 
 
 def test_random_play_of_the_memory_bandit_is_worse_than_memoryless() -> None:
-    rng, world = np.random.default_rng(0), BanditMemory()
-    player = RandomPlayer()
+    rng, environment = np.random.default_rng(0), BanditMemory()
+    player = RandomPolicy()
     returns = [
-        episode_return(world, lambda _: player.act(world, rng), seed=seed) for seed in range(2000)
+        episode_return(environment, lambda _: player.act(environment, rng), seed=seed)
+        for seed in range(2000)
     ]
     assert np.mean(returns) == pytest.approx(6 / 4, abs=0.1)
 

@@ -14,7 +14,7 @@ from gymnasium.utils.env_checker import check_env
 
 import envs
 import visual_envs
-from envs.players import NoisyPlayer, OptimalPlayer, Player, RandomPlayer
+from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy, ScriptedPolicy
 
 IDS = envs.ENVIRONMENT_IDS + visual_envs.ENVIRONMENT_IDS
 LIMIT = 10
@@ -32,7 +32,9 @@ def env(env_id: str) -> Iterator[gymnasium.Env[Any, Any]]:
     made.close()
 
 
-def success(env: gymnasium.Env[Any, Any], player: Player, *, episodes: int, limit: int) -> float:
+def success(
+    env: gymnasium.Env[Any, Any], player: ScriptedPolicy, *, episodes: int, limit: int
+) -> float:
     """Return the share of episodes that the player ends in success within `limit` actions."""
     rng = np.random.default_rng(0)
     wins = 0
@@ -48,13 +50,13 @@ def success(env: gymnasium.Env[Any, Any], player: Player, *, episodes: int, limi
 
 def play(env: gymnasium.Env[Any, Any], *, seed: int) -> list[Any]:
     """Return all that an episode of fixed actions tells."""
-    world = env.unwrapped
+    environment = env.unwrapped
     observation, info = env.reset(seed=seed)
-    told = [observation, info, world.state_key(), world.difficulty()]
+    told = [observation, info, environment.state_key(), environment.difficulty()]
     rng = np.random.default_rng(seed)
     for _ in range(LIMIT):
         observation, reward, terminated, truncated, info = env.step(int(rng.integers(2)))
-        told += [observation, reward, terminated, truncated, info, world.state_key()]
+        told += [observation, reward, terminated, truncated, info, environment.state_key()]
         if terminated:
             break
     return told
@@ -100,35 +102,39 @@ def test_different_seeds_give_different_starts(env: gymnasium.Env[Any, Any]) -> 
 def test_observations_lie_in_the_space_and_the_protocol_answers(
     env: gymnasium.Env[Any, Any],
 ) -> None:
-    world, rng = env.unwrapped, np.random.default_rng(0)
-    assert world.instructions.endswith(".") and len(world.instructions) > 80
+    environment, rng = env.unwrapped, np.random.default_rng(0)
+    assert environment.instructions.endswith(".") and len(environment.instructions) > 80
     for seed in range(30):
         observation, _ = env.reset(seed=seed)
-        assert world.difficulty() >= 1
-        assert len(set(world.action_names)) == len(world.action_names) == env.action_space.n
-        assert not any("|" in name or "<" in name for name in world.action_names)
+        assert environment.difficulty() >= 1
+        assert (
+            len(set(environment.action_names))
+            == len(environment.action_names)
+            == env.action_space.n
+        )
+        assert not any("|" in name or "<" in name for name in environment.action_names)
         for _ in range(LIMIT):
             assert observation in env.observation_space
-            assert 0 < len(world.describe()) < 200 and "\n" not in world.describe()
-            before = world.state_key()
+            assert 0 < len(environment.describe()) < 200 and "\n" not in environment.describe()
+            before = environment.state_key()
             observation, _, terminated, _, info = env.step(int(rng.integers(env.action_space.n)))
             assert type(info["success"]) is bool and type(info["action_is_effective"]) is bool
-            assert info["action_is_effective"] == (world.state_key() != before)
+            assert info["action_is_effective"] == (environment.state_key() != before)
             if terminated:
                 break
         assert observation in env.observation_space
 
 
 def test_a_step_after_the_end_and_a_wrong_action_are_told(env: gymnasium.Env[Any, Any]) -> None:
-    world = env.unwrapped
-    world.reset(seed=0)
+    environment = env.unwrapped
+    environment.reset(seed=0)
     with pytest.raises(ValueError, match="found action 9"):
-        world.step(9)
+        environment.step(9)
     rng = np.random.default_rng(0)
-    while not world.step(world.optimal_action(rng))[2]:
+    while not environment.step(environment.optimal_action(rng))[2]:
         pass
     with pytest.raises(RuntimeError, match="has ended"):
-        world.step(0)
+        environment.step(0)
 
 
 def test_unknown_options_and_render_modes_are_told(env_id: str) -> None:
@@ -143,24 +149,24 @@ def test_the_optimal_player_wins_and_the_random_one_less_often(
     env: gymnasium.Env[Any, Any], env_id: str
 ) -> None:
     slippery = "Slippery" in env_id
-    best = success(env, OptimalPlayer(), episodes=200, limit=60 if slippery else 30)
-    random = success(env, RandomPlayer(), episodes=200, limit=LIMIT)
+    best = success(env, OptimalPolicy(), episodes=200, limit=60 if slippery else 30)
+    random = success(env, RandomPolicy(), episodes=200, limit=LIMIT)
     assert best > 0.5 if slippery else best == 1.0
     assert random < best - 0.25
 
 
 def test_the_demonstrator_stands_between_them(env: gymnasium.Env[Any, Any]) -> None:
     base = "blind" if hasattr(env.unwrapped, "blind_action") else "optimal"
-    random = success(env, RandomPlayer(), episodes=300, limit=LIMIT)
-    noisy = success(env, NoisyPlayer(noise=0.5, base=base), episodes=300, limit=LIMIT)
-    best = success(env, OptimalPlayer(), episodes=300, limit=LIMIT)
+    random = success(env, RandomPolicy(), episodes=300, limit=LIMIT)
+    noisy = success(env, NoisyPolicy(noise=0.5, base=base), episodes=300, limit=LIMIT)
+    best = success(env, OptimalPolicy(), episodes=300, limit=LIMIT)
     assert random < noisy < best
 
 
-def test_a_player_blind_to_a_world_without_blindness_is_told() -> None:
+def test_a_player_blind_to_a_environment_without_blindness_is_told() -> None:
     env = gymnasium.make("ragen/Bandit-v0")
     env.reset(seed=0)
     with pytest.raises(TypeError, match='set base="optimal"'):
-        NoisyPlayer(noise=0.0, base="blind").act(env, np.random.default_rng(0))
+        NoisyPolicy(noise=0.0, base="blind").act(env, np.random.default_rng(0))
     with pytest.raises(ValueError, match="noise: found 2"):
-        NoisyPlayer(noise=2)
+        NoisyPolicy(noise=2)

@@ -1,4 +1,4 @@
-"""The frozen lake: gymnasium's own transition table, map statistics, words and pictures."""
+"""The frozen lake: gymnasium's own transition table, map statistics, words and images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from envs.frozen_lake import FrozenLake
 from envs.lake_map import draw_map, walk_distance
-from envs.players import OptimalPlayer, RandomPlayer
+from envs.policies import OptimalPolicy, RandomPolicy
 from visual_envs.frozen_lake import FrozenLakeVisual
 from visual_envs.lake_tiles import LakeTheme, lake_tiles
 
@@ -46,8 +46,8 @@ def coordinate_distance(rows: list[str]) -> int:
     return -1
 
 
-def rows_of(world: FrozenLake) -> list[str]:
-    lake, size = world.lake, world.size
+def rows_of(environment: FrozenLake) -> list[str]:
+    lake, size = environment.lake, environment.size
     letters = ["H" if lake.holes >> cell & 1 else "F" for cell in range(size * size)]
     letters[lake.start], letters[lake.goal] = "S", "G"
     return ["".join(letters[row * size : (row + 1) * size]) for row in range(size)]
@@ -70,13 +70,13 @@ def test_transitions_agree_with_gymnasiums(slippery: bool, size: int) -> None:
 
 
 def test_steps_follow_the_transition_probabilities() -> None:
-    world = FrozenLake(slip_probability=0.5)
+    environment = FrozenLake(slip_probability=0.5)
     counts: dict[int, int] = defaultdict(int)
-    world.reset(seed=0, options={"layout": ROWS})
+    environment.reset(seed=0, options={"layout": ROWS})
     for _ in range(8000):
-        world.reset(options={"layout": ROWS})
-        world.step(RIGHT)
-        counts[world.cell] += 1
+        environment.reset(options={"layout": ROWS})
+        environment.step(RIGHT)
+        counts[environment.cell] += 1
     # Meant 1/2; up stays, down leads to cell 4, 1/4 each. Deviation of a share: below 0.006.
     assert counts[1] / 8000 == pytest.approx(0.5, abs=0.025)
     assert counts[0] / 8000 == pytest.approx(0.25, abs=0.025)
@@ -94,28 +94,30 @@ def test_every_lake_has_a_way_of_the_wanted_length(
     seed: int, size: int, share: float, random_start: bool
 ) -> None:
     low = min(2, 2 * size - 2)
-    world = FrozenLake(size=size, hole_share=share, min_distance=low, random_start=random_start)
-    world.reset(seed=seed)
-    rows = rows_of(world)
-    assert world.difficulty() == coordinate_distance(rows) >= low
+    environment = FrozenLake(
+        size=size, hole_share=share, min_distance=low, random_start=random_start
+    )
+    environment.reset(seed=seed)
+    rows = rows_of(environment)
+    assert environment.difficulty() == coordinate_distance(rows) >= low
     if not random_start:
         assert rows[0][0] == "S" and rows[-1][-1] == "G"
     again = FrozenLake(size=size)
     again.reset(options={"layout": rows})
-    assert again.lake == world.lake and again.state_key() == world.state_key()
+    assert again.lake == environment.lake and again.state_key() == environment.state_key()
 
 
 def test_distances_are_bounded_by_arguments_and_options() -> None:
-    world = FrozenLake(min_distance=3, max_distance=4)
+    environment = FrozenLake(min_distance=3, max_distance=4)
     distances = set()
     for seed in range(100):
-        world.reset(seed=seed)
-        distances.add(world.difficulty())
+        environment.reset(seed=seed)
+        distances.add(environment.difficulty())
     assert distances == {3, 4}
-    world.reset(seed=0, options={"min_distance": 5, "max_distance": 5})
-    assert world.difficulty() == 5
-    world.reset(seed=1)
-    assert world.difficulty() in (3, 4)
+    environment.reset(seed=0, options={"min_distance": 5, "max_distance": 5})
+    assert environment.difficulty() == 5
+    environment.reset(seed=1)
+    assert environment.difficulty() in (3, 4)
 
 
 def test_maps_have_the_distribution_of_plain_rejection() -> None:
@@ -140,17 +142,17 @@ def test_maps_have_the_distribution_of_plain_rejection() -> None:
 
 
 def test_every_pair_of_start_and_goal_occurs() -> None:
-    world = FrozenLake(size=3, hole_share=0.0, min_distance=1)
+    environment = FrozenLake(size=3, hole_share=0.0, min_distance=1)
     pairs = set()
     for seed in range(1500):
-        world.reset(seed=seed)
-        pairs.add((world.lake.start, world.lake.goal))
+        environment.reset(seed=seed)
+        pairs.add((environment.lake.start, environment.lake.goal))
     assert len(pairs) == 9 * 8
 
 
-def test_a_random_player_solves_less_than_three_in_ten_of_the_main_world() -> None:
+def test_a_random_player_solves_less_than_three_in_ten_of_the_main_environment() -> None:
     env = gymnasium.make("ragen/FrozenLake-v0")
-    rng, player, episodes, wins = np.random.default_rng(0), RandomPlayer(), 2000, 0
+    rng, player, episodes, wins = np.random.default_rng(0), RandomPolicy(), 2000, 0
     for seed in range(episodes):
         env.reset(seed=seed)
         for _ in range(10):
@@ -163,77 +165,82 @@ def test_a_random_player_solves_less_than_three_in_ten_of_the_main_world() -> No
 
 
 def test_walking_by_hand() -> None:
-    world = FrozenLake(step_cost=0.1)
-    text, _ = world.reset(options={"layout": ROWS})
+    environment = FrozenLake(step_cost=0.1)
+    text, _ = environment.reset(options={"layout": ROWS})
     assert text == "me 0 0 goal 3 3 holes 1 1, 1 3, 2 3, 3 0"
-    assert world.describe() == "me 0 0 goal 3 3 avoid"
-    _, reward, terminated, _, info = world.step(UP)
+    assert environment.describe() == "me 0 0 goal 3 3 avoid"
+    _, reward, terminated, _, info = environment.step(UP)
     assert (reward, terminated) == (pytest.approx(-0.1), False)
     assert not info["action_is_effective"]
-    world.step(DOWN)
-    assert world.describe() == "me 1 0 goal 3 3 avoid Right"
-    assert world.difficulty() == 5
-    text, reward, terminated, _, info = world.step(RIGHT)
+    environment.step(DOWN)
+    assert environment.describe() == "me 1 0 goal 3 3 avoid Right"
+    assert environment.difficulty() == 5
+    text, reward, terminated, _, info = environment.step(RIGHT)
     assert terminated and not info["success"] and reward == pytest.approx(-0.1)
-    assert world.difficulty() == -1
-    world.reset(options={"layout": ROWS})
+    assert environment.difficulty() == -1
+    environment.reset(options={"layout": ROWS})
     for action in (DOWN, DOWN, DOWN):
-        text, *_ = world.step(action)
-    assert world.describe() == "me 3 0 goal 3 3 avoid"  # in a hole at the edge, none beside it
-    world.reset(options={"layout": ROWS})
+        text, *_ = environment.step(action)
+    assert (
+        environment.describe() == "me 3 0 goal 3 3 avoid"
+    )  # in a hole at the edge, none beside it
+    environment.reset(options={"layout": ROWS})
     for action in (RIGHT, RIGHT, DOWN, DOWN, DOWN):
-        world.step(action)
-    _, reward, terminated, _, info = world.step(RIGHT)
+        environment.step(action)
+    _, reward, terminated, _, info = environment.step(RIGHT)
     assert terminated and info["success"] and reward == pytest.approx(0.9)
-    assert world.difficulty() == 0
+    assert environment.difficulty() == 0
 
 
 def test_grid_of_symbols() -> None:
-    world = FrozenLake(render="grid")
-    text, _ = world.reset(options={"layout": ROWS})
+    environment = FrozenLake(render="grid")
+    text, _ = environment.reset(options={"layout": ROWS})
     assert text == "P _ _ _\n_ O _ O\n_ _ _ O\nO _ _ G"
-    world.step(RIGHT)
-    assert str(world.step(DOWN)[0]).splitlines()[1] == "_ X _ O"
+    environment.step(RIGHT)
+    assert str(environment.step(DOWN)[0]).splitlines()[1] == "_ X _ O"
 
 
 def test_the_slippery_optimum_reckons_with_slips() -> None:
     """On gymnasium's standard 4x4 map its known best policy walks into the wall at the start."""
-    world = FrozenLake(slip_probability=2 / 3)
-    world.reset(options={"layout": ROWS})
+    environment = FrozenLake(slip_probability=2 / 3)
+    environment.reset(options={"layout": ROWS})
     # Left of the start, so that no slip leads past the holes: gymnasium's optimum is Left.
-    assert world.action_names[OptimalPlayer().act(world, np.random.default_rng(0))] == "Left"
+    assert (
+        environment.action_names[OptimalPolicy().act(environment, np.random.default_rng(0))]
+        == "Left"
+    )
 
 
 def test_blind_action_heads_for_the_goal_over_holes() -> None:
-    world, rng = FrozenLake(), np.random.default_rng(0)
-    world.reset(options={"layout": ["SHFF", "HFFF", "FFFF", "FFFG"]})
-    seen = {world.blind_action(rng) for _ in range(50)}
+    environment, rng = FrozenLake(), np.random.default_rng(0)
+    environment.reset(options={"layout": ["SHFF", "HFFF", "FFFF", "FFFG"]})
+    seen = {environment.blind_action(rng) for _ in range(50)}
     assert seen == {DOWN, RIGHT}
-    assert walk_distance(4, start=0, goal=15, holes=world.lake.holes) == -1
+    assert walk_distance(4, start=0, goal=15, holes=environment.lake.holes) == -1
 
 
-def test_the_picture_shows_the_whole_state() -> None:
-    world = FrozenLakeVisual()
-    pictures: dict[bytes, str] = {}
+def test_the_image_shows_the_whole_state() -> None:
+    environment = FrozenLakeVisual()
+    images: dict[bytes, str] = {}
     for seed in range(300):
-        observation, _ = world.reset(seed=seed)
+        observation, _ = environment.reset(seed=seed)
         assert observation["text"] == "reach the goal"
         assert observation["image"].shape == (64, 64, 3)
-        key = world.state_key()
-        assert pictures.setdefault(observation["image"].tobytes(), key) == key
-    assert len(pictures) == len(set(pictures.values()))
+        key = environment.state_key()
+        assert images.setdefault(observation["image"].tobytes(), key) == key
+    assert len(images) == len(set(images.values()))
 
 
 def test_moving_changes_two_tiles_and_footprints_stay() -> None:
     for trail in (False, True):
-        world = FrozenLakeVisual(trail=trail)
-        start, _ = world.reset(options={"layout": ROWS})
-        moved, *_ = world.step(RIGHT)
+        environment = FrozenLakeVisual(trail=trail)
+        start, _ = environment.reset(options={"layout": ROWS})
+        moved, *_ = environment.step(RIGHT)
         changed = np.argwhere((start["image"] != moved["image"]).any(axis=2)) // 16
         assert {tuple(cell) for cell in changed} == {(0, 0), (0, 1)}
-        back, *_ = world.step(LEFT)
+        back, *_ = environment.step(LEFT)
         assert np.array_equal(start["image"], back["image"]) is not trail
-        again, _ = world.reset(options={"layout": ROWS})
+        again, _ = environment.reset(options={"layout": ROWS})
         assert np.array_equal(start["image"], again["image"])
 
 
@@ -252,7 +259,7 @@ def test_other_symbols_tell_the_same_lake() -> None:
 
 def test_night_tiles_show_the_same_lake_in_other_colours() -> None:
     day, night = FrozenLakeVisual(), FrozenLakeVisual(tiles="night")
-    seen = [world.reset(options={"layout": ROWS})[0]["image"] for world in (day, night)]
+    seen = [environment.reset(options={"layout": ROWS})[0]["image"] for environment in (day, night)]
     assert np.abs(seen[0].astype(float) - seen[1]).mean() > 30
     assert "blue flag" in night.instructions and "green flag" in day.instructions
     with pytest.raises(ValueError, match="tiles: found 'dawn', expected one of day, night"):
@@ -288,11 +295,11 @@ def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> No
 
 
 def test_wrong_options_are_told() -> None:
-    world = FrozenLake()
+    environment = FrozenLake()
     with pytest.raises(ValueError, match="min_distance: found 9"):
-        world.reset(options={"min_distance": 9})
+        environment.reset(options={"min_distance": 9})
     with pytest.raises(ValueError, match="layout: found"):
-        world.reset(options={"layout": ["SF", "FG"]})
+        environment.reset(options={"layout": ["SF", "FG"]})
     with pytest.raises(RuntimeError, match="set a smaller min_distance"):
         FrozenLake(size=10, hole_share=0.8, min_distance=18).reset(seed=0)
 

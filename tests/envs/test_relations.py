@@ -1,27 +1,27 @@
-"""What the worlds say of where things are, by hand, and unmoved by how they are shown."""
+"""What the environments say of where things are, by hand, and unmoved by how they are shown."""
 
 import gymnasium
 import pytest
 
-import envs  # noqa: F401 - registers the worlds
+import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 
 
 @pytest.mark.parametrize("name", ["FrozenLake", "FrozenLakeVisual"])
 def test_the_lake_tells_the_goal_and_the_holes_at_hand(name):
-    world = gymnasium.make(f"ragen/{name}-v0").unwrapped
-    world.reset(seed=0, options={"layout": ["FHFF", "FSHF", "FFFF", "HFFG"]})
-    assert world.relations() == [("goal", 2, 2), ("hole", -1, 0), ("hole", 0, 1)]
-    world.step(1)
-    assert world.relations() == [("goal", 1, 2), ("hole", -1, 1), ("hole", 1, -1)]
-    assert {thing for thing, *_ in world.relations()} <= set(world.relation_names)
+    environment = gymnasium.make(f"ragen/{name}-v0").unwrapped
+    environment.reset(seed=0, options={"layout": ["FHFF", "FSHF", "FFFF", "HFFG"]})
+    assert environment.relations() == [("goal", 2, 2), ("hole", -1, 0), ("hole", 0, 1)]
+    environment.step(1)
+    assert environment.relations() == [("goal", 1, 2), ("hole", -1, 1), ("hole", 1, -1)]
+    assert {thing for thing, *_ in environment.relations()} <= set(environment.relation_names)
 
 
 @pytest.mark.parametrize("name", ["Sokoban", "SokobanVisual"])
 def test_the_room_tells_boxes_and_targets(name):
-    world = gymnasium.make(f"ragen/{name}-v0", size=5).unwrapped
-    world.reset(seed=0, options={"layout": ["#####", "#P__#", "#_X_#", "#_O_#", "#####"]})
-    assert world.relations() == [("box", 1, 1), ("target", 2, 1)]
-    world.step(3)
-    world.step(1)
-    assert world.relations() == [("box", 1, 0), ("target", 1, 0)]
+    environment = gymnasium.make(f"ragen/{name}-v0", size=5).unwrapped
+    environment.reset(seed=0, options={"layout": ["#####", "#P__#", "#_X_#", "#_O_#", "#####"]})
+    assert environment.relations() == [("box", 1, 1), ("target", 2, 1)]
+    environment.step(3)
+    environment.step(1)
+    assert environment.relations() == [("box", 1, 0), ("target", 1, 0)]

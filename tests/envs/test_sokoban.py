@@ -1,4 +1,4 @@
-"""Sokoban: its rules and least pushes against a solver written in another way, words and pictures."""
+"""Sokoban: its rules and least pushes against a solver written in another way, words and images."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class PlainSokoban:
         return min(solved, default=-1)
 
 
-def grid(world: Sokoban) -> str:
-    return str(world.render())
+def grid(environment: Sokoban) -> str:
+    return str(environment.render())
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,108 +78,108 @@ def grid(world: Sokoban) -> str:
 def test_rules_and_least_pushes_agree_with_a_plain_solver(
     seed: int, size: int, boxes: int, walls: int
 ) -> None:
-    world = Sokoban(size=size, boxes=boxes, walls=walls, max_pushes=4)
-    world.reset(seed=seed)
-    plain = PlainSokoban(grid(world))
+    environment = Sokoban(size=size, boxes=boxes, walls=walls, max_pushes=4)
+    environment.reset(seed=seed)
+    plain = PlainSokoban(grid(environment))
     assert len(plain.walls) == 4 * size - 4 + walls
     assert len(plain.state[1]) == len(plain.targets) == boxes
-    assert 1 <= world.difficulty() == plain.least(pushes=True) <= 4
+    assert 1 <= environment.difficulty() == plain.least(pushes=True) <= 4
     rng = np.random.default_rng(seed)
     for _ in range(15):
         action = int(rng.integers(4))
         before = plain.state
         plain.state, _ = plain.after(before, action)
-        _, reward, terminated, _, info = world.step(action)
-        now = PlainSokoban(grid(world))
+        _, reward, terminated, _, info = environment.step(action)
+        now = PlainSokoban(grid(environment))
         assert now.state == plain.state and now.targets == plain.targets
         assert info["action_is_effective"] == (before != plain.state)
         assert info["success"] == terminated == (plain.state[1] == plain.targets)
         assert reward == float(terminated)
         if terminated:
             return
-    assert world.difficulty() == plain.least(pushes=True)
+    assert environment.difficulty() == plain.least(pushes=True)
 
 
 def test_the_optimal_player_needs_the_fewest_moves() -> None:
     rng = np.random.default_rng(0)
-    world = Sokoban(boxes=2, max_pushes=4)
+    environment = Sokoban(boxes=2, max_pushes=4)
     for seed in range(15):
-        world.reset(seed=seed)
-        fewest = PlainSokoban(grid(world)).least(pushes=False)
-        ends = [world.step(world.optimal_action(rng))[2] for _ in range(fewest)]
+        environment.reset(seed=seed)
+        fewest = PlainSokoban(grid(environment)).least(pushes=False)
+        ends = [environment.step(environment.optimal_action(rng))[2] for _ in range(fewest)]
         assert ends == [False] * (fewest - 1) + [True]
-        assert world.difficulty() == 0
+        assert environment.difficulty() == 0
 
 
 def test_pushes_are_bounded_by_arguments_and_options() -> None:
-    world = Sokoban(min_pushes=2, max_pushes=3)
+    environment = Sokoban(min_pushes=2, max_pushes=3)
     found = set()
     for seed in range(60):
-        world.reset(seed=seed)
-        found.add(world.difficulty())
+        environment.reset(seed=seed)
+        found.add(environment.difficulty())
     assert found == {2, 3}
-    world.reset(seed=0, options={"min_pushes": 5, "max_pushes": 5})
-    assert world.difficulty() == 5
+    environment.reset(seed=0, options={"min_pushes": 5, "max_pushes": 5})
+    assert environment.difficulty() == 5
 
 
 def test_playing_by_hand_with_ragens_rewards() -> None:
-    world = Sokoban(step_cost=0.1, box_reward=1.0, solved_reward=10.0)
-    text, _ = world.reset(options={"layout": ROWS})
+    environment = Sokoban(step_cost=0.1, box_reward=1.0, solved_reward=10.0)
+    text, _ = environment.reset(options={"layout": ROWS})
     assert text == "me 1 1 box 2 2 target 3 3 walls none"
-    assert world.describe() == "me 1 1 box 2 2 target 3 3 walls Up Left"
-    assert world.difficulty() == 2
-    _, reward, *_, info = world.step(UP)
+    assert environment.describe() == "me 1 1 box 2 2 target 3 3 walls Up Left"
+    assert environment.difficulty() == 2
+    _, reward, *_, info = environment.step(UP)
     assert reward == pytest.approx(-0.1) and not info["action_is_effective"]
-    world.step(DOWN)
-    text, reward, *_ = world.step(RIGHT)
+    environment.step(DOWN)
+    text, reward, *_ = environment.step(RIGHT)
     assert text == "me 2 2 box 2 3 target 3 3 walls none" and reward == pytest.approx(-0.1)
     for action in (UP, RIGHT):
-        world.step(action)
-    text, reward, terminated, _, info = world.step(DOWN)
+        environment.step(action)
+    text, reward, terminated, _, info = environment.step(DOWN)
     assert text == "me 2 3 box 3 3 target 3 3 walls none"
     assert terminated and info["success"] and reward == pytest.approx(10.9)
 
 
 def test_a_box_moved_off_its_target_costs_what_it_gave() -> None:
     rows = ["#######", "#PB___#", "#_X_O_#", "#_____#", "#_____#", "#_____#", "#######"]
-    world = Sokoban(size=7, boxes=2, box_reward=1.0)
-    world.reset(options={"layout": rows})
-    assert world.step(RIGHT)[1] == pytest.approx(-1.0)
+    environment = Sokoban(size=7, boxes=2, box_reward=1.0)
+    environment.reset(options={"layout": rows})
+    assert environment.step(RIGHT)[1] == pytest.approx(-1.0)
 
 
 def test_a_deadlock_ends_the_episode_only_where_asked() -> None:
     rows = ["######", "#____#", "#_X__#", "#_P_O#", "#____#", "######"]
     for ends in (False, True):
-        world = Sokoban(end_on_deadlock=ends)
-        world.reset(options={"layout": rows})
-        _, _, terminated, _, info = world.step(UP)  # the box stands at the top wall for good
+        environment = Sokoban(end_on_deadlock=ends)
+        environment.reset(options={"layout": rows})
+        _, _, terminated, _, info = environment.step(UP)  # the box stands at the top wall for good
         assert terminated is ends and not info["success"]
-        assert world.difficulty() == -1
+        assert environment.difficulty() == -1
 
 
 def test_grid_of_symbols() -> None:
-    world = Sokoban(render="grid")
+    environment = Sokoban(render="grid")
     rows = ["######", "#S___#", "#_X_X#", "#__B_#", "#O___#", "######"]
-    text, _ = world.reset(options={"layout": rows})
+    text, _ = environment.reset(options={"layout": rows})
     assert str(text).replace(" ", "").split("\n") == rows
 
 
-def test_the_picture_shows_the_whole_state() -> None:
-    world = SokobanVisual(boxes=2, max_pushes=3)
-    pictures: dict[bytes, str] = {}
+def test_the_image_shows_the_whole_state() -> None:
+    environment = SokobanVisual(boxes=2, max_pushes=3)
+    images: dict[bytes, str] = {}
     for seed in range(200):
-        observation, _ = world.reset(seed=seed)
+        observation, _ = environment.reset(seed=seed)
         assert observation["image"].shape == (96, 96, 3)
-        key = world.state_key()
-        assert pictures.setdefault(observation["image"].tobytes(), key) == key
-    assert len(pictures) == len(set(pictures.values()))
+        key = environment.state_key()
+        assert images.setdefault(observation["image"].tobytes(), key) == key
+    assert len(images) == len(set(images.values()))
 
 
-def test_text_and_picture_worlds_are_the_same_world() -> None:
-    text, picture = gymnasium.make("ragen/Sokoban-v0"), gymnasium.make("ragen/SokobanVisual-v0")
+def test_text_and_image_environments_are_the_same_environment() -> None:
+    text, image = gymnasium.make("ragen/Sokoban-v0"), gymnasium.make("ragen/SokobanVisual-v0")
     text.reset(seed=7)
-    picture.reset(seed=7)
-    assert text.unwrapped.state_key() == picture.unwrapped.state_key()
+    image.reset(seed=7)
+    assert text.unwrapped.state_key() == image.unwrapped.state_key()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,9 @@ def test_impossible_rooms_and_layouts_are_told() -> None:
 
 def test_a_box_does_not_push_another() -> None:
     rows = ["######", "#PXX_#", "#____#", "#OO__#", "#____#", "######"]
-    world = Sokoban(boxes=2)
-    world.reset(options={"layout": rows})
-    before = world.state_key()
-    assert not world.step(RIGHT)[4]["action_is_effective"] and world.state_key() == before
+    environment = Sokoban(boxes=2)
+    environment.reset(options={"layout": rows})
+    before = environment.state_key()
+    assert (
+        not environment.step(RIGHT)[4]["action_is_effective"] and environment.state_key() == before
+    )

@@ -20,8 +20,8 @@ QUICK = (
     "warm_start.steps=2",
     "warm_start.episodes=4",
     "rollout.groups=2",
-    "panel.episodes=2",
-    "panel.blank=false",
+    "validation.episodes=2",
+    "validation.blank=false",
 )
 
 

@@ -24,7 +24,7 @@ def refusing_keys() -> list[str]:
 
 @pytest.mark.slow
 def test_nonsense_for_any_key_ends_the_command(fit, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ragen_pl.training", None)  # what would build a model
+    monkeypatch.setitem(sys.modules, "ragen_pl.run.train", None)  # what would build a model
     keys = refusing_keys()
     assert len(keys) > 100
     for key in keys:

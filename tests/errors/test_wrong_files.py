@@ -12,7 +12,7 @@ TINY = (
     "env=frozenlake",
     "++model.build.text.hidden_size=32",
     "++model.build.text.intermediate_size=64",
-    "panel.players=null",
+    "validation.baselines=null",
 )
 
 
@@ -120,7 +120,7 @@ def test_adapters_that_can_not_be_put_in_are_refused(fit, model, monkeypatch):
     assert said.startswith("model.build: ") and "'rank'" in said
     off = "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.AdaptersOff"
     assert "has no adapters to switch off; set model.build.lora" in load(fit, off).refused()
-    monkeypatch.setattr("ragen_pl.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("ragen_pl.run.checks.find_spec", lambda name: None)
     said = load(fit, "model.build.lora={r: 8}").refused()
     assert said.startswith("model.build.lora: peft is not installed; pip install 'ragen_pl[lora]'")
 
@@ -150,8 +150,8 @@ def test_a_chat_template_that_is_missing_or_broken_is_refused(fit, model):
 
 def test_a_chat_template_that_breaks_its_prefix_is_told(fit, model):
     (model / "chat_template.jinja").write_text(KEEPS_NOT)
-    told = load(fit, "context.window=all", "panel.players=null")
+    told = load(fit, "context.window=all", "validation.baselines=null")
     assert told.code == 0
-    said = "ragen_pl: the model's chat template rewrites earlier replies"
+    said = "ragen_pl: the model's chat template rewrites earlier responses"
     assert told.stderr.count(said) == 1
-    assert said not in load(fit, "context.window=1", "panel.players=null").stderr
+    assert said not in load(fit, "context.window=1", "validation.baselines=null").stderr

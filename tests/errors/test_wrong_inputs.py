@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from ragen_pl.config import ConfigError, config_dir
-from ragen_pl.preflight import preflight
+from ragen_pl.run.checks import preflight
 
 HERE = Path(__file__).parent
 
@@ -27,8 +27,8 @@ OF_THE_COMMAND = [
     ("+optimizer.momentm=3", r"optimizer: AdamW.__init__\(\) got an unexpected keyword argument"),
     ("optimizer._target_=torch.optim.AdamX", "optimizer: .*AdamX"),
     ("warm_start.optimizer.lr=abc", "warm_start.optimizer.lr=abc: expected a number"),
-    ("env=frozenlake_visual model=small_lm", "the model takes no pictures; set model=small_vlm"),
-    ("env=frozenlake env.visual=true model=small_vlm", "found no picture .*; set env.visual=false"),
+    ("env=frozenlake_visual model=small_lm", "the model takes no images; set model=small_vlm"),
+    ("env=frozenlake env.visual=true model=small_vlm", "found no image .*; set env.visual=false"),
     ("model.build.text.num_attention_heads=3", "expected a divisor of .*hidden_size=128"),
     ("algorithm.critic=none", "BilevelGAE needs values; set algorithm.critic"),
     ("-m seed=0,1 trainer.devices=2", "--multirun with 2 ranks: .* start the runs one by one"),
@@ -39,15 +39,18 @@ OF_THE_COMMAND = [
     ("algorithm.loss.kl.aggregation=constant", "kl.aggregation=constant: expected"),
     ("algorithm=grpo rollout.group_size=1", "rollout.group_size=1: .* set at least 2"),
     ("algorithm.loss.policy.aggregation=constant", "a constant goes with aggregation .constant."),
-    ("rollout.max_reply_tokens=4000", "leaves no room for a prompt in context.max_tokens=2048"),
+    ("rollout.max_response_tokens=4000", "leaves no room for a prompt in context.max_tokens=2048"),
     ("env=frozenlake context.max_tokens=30", "the first prompt has .* tokens .*; raise it"),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
     ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
     ("env.kwargs.size=40", "size: found 40, expected a whole number from 2 to 16"),
-    ("env.target=no_such_package.World", "env.target=no_such_package.World: .*class path such as"),
+    (
+        "env.target=no_such_package.Environment",
+        "env.target=no_such_package.Environment: .*class path such as",
+    ),
     ("ckpt_path=last", "ckpt_path=last: there is no run in .*; start one without ckpt_path"),
     ("ckpt_path=gone.ckpt", "ckpt_path=gone.ckpt: expected a path that exists"),
-    ("panel.players.optimal._target_=envs.players.Nobody", "envs.players has no Nobody"),
+    ("validation.baselines.optimal._target_=envs.policies.Nobody", "envs.policies has no Nobody"),
     ("callbacks.mine._target_=no_such_package.Mine", r"unknown key callbacks.mine|no package"),
     ("logger=mlflow +logger.uri=http://127.0.0.1:9", "cannot be reached .*; start the server"),
     ("paths.root=/proc/nowhere", "/proc/nowhere.*(may not be written|MB are left)"),
@@ -61,14 +64,14 @@ OF_THE_WORLD = [
     ("NameWithBars", r"expected none of \|\|, <, > in them"),
     ("FourTuple", r"step returned \(str, float, bool, dict\), expected \(observation, reward"),
     ("NaNReward", "returned reward nan; expected a finite number"),
-    ("FloatPicture", r"type float64; expected uint8 \[height, width, 3\]"),
+    ("FloatImage", r"type float64; expected uint8 \[height, width, 3\]"),
     ("ResetRaises", r"reset\(seed=0, options=None\) raised: KeyError: 'door'"),
     ("ResetBare", r"reset returned a str, expected \(observation, info\)"),
     ("NoSeed", "unexpected keyword argument 'seed'"),
     ("Unseeded", "two resets with seed 0 began differently; draw from self.np_random"),
     ("Continuous", r"found action_space=Box.*, expected Discrete\(n\)"),
     ("StepRaises", r"step\(0\) raised: the floor gave way"),
-    ("Unhelpful", "env.kwargs of broken_worlds.Unhelpful: no display"),
+    ("Unhelpful", "env.kwargs of broken_environments.Unhelpful: no display"),
 ]
 
 
@@ -85,35 +88,41 @@ def custom():
         return compose("fit", overrides=["env=custom", "env.target=set", "logger=none"])
 
 
-@pytest.mark.parametrize(("world", "told"), OF_THE_WORLD, ids=[name for name, _ in OF_THE_WORLD])
-def test_a_world_that_breaks_the_protocol_is_refused(custom, monkeypatch, tmp_path, world, told):
+@pytest.mark.parametrize(
+    ("environment", "told"), OF_THE_WORLD, ids=[name for name, _ in OF_THE_WORLD]
+)
+def test_a_environment_that_breaks_the_protocol_is_refused(
+    custom, monkeypatch, tmp_path, environment, told
+):
     monkeypatch.syspath_prepend(str(HERE))
-    custom.env.target, custom.paths.root = f"broken_worlds.{world}", str(tmp_path)
+    custom.env.target, custom.paths.root = f"broken_environments.{environment}", str(tmp_path)
     with pytest.raises(ConfigError, match=told) as error:
         preflight(custom)
     assert "\n" not in str(error.value)
 
 
-def test_a_sound_world_passes(custom, monkeypatch, tmp_path):
+def test_a_sound_environment_passes(custom, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(HERE))
-    custom.env.target, custom.paths.root = "broken_worlds.Sound", str(tmp_path)
+    custom.env.target, custom.paths.root = "broken_environments.Sound", str(tmp_path)
     preflight(custom)
 
 
-def test_a_world_that_fails_later_on_is_told(fit):
-    line = fit("env=custom", "env.target=broken_worlds.ThirdResetRaises").refused()
+def test_a_environment_that_fails_later_on_is_told(fit):
+    line = fit("env=custom", "env.target=broken_environments.ThirdResetRaises").refused()
     assert line == (
         "every demonstration failed; the first said: ConnectionError: the simulator has gone"
     )
 
 
-def test_players_that_a_world_has_nothing_for_are_refused(fit):
-    sound = ("env=custom", "env.target=broken_worlds.Sound")
-    line = fit(*sound, "warm_start/player=noisy").refused()
-    assert line.startswith("warm_start.player: ") and "no blind_action" in line
-    line = fit(*sound, "+panel.players.optimal._target_=envs.players.OptimalPlayer").refused()
-    assert line.startswith("panel.players.optimal: ") and "optimal_action" in line
-    assert "panel.held_out=false" in fit(*sound, "panel.held_out=true").refused()
+def test_players_that_a_environment_has_nothing_for_are_refused(fit):
+    sound = ("env=custom", "env.target=broken_environments.Sound")
+    line = fit(*sound, "warm_start/demonstrator=noisy").refused()
+    assert line.startswith("warm_start.demonstrator: ") and "no blind_action" in line
+    line = fit(
+        *sound, "+validation.baselines.optimal._target_=envs.policies.OptimalPolicy"
+    ).refused()
+    assert line.startswith("validation.baselines.optimal: ") and "optimal_action" in line
+    assert "validation.held_out=false" in fit(*sound, "validation.held_out=true").refused()
 
 
 OF_THE_USERS_FILES = [
@@ -132,13 +141,15 @@ def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, told):
     file = tmp_path / "conf" / name
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    line = fit("--config-dir", "conf", "env=mine", "+env.target=broken_worlds.Sound").refused()
+    line = fit(
+        "--config-dir", "conf", "env=mine", "+env.target=broken_environments.Sound"
+    ).refused()
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(line)
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):
-    mine = ("env=frozenlake", "paths.run_dir=mine", "panel.players=null")
+    mine = ("env=frozenlake", "paths.run_dir=mine", "validation.baselines=null")
     config = tmp_path / "mine" / "config.yaml"
     config.parent.mkdir()
     config.write_text("seed: 1\n")  # as a run that was refused leaves it
@@ -207,10 +218,10 @@ def test_nothing_is_imported_that_is_heavy_before_a_value_is_refused(fit, monkey
     for name in [one for one in sys.modules if one.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)  # an import would raise
-    assert fit("env=custom", "env.target=broken_worlds.FourTuple").refused()
+    assert fit("env=custom", "env.target=broken_environments.FourTuple").refused()
     assert fit("trainer.max_epochs=many").refused()
 
 
 def test_a_traceback_comes_when_asked_for(fit):
     with pytest.raises(ConfigError, match="step returned"):  # Hydra lets it through to Python
-        fit("env=custom", "env.target=broken_worlds.FourTuple", "debug=true")
+        fit("env=custom", "env.target=broken_environments.FourTuple", "debug=true")

@@ -1,4 +1,4 @@
-"""A tiny seeing model that plays the lake from pictures."""
+"""A tiny seeing model that plays the lake from images."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def proxy() -> AgentProxy:
             target="visual_envs:ragen/FrozenLakeVisual-v0", max_turns=3, invalid_ends=False
         ),
         context=ContextManager(bundle, window="all", system_prompt=None),
-        max_reply_tokens=6,
+        max_response_tokens=6,
     )

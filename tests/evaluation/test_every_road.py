@@ -17,17 +17,17 @@ from omegaconf import DictConfig
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.exporting import export
-from ragen_pl.evaluation.records import read_records
 from ragen_pl.evaluation.settings import settle
-from ragen_pl.evaluation.weights import load_bundle, policy_weights
-from ragen_pl.training import train
+from ragen_pl.run.train import train
+from ragen_pl.run.weights import load_bundle, policy_weights
+from ragen_pl.viewing.records import read_records
 
 pytestmark = pytest.mark.slow
 SMALL = [
     "env=frozenlake_visual", "env.invalid_ends=false", "env.max_turns=3", "curriculum=null",
     "model.build.text.hidden_size=32", "model.build.text.intermediate_size=64",
     "model.build.text.num_attention_heads=2", "model.build.vision.width=32",
-    "model.build.vision.heads=2", "rollout.groups=8", "panel.episodes=12", "panel.blank=false",
+    "model.build.vision.heads=2", "rollout.groups=8", "validation.episodes=12", "validation.blank=false",
     "warm_start.steps=60", "warm_start.episodes=64", "warm_start.batch_size=32",
     "warm_start.optimizer.lr=1e-2", "trainer.max_epochs=2", "trainer.check_val_every_n_epoch=1",
     "update.epochs=1", "callbacks.progress=null", "callbacks.trajectories=null",
@@ -37,8 +37,8 @@ import sys, numpy, torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 model = AutoModelForImageTextToText.from_pretrained(sys.argv[1], trust_remote_code=True)
 processor = AutoProcessor.from_pretrained(sys.argv[1], trust_remote_code=True)
-picture = numpy.arange(64 * 64 * 3, dtype=numpy.uint8).reshape(64, 64, 3)
-inputs = processor(images=[picture], text=["<|user|><|image|>reach the goal<|assistant|>"])
+image = numpy.arange(64 * 64 * 3, dtype=numpy.uint8).reshape(64, 64, 3)
+inputs = processor(images=[image], text=["<|user|><|image|>reach the goal<|assistant|>"])
 with torch.no_grad():
     numpy.save(sys.argv[2], model(**inputs).logits.numpy())
 assert not any(name.startswith("ragen_pl") for name in sys.modules)
@@ -78,23 +78,34 @@ def evaluated(run: Path, ckpt: str, folder: Path, *more: str) -> Evaluation:
 
 
 def test_the_table_sets_the_policy_beside_the_others(table: Evaluation, run: Path) -> None:
-    (panel,) = table.panels.values()
-    assert set(panel["players"]) == {"policy", "warm start", "random player", "optimal player"}
+    (validation_set,) = table.validation_sets.values()
+    assert set(validation_set["policies"]) == {
+        "policy",
+        "warm start",
+        "random policy",
+        "optimal policy",
+    }
     assert (
-        panel["players"]["optimal player"]["pass@2"] > panel["players"]["random player"]["success"]
+        validation_set["policies"]["optimal policy"]["pass@2"]
+        > validation_set["policies"]["random policy"]["success"]
     )
-    assert panel["players"]["policy"]["valid_actions"] > 0  # or nothing below would say much
-    assert panel["set_aside"] == panel["starts"] == 12
+    assert (
+        validation_set["policies"]["policy"]["valid_actions"] > 0
+    )  # or nothing below would say much
+    assert validation_set["set_aside"] == validation_set["starts"] == 12
     greedy = evaluate(composed("evaluate", f"ckpt={run}", "trajectories=false", "mlflow=false"))
     logged = json.loads((run / "figures.json").read_text())
-    told = greedy.panels["held_out"]["players"]
-    for name in ("success", "return", "turns", "valid_actions", "reply_tokens"):
+    told = greedy.validation_sets["held_out"]["policies"]
+    for name in ("success", "return", "turns", "valid_actions", "response_tokens"):
         assert told["policy"][name] == pytest.approx(logged[f"val/{name}"], abs=1e-7)
-        assert told["random player"][name] == pytest.approx(
+        assert told["random policy"][name] == pytest.approx(
             logged[f"random_player/{name}"], abs=1e-7
         )
     (written,) = (run / "evaluations").iterdir()
-    assert json.loads((written / "evaluation.json").read_text())["panels"] == greedy.panels
+    assert (
+        json.loads((written / "evaluation.json").read_text())["validation_sets"]
+        == greedy.validation_sets
+    )
 
 
 @pytest.mark.parametrize("road", ["file", "run", "mlflow", "exported"])
@@ -107,15 +118,15 @@ def test_the_same_weights_give_the_same_table(
         "mlflow": json.loads((run / "mlflow_run.json").read_text())["run_id"],
         "exported": str(exported),
     }[road]
-    assert evaluated(run, ckpt, tmp_path, "mlflow=false").panels == table.panels
+    assert evaluated(run, ckpt, tmp_path, "mlflow=false").validation_sets == table.validation_sets
 
 
-def test_another_seed_samples_other_replies(run: Path, table: Evaluation, tmp_path: Path) -> None:
-    other = evaluated(run, str(run), tmp_path, "seed=1", "mlflow=false").panels["held_out"]
-    same = table.panels["held_out"]
+def test_another_seed_samples_other_responses(run: Path, table: Evaluation, tmp_path: Path) -> None:
+    other = evaluated(run, str(run), tmp_path, "seed=1", "mlflow=false").validation_sets["held_out"]
+    same = table.validation_sets["held_out"]
     assert other["digest"] == same["digest"]
-    assert other["players"]["random player"] == same["players"]["random player"]
-    assert other["players"]["policy"] != same["players"]["policy"]
+    assert other["policies"]["random policy"] == same["policies"]["random policy"]
+    assert other["policies"]["policy"] != same["policies"]["policy"]
 
 
 def test_the_best_checkpoint_is_that_of_the_best_validation(run: Path) -> None:
@@ -124,7 +135,7 @@ def test_the_best_checkpoint_is_that_of_the_best_validation(run: Path) -> None:
     assert state["best_model_path"] == str(run / "checkpoints" / "best.ckpt")
     cfg = composed("evaluate", "ckpt=best", "env=frozenlake_visual", f"paths.root={run.parent.parent}",
                    "env.max_turns=3", "env.invalid_ends=false", "mlflow=false", "trajectories=false")  # fmt: skip
-    found = evaluate(cfg).panels["held_out"]["players"]["policy"]["success"]
+    found = evaluate(cfg).validation_sets["held_out"]["policies"]["policy"]["success"]
     assert found == pytest.approx(float(state["best_model_score"]))
 
 
@@ -138,10 +149,8 @@ def test_transformers_alone_gives_the_same_logits(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     bundle = load_bundle(composed("evaluate", f"ckpt={run}"))
-    picture = np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
-    inputs = bundle.processor(
-        images=[picture], text=["<|user|><|image|>reach the goal<|assistant|>"]
-    )
+    image = np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
+    inputs = bundle.processor(images=[image], text=["<|user|><|image|>reach the goal<|assistant|>"])
     with torch.no_grad():
         logits = bundle.model(**inputs).logits.numpy()
     assert np.array_equal(logits, np.load(tmp_path / "logits.npy"))
@@ -158,24 +167,30 @@ def test_mlflow_has_the_evaluation_nested_under_the_run(run: Path, table: Evalua
     )
     assert len(children) == 1
     found = children[0].data.metrics["held_out/policy/success"]
-    assert found == table.panels["held_out"]["players"]["policy"]["success"]
+    assert found == table.validation_sets["held_out"]["policies"]["policy"]["success"]
     names = {file.path for file in client.list_artifacts(children[0].info.run_id)}
     assert {"evaluation.json", "evaluation.md", "held_out"} <= names
     traces = client.search_traces(
         locations=[experiment.experiment_id], run_id=children[0].info.run_id
     )
-    assert {trace.info.tags["panel"] for trace in traces} == {"held_out"} and len(traces) == 2
+    assert {trace.info.tags["validation_set"] for trace in traces} == {"held_out"} and len(
+        traces
+    ) == 2
 
 
-def test_panels_are_a_table_and_episodes_are_written(run: Path, tmp_path: Path) -> None:
-    arguments = ["panels=frozenlake_visual", "panels.dense.episodes=5", "mlflow=false"]
-    found = evaluated(run, str(run), tmp_path, *arguments).panels
+def test_validation_sets_are_a_table_and_episodes_are_written(run: Path, tmp_path: Path) -> None:
+    arguments = [
+        "validation_sets=frozenlake_visual",
+        "validation_sets.dense.episodes=5",
+        "mlflow=false",
+    ]
+    found = evaluated(run, str(run), tmp_path, *arguments).validation_sets
     assert [one["starts"] for one in found.values()].count(12) == len(found) - 1
     text = (tmp_path / "evaluation.md").read_text()
     assert all(f"| {name} | policy |" in text for name in found)
     records = list(read_records(tmp_path / "larger" / "trajectories.jsonl"))
-    assert len(records) == 24 and {one["panel"] for one in records} == {"larger"}
-    assert (tmp_path / "larger" / records[0]["turns"][0]["pictures"][0]).exists()
+    assert len(records) == 24 and {one["validation_set"] for one in records} == {"larger"}
+    assert (tmp_path / "larger" / records[0]["turns"][0]["images"][0]).exists()
 
 
 def test_weights_that_do_not_fit_are_told(run: Path, tmp_path: Path) -> None:
@@ -185,7 +200,7 @@ def test_weights_that_do_not_fit_are_told(run: Path, tmp_path: Path) -> None:
     broken.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:5000])
     with pytest.raises(ConfigError, match="can't be read as a checkpoint"):
         policy_weights(broken)
-    with pytest.raises(ConfigError, match=r"panels\.held_out: .*reads text only"):
+    with pytest.raises(ConfigError, match=r"validation sets\.held_out: .*reads text only"):
         evaluate(
             composed(
                 "evaluate", "model=small_lm", "env=frozenlake_visual", f"paths.root={tmp_path}"

@@ -15,14 +15,14 @@ from ragen_pl.evaluation.evaluator import evaluate
 from ragen_pl.evaluation.exporting import export
 from ragen_pl.evaluation.settings import settle
 from ragen_pl.models.build import build_small_lm, load_pretrained
-from ragen_pl.training import train
+from ragen_pl.run.train import train
 
 pytestmark = pytest.mark.slow
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 REFERENCE = "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.AdaptersOff"
 SMALL = (
     "env=frozenlake", "env.invalid_ends=false", "env.max_turns=3", "curriculum=null", "model=pretrained",
-    "model.build.lora={r: 8, lora_alpha: 16}", REFERENCE, "rollout.groups=8", "panel.episodes=12",
+    "model.build.lora={r: 8, lora_alpha: 16}", REFERENCE, "rollout.groups=8", "validation.episodes=12",
     "warm_start.steps=40", "warm_start.episodes=64", "warm_start.optimizer.lr=2e-2", "trainer.max_epochs=2",
     "update.epochs=1", "callbacks.progress=null", "callbacks.trajectories=null", "logger=none",
 )  # fmt: skip
@@ -40,8 +40,8 @@ def test_adapters_are_trained_evaluated_and_merged_into_an_export(tmp_path: Path
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose("fit", overrides=[*SMALL, f"model.build.path={base}", f"paths.run_dir={run}"])
     check_config(cfg)
-    figures = train(cfg)
-    assert figures["update/reference_kl"] > 0.01  # the warm start alone has moved the adapters away
+    metrics = train(cfg)
+    assert metrics["update/reference_kl"] > 0.01  # the warm start alone has moved the adapters away
 
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert not any(name.startswith("reference.") for name in state)
@@ -56,11 +56,11 @@ def test_adapters_are_trained_evaluated_and_merged_into_an_export(tmp_path: Path
 
     folder = export(composed("export", f"ckpt={run}", f"to={tmp_path / 'exported'}"))
     assert not list(folder.glob("adapter*"))
-    quiet = ("mlflow=false", "trajectories=false", "panel.players=null")
+    quiet = ("mlflow=false", "trajectories=false", "validation.baselines=null")
     told = [
-        evaluate(composed("evaluate", f"ckpt={ckpt}", *quiet)).panels["held_out"]["players"][
-            "policy"
-        ]
+        evaluate(composed("evaluate", f"ckpt={ckpt}", *quiet)).validation_sets["held_out"][
+            "policies"
+        ]["policy"]
         for ckpt in (run, folder)
     ]
     assert told[0] == told[1]

@@ -1,4 +1,4 @@
-"""Which weights, settings and panels a command line means, and what is refused in one line."""
+"""Which weights, settings and validation sets a command line means, and what is refused in one line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
-from ragen_pl.evaluation.checkpoints import find_checkpoint
-from ragen_pl.evaluation.panels import panel_settings
-from ragen_pl.evaluation.preflight import check_export, is_greedy, pass_ks, preflight
+from ragen_pl.evaluation.checks import check_export, is_greedy, pass_ks, preflight
 from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.validation_sets import validation_settings
+from ragen_pl.run.checkpoints import find_checkpoint
 
 RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 
@@ -34,7 +34,9 @@ def composed(*arguments: str, command: str = "evaluate") -> DictConfig:
 @functools.cache
 def _trained() -> str:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=["env=frozenlake", "panel.episodes=20", "context.window=3"])
+        cfg = compose(
+            "fit", overrides=["env=frozenlake", "validation.episodes=20", "context.window=3"]
+        )
     return OmegaConf.to_yaml(cfg, resolve=True)
 
 
@@ -111,28 +113,40 @@ def test_an_exported_folder_knows_its_run_and_works_without_it(root: Path, tmp_p
 
 def test_settings_are_the_runs_and_the_command_lines_on_top(root: Path) -> None:
     last = ["ckpt=last", f"paths.root={root}"]
-    cfg = composed(*last, "env=frozenlake", "panel.episodes=7", "rollout.max_reply_tokens=9")
+    cfg = composed(
+        *last, "env=frozenlake", "validation.episodes=7", "rollout.max_response_tokens=9"
+    )
     assert (cfg.env.kwargs.size, cfg.env.kwargs.slip_probability) == (4, 0.0)  # env= replaces it
-    assert (cfg.context.window, cfg.panel.episodes, cfg.rollout.max_reply_tokens) == (3, 7, 9)
+    assert (cfg.context.window, cfg.validation.episodes, cfg.rollout.max_response_tokens) == (
+        3,
+        7,
+        9,
+    )
     new = root / "frozenlake" / "2026-01-02_10-00-00"
     path = f"ckpt={new}/checkpoints/last.ckpt"
     kept = composed(path, "env.kwargs.hole_share=0.3")
     assert (kept.env.kwargs.size, kept.env.kwargs.hole_share) == (6, 0.3)
     slippery = composed(path, "env=frozenlake_slippery", "env.kwargs.size=5")
     assert slippery.env.kwargs.slip_probability == 0.6667 and slippery.env.kwargs.size == 5
-    assert slippery.model == kept.model and slippery.panel.episodes == 20
+    assert slippery.model == kept.model and slippery.validation.episodes == 20
     assert composed(f"ckpt={RUN_ID}", f"paths.root={root}").ckpt == RUN_ID
 
 
-def test_panels_change_the_environment_and_know_what_was_set_aside(root: Path) -> None:
+def test_validation_sets_change_the_environment_and_know_what_was_set_aside(root: Path) -> None:
     run = root / "frozenlake" / "2026-01-02_10-00-00"
-    cfg = composed(f"ckpt={run}", "panels=frozenlake", "panels.larger.kwargs.size=7",
-                   "panels.far=null", "panels.short.max_turns=3", "panel.episodes=30")  # fmt: skip
-    panels = {one.name: one for one in panel_settings(cfg)}
-    assert "far" not in panels
-    assert panels["larger"].env["kwargs"] == {**panels["held_out"].env["kwargs"], "size": 7}
-    assert (panels["short"].env["max_turns"], panels["larger"].env["max_turns"]) == (3, 14)
-    aside = {name: one.set_aside(cfg.source) for name, one in panels.items()}
+    cfg = composed(f"ckpt={run}", "validation_sets=frozenlake", "validation_sets.larger.kwargs.size=7",
+                   "validation_sets.far=null", "validation_sets.short.max_turns=3", "validation.episodes=30")  # fmt: skip
+    validation_sets = {one.name: one for one in validation_settings(cfg)}
+    assert "far" not in validation_sets
+    assert validation_sets["larger"].env["kwargs"] == {
+        **validation_sets["held_out"].env["kwargs"],
+        "size": 7,
+    }
+    assert (
+        validation_sets["short"].env["max_turns"],
+        validation_sets["larger"].env["max_turns"],
+    ) == (3, 14)
+    aside = {name: one.set_aside(cfg.source) for name, one in validation_sets.items()}
     assert aside == dict.fromkeys(aside, 0) | {
         "held_out": 20, "short": 20, "largest": 20,  # the run's own lakes are as large
     }  # fmt: skip
@@ -164,16 +178,19 @@ def test_sampling_follows_from_the_number_of_samples(root: Path) -> None:
         (["ckpt={run}", "env=frozenlak"], "env=frozenlak: no such option; did you mean frozenlake"),
         (["ckpt={run}", "env.kwargs.size=1"], "env.kwargs.size=1: expected a whole number"),
         (["ckpt={run}", "env.kwargs.sise=5"], "unknown key env.kwargs.sise; did you mean"),
-        (["ckpt={run}", "+env.kwargs.sise=5"], "panels.held_out: env.kwargs of .*'sise'"),
-        (["ckpt={run}", "panels=frozenlak"], "panels=frozenlak: no such option"),
+        (["ckpt={run}", "+env.kwargs.sise=5"], "validation_sets.held_out: env.kwargs of .*'sise'"),
+        (["ckpt={run}", "validation_sets=frozenlak"], "validation_sets=frozenlak: no such option"),
         (
-            ["ckpt={run}", "panels.big.kwargs.size=99"],
-            "panels.big: env.kwargs of .* size: found 99",
+            ["ckpt={run}", "validation_sets.big.kwargs.size=99"],
+            "validation_sets.big: env.kwargs of .* size: found 99",
         ),
-        (["ckpt={run}", "panels.big.kwargs.size=x"], "panels.big.kwargs.size=x: expected a whole"),
-        (["ckpt={run}", "panels.held_out=null"], "panels is empty"),
+        (
+            ["ckpt={run}", "validation_sets.big.kwargs.size=x"],
+            "validation_sets.big.kwargs.size=x: expected a whole",
+        ),
+        (["ckpt={run}", "validation_sets.held_out=null"], "validation sets is empty"),
         (["ckpt={run}", "samples=0"], "samples=0: expected a whole number, at least 1"),
-        (["ckpt={run}", "samples=4", "greedy=true"], "greedy replies are all alike"),
+        (["ckpt={run}", "samples=4", "greedy=true"], "greedy responses are all alike"),
         (["ckpt={run}", "samples=4", "pass_at=[1,8]"], "pass_at has 8 and samples=4"),
         (["ckpt={run}", "pass_at=3"], "pass_at=3: expected"),
         (["ckpt={run}", "device=tpu"], "device=tpu: expected one of"),

@@ -21,7 +21,7 @@ TINY = (
     "warm_start.steps=4",
     "warm_start.episodes=8",
     "rollout.groups=4",
-    "panel.episodes=4",
+    "validation.episodes=4",
 )
 
 
@@ -73,14 +73,14 @@ def test_a_module_of_ones_own_learns_by_rollouts(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "env"),
-    [("own_worlds", "guess"), ("own_worlds", "bright_side"), ("invoice", "invoice")],
+    [("own_environments", "guess"), ("own_environments", "bright_side"), ("invoice", "invoice")],
 )
-def test_a_world_of_ones_own_is_run_from_ones_own_folder(tmp_path, folder, env):
+def test_a_environment_of_ones_own_is_run_from_ones_own_folder(tmp_path, folder, env):
     arguments = ("-m", "ragen_pl.fit", "--config-dir", "conf", f"env={env}", *TINY)
     call(*arguments, f"paths.run_dir={tmp_path}", cwd=EXAMPLES / folder)
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["val/episodes"] == 4
-    assert figures["random_player/failed"] == 0
+    metrics = json.loads((tmp_path / "figures.json").read_text())
+    assert metrics["val/episodes"] == 4
+    assert metrics["random_player/failed"] == 0
 
 
 @pytest.fixture
@@ -89,30 +89,30 @@ def invoice(monkeypatch):
 
 
 def test_an_invoice_has_at_most_one_wrong_field_and_says_what_is_seen(invoice):
-    world, wrong = invoice.InvoiceCheck(), []
+    environment, wrong = invoice.InvoiceCheck(), []
     for seed in range(300):
-        text, _ = world.reset(seed=seed)
-        wrong.append([field for line in world.invoice for field in line.wrong()])
-        first = world.invoice[0]
+        text, _ = environment.reset(seed=seed)
+        wrong.append([field for line in environment.invoice for field in line.wrong()])
+        first = environment.invoice[0]
         assert text.startswith(f"line 1 of 3 order {first.ordered} at {first.agreed} bill ")
         for field in invoice.FIELDS:
             said = f"{field} off" if field in first.wrong() else f"{field} ok"
-            assert said in world.describe()
+            assert said in environment.describe()
     assert {len(fields) for fields in wrong} == {0, 1}
     assert 0.4 < np.mean([len(fields) for fields in wrong]) < 0.6
     assert {field for fields in wrong for field in fields} == set(invoice.FIELDS)
 
 
 def test_an_invoice_is_scored_by_rule(invoice):
-    world = invoice.InvoiceCheck(read_cost=0.25)
+    environment = invoice.InvoiceCheck(read_cost=0.25)
     right = [invoice.Line.honest(2, 3)] * 3
-    name = world.action_names.index
+    name = environment.action_names.index
 
     def play(lines, *actions):
-        world.reset(seed=0)
-        world.invoice, total = list(lines), 0.0
+        environment.reset(seed=0)
+        environment.invoice, total = list(lines), 0.0
         for action in actions:
-            _, reward, over, _, info = world.step(name(action))
+            _, reward, over, _, info = environment.step(name(action))
             total += reward
         assert over
         return total, info["success"]
@@ -127,17 +127,17 @@ def test_an_invoice_is_scored_by_rule(invoice):
 
 
 def test_reading_pays_better_than_any_blind_habit(invoice):
-    world, rng = invoice.InvoiceCheck(), np.random.default_rng(0)
+    environment, rng = invoice.InvoiceCheck(), np.random.default_rng(0)
 
     def mean_return(choose):
         total = 0.0
         for seed in range(400):
-            world.reset(seed=seed)
+            environment.reset(seed=seed)
             over = False
             while not over:
-                _, reward, over, _, _ = world.step(choose())
+                _, reward, over, _, _ = environment.step(choose())
                 total += reward
         return total / 400
 
-    assert mean_return(lambda: world.optimal_action(rng)) > 0.97
+    assert mean_return(lambda: environment.optimal_action(rng)) > 0.97
     assert max(mean_return(lambda verdict=verdict: verdict) for verdict in range(1, 5)) < 0.2

@@ -12,24 +12,24 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import envs  # noqa: F401
-from ragen_pl.assemble import assemble, build_agent, build_datamodule
 from ragen_pl.config import check_config, config_dir
+from ragen_pl.run.build import assemble, build_agent, build_datamodule
 from ragen_pl.trajectory import Span, Trajectory
 
 torch.set_num_threads(1)
 TINY = (
-    "env=frozenlake", "curriculum=null", "panel.held_out=false", "panel.episodes=4", "seed=3",
+    "env=frozenlake", "curriculum=null", "validation.held_out=false", "validation.episodes=4", "seed=3",
     "env.invalid_ends=false", "env.max_turns=3", "rollout.groups=4", "rollout.group_size=4",
-    "rollout.max_reply_tokens=8", "update.minibatches=2", "update.epochs=2", "optimizer.lr=1e-2",
+    "rollout.max_response_tokens=8", "update.minibatches=2", "update.epochs=2", "optimizer.lr=1e-2",
     "++model.build.text.hidden_size=16", "++model.build.text.intermediate_size=16",
     "++model.build.text.num_attention_heads=2", "++model.build.text.num_hidden_layers=1",
 )  # fmt: skip
 
 
 class Judge:
-    """Gives what was played rewards, spans and an engine of its own, the same for the same replies.
+    """Gives what was played rewards, spans and an engine of its own, the same for the same responses.
 
-    A fresh policy's replies are noise, which no rule of a world tells apart.
+    A fresh policy's responses are noise, which no rule of an environment tells apart.
     """
 
     def __init__(self, shaping):
@@ -38,17 +38,17 @@ class Judge:
     def settle(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
             for number, turn in enumerate(trajectory.turns):
-                rng = np.random.default_rng([int(turn.reply_ids.sum()), number])
-                turn.reward_parts = {"environment": float(rng.integers(-1, 3)), "format": -0.05}
+                rng = np.random.default_rng([int(turn.response_ids.sum()), number])
+                turn.reward_terms = {"environment": float(rng.integers(-1, 3)), "format": -0.05}
                 if trajectory.group == 1:  # one group whose members agree
-                    turn.reward_parts = {"environment": float(number == 0)}
-                turn.reward = sum(turn.reward_parts.values())
-                turn.spans = np.sort(rng.integers(0, 4, len(turn.reply_ids))).astype(np.int8)
+                    turn.reward_terms = {"environment": float(number == 0)}
+                turn.reward = sum(turn.reward_terms.values())
+                turn.spans = np.sort(rng.integers(0, 4, len(turn.response_ids))).astype(np.int8)
                 turn.spans[-1] = Span.END
                 turn.action_is_valid, turn.action_is_effective = True, bool(rng.integers(2))
-                turn.cut = bool(rng.integers(2))
-                turn.reply_logprobs = turn.reply_logprobs + 0.3 * rng.normal(
-                    size=len(turn.reply_ids)
+                turn.hit_length_limit = bool(rng.integers(2))
+                turn.response_logprobs = turn.response_logprobs + 0.3 * rng.normal(
+                    size=len(turn.response_ids)
                 ).astype(np.float32)
         self.shaping.settle(trajectories)
 
@@ -100,7 +100,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
         "spread": float(samples.advantages[trained].std()),
         "target": float(samples.returns.sum()),
         "reward": float(batch.episodes.turn_rewards.square().sum()),
-        "old_logprob": float(samples.behaviour_logprobs.sum()),
+        "old_logprob": float(samples.behavior_logprobs.sum()),
         "clipped": totals["clip_fraction"] + totals["dual_clipped"],
         "policy_loss": totals["policy_loss"], "value_loss": totals["value_loss"],
         "kl_loss": totals["kl_loss"], "loss": totals["loss"],

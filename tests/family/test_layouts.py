@@ -8,7 +8,7 @@ import torch
 
 from ragen_pl.algorithms import estimators
 from ragen_pl.algorithms.masks import until_action
-from ragen_pl.algorithms.normalise import ByGroup, RewardNormaliser
+from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.models.build import build_small_lm
@@ -16,7 +16,7 @@ from ragen_pl.modules.credit import assign_credit
 from ragen_pl.modules.losses import Masks
 from ragen_pl.modules.masking import apply_masks
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.trajectory import Ending, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 ESTIMATORS = [
     estimators.MaskedGAE(gamma=0.9, lam=0.8),
@@ -39,7 +39,7 @@ def bundle():
 
 
 def episode(bundle, *, number: int, window: int | str, system: str | None = None) -> Trajectory:
-    """Four or fewer turns whose replies do not depend on what is shown."""
+    """Four or fewer turns whose responses do not depend on what is shown."""
     rng = np.random.default_rng(number)
     context = ContextManager(bundle, window=window, system_prompt=system)
     talk = context.start("")
@@ -48,20 +48,20 @@ def episode(bundle, *, number: int, window: int | str, system: str | None = None
         seen = Observation(text=f"see {turn}")
         prompt = context.observe(talk, seen, max_turns=4)
         ids = np.append(rng.integers(20, 200, rng.integers(2, 6)), bundle.end_of_turn_id)
-        context.reply(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
+        context.response(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
         spans = rng.integers(1, 4, len(ids)).astype(np.int8)
         turns.append(
             Turn(
-                observation=seen, prompt_ids=prompt.ids, prompt_images=[], reply_ids=ids,
-                reply_logprobs=np.zeros(len(ids), np.float32), reply_entropy=1.0, spans=spans,
-                reply_text="", think=None, actions=[], action_is_valid=True,
-                action_is_effective=True, cut=False, temperature=1.0,
+                observation=seen, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
+                response_logprobs=np.zeros(len(ids), np.float32), response_entropy=1.0, spans=spans,
+                response_text="", think=None, actions=[], action_is_valid=True,
+                action_is_effective=True, hit_length_limit=False, temperature=1.0,
                 reward=float(rng.integers(-1, 2)), info={"state_key": f"state {rng.integers(3)}"},
             )
         )  # fmt: skip
     return Trajectory(
         group=number // 3, member=number % 3, seed=0, turns=turns, success=False, head=head,
-        ending=Ending.TRUNCATED if number == 4 else Ending.TERMINATED,
+        status=EpisodeStatus.TRUNCATED if number == 4 else EpisodeStatus.TERMINATED,
     )  # fmt: skip
 
 
@@ -71,14 +71,14 @@ def credit_by_token(batch: TrajectoryBatch, name: str) -> torch.Tensor:
     return getattr(samples, name)[on][samples.token[on].argsort()]
 
 
-def credited(bundle, *, window, estimator, whiten=False, order=None, normaliser=None):
+def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=None):
     played = [episode(bundle, number=number, window=window) for number in range(6)]
     batch = collate([played[number] for number in order or range(6)], bundle)
     samples = batch.samples
     samples.values = torch.where(samples.turn >= 0, torch.sin(samples.input_ids.float()), 0.0)
     batch.episodes.bootstrap = torch.where(batch.episodes.truncated, 0.7, 0.0)
     apply_masks(batch, Masks(advantage=until_action), kl=None)
-    assign_credit(batch, estimator, whiten_advantages=whiten, normaliser=normaliser)
+    assign_credit(batch, estimator, whiten_advantages=whiten, normalizer=normalizer)
     return batch
 
 
@@ -106,10 +106,10 @@ def test_the_order_of_episodes_does_not_matter(bundle, estimator) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_normalised_rewards_sum_to_the_normalised_return(bundle) -> None:
+def test_normalized_rewards_sum_to_the_normalized_return(bundle) -> None:
     raw = credited(bundle, window=1, estimator=estimators.RawReturn())
-    normaliser = RewardNormaliser(by=ByGroup(), clip_high=0.5)
-    bounded = credited(bundle, window=1, estimator=estimators.RawReturn(), normaliser=normaliser)
+    normalizer = RewardNormalizer(by=ByGroup(), clip_high=0.5)
+    bounded = credited(bundle, window=1, estimator=estimators.RawReturn(), normalizer=normalizer)
     relative = credited(bundle, window=1, estimator=estimators.GroupRelative())
     expected = relative.samples.advantages.clamp(max=0.5)
     torch.testing.assert_close(bounded.samples.advantages, expected, rtol=1e-5, atol=1e-5)
@@ -133,9 +133,11 @@ class TestUndividedSequence:
             rest = slice(head, length)
             off = torch.isin(samples.input_ids[row, rest], banned)
             assert torch.equal(samples.turn[row, rest] < 0, off)
-            replies = torch.cat([torch.from_numpy(turn.reply_ids) for turn in trajectory.turns])
+            responses = torch.cat(
+                [torch.from_numpy(turn.response_ids) for turn in trajectory.turns]
+            )
             sampled = (samples.turn[row] >= 0) & (samples.spans[row] != Span.SHOWN)
-            assert torch.equal(samples.input_ids[row][sampled], replies)
+            assert torch.equal(samples.input_ids[row][sampled], responses)
             turns = samples.turn[row][samples.turn[row] >= 0]
             assert (turns.diff() >= 0).all() and int(turns.max()) == len(trajectory.turns) - 1
         numbers = samples.token[samples.turn >= 0]

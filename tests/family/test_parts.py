@@ -1,4 +1,4 @@
-"""Parts of the family by hand: GiGPO, GSPO, CISPO, mismatch, normalisers, references, entropy target, shaping."""
+"""Parts of the family by hand: GiGPO, GSPO, CISPO, mismatch, normalizers, references, entropy target, shaping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ragen_pl.algorithms.advantages.gigpo import gigpo
 from ragen_pl.algorithms.masks import no_special, sampled, think_weighted
 from ragen_pl.algorithms.mismatch import Level, MaskedWeights, TruncatedWeights, importance
-from ragen_pl.algorithms.normalise import ByBatch, ByGroup, RewardNormaliser, Running, Schedule
+from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer, Running, Schedule
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.algorithms.ratio_losses import cispo, sequence_surrogate
 from ragen_pl.models.build import build_small_lm
@@ -41,8 +41,8 @@ def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
     torch.testing.assert_close(without, torch.tensor([[0.5] * 3, [-0.5] * 3]))
 
 
-def test_one_ratio_for_a_reply() -> None:
-    """Each reply's ratio is the geometric mean; its gradient is A s (1 / n) a token under a mean."""
+def test_one_ratio_for_a_response() -> None:
+    """Each response's ratio is the geometric mean; its gradient is A s (1 / n) a token under a mean."""
     logprobs = torch.tensor([[0.1, 0.3, 7.0, 0.0, 0.0, 0.6]], requires_grad=True)
     found = sequence_surrogate(
         logprobs, torch.zeros(1, 6), torch.ones(1, 6), MASK, TURN, clip_low=0.5, clip_high=0.5
@@ -71,13 +71,13 @@ def test_a_clipped_weight_lets_every_token_learn() -> None:
     assert gradient[0, 0] == 0 and logprobs.grad[0, 0] != 0
 
 
-def test_importance_weights_of_tokens_and_replies() -> None:
+def test_importance_weights_of_tokens_and_responses() -> None:
     trainer = torch.tensor([[0.5, 0.2, 9.0, 0.0, 0.0, -1.0]])
     token = importance(trainer, torch.zeros(1, 6), TURN, level=Level.TOKEN)
     torch.testing.assert_close(token[MASK], trainer[MASK].exp())
-    reply = importance(trainer, torch.zeros(1, 6), TURN, level=Level.SEQUENCE)
+    response = importance(trainer, torch.zeros(1, 6), TURN, level=Level.SEQUENCE)
     expected = torch.tensor([0.7, 0.7, -1.0, -1.0, -1.0]).exp()
-    torch.testing.assert_close(reply[MASK], expected)
+    torch.testing.assert_close(response[MASK], expected)
     cut = TruncatedWeights(cap=1.1)(trainer, torch.zeros(1, 6), TURN)
     torch.testing.assert_close(cut[MASK], trainer[MASK].exp().clamp(max=1.1))
     kept = MaskedWeights(low=0.5, high=1.5)(trainer, torch.zeros(1, 6), TURN)
@@ -89,7 +89,7 @@ def test_batch_statistics_do_not_see_how_episodes_are_spread_over_ranks(numbers,
     returns = torch.tensor(numbers)
     group = torch.zeros(len(numbers), dtype=torch.int64)
     turns = torch.ones(len(numbers), dtype=torch.int64)
-    whole = RewardNormaliser(by=ByBatch())(returns[:, None], turns, group)
+    whole = RewardNormalizer(by=ByBatch())(returns[:, None], turns, group)
     # the other rank's share of the two sums, in the order in which they are asked for
     parts = [returns[:cut], returns[cut:]]
     mean = returns.mean()
@@ -99,7 +99,7 @@ def test_batch_statistics_do_not_see_how_episodes_are_spread_over_ranks(numbers,
     ]
     for part, rows in ((parts[0], slice(0, cut)), (parts[1], slice(cut, None))):
         answers = iter(sums)
-        one = RewardNormaliser(by=ByBatch())(
+        one = RewardNormalizer(by=ByBatch())(
             part[:, None], turns[rows], group[rows], all_reduce=lambda _, to=answers: next(to)
         )
         torch.testing.assert_close(one, whole[rows], rtol=1e-3, atol=1e-3)
@@ -112,7 +112,7 @@ def test_batch_statistics_do_not_see_how_episodes_are_spread_over_ranks(numbers,
 def test_clipped_returns_lie_within_their_bounds(rows) -> None:
     rewards, group = torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64)
     turns = torch.full((len(rows),), 3)
-    bounded = RewardNormaliser(by=ByBatch(), clip_low=-1.0, clip_high=0.5)(rewards, turns, group)
+    bounded = RewardNormalizer(by=ByBatch(), clip_low=-1.0, clip_high=0.5)(rewards, turns, group)
     assert float(bounded.sum(1).min()) >= -1.001 and float(bounded.sum(1).max()) <= 0.501
 
 
@@ -122,13 +122,13 @@ def test_returns_that_agree_leave_turn_rewards_their_size(by, size) -> None:
     """Every episode of the group ran out of time: nine costs, and nothing to tell them apart."""
     rewards = torch.full((4, 9), -size)
     turns, group = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
-    found = RewardNormaliser(by=by)(rewards, turns, group)
+    found = RewardNormalizer(by=by)(rewards, turns, group)
     assert float(found.abs().max()) <= 10 * size
     assert float(found.sum(1).abs().max()) <= 1e-3 * size
 
 
 def test_running_statistics_remember_and_are_resumed() -> None:
-    one, other = (RewardNormaliser(by=Running(decay=0.5)) for _ in range(2))
+    one, other = (RewardNormalizer(by=Running(decay=0.5)) for _ in range(2))
     turns, group = torch.ones(2, dtype=torch.int64), torch.tensor([0, 0])
     first = torch.tensor([[1.0], [3.0]])
     scaled = torch.tensor([[-1.0], [1.0]])
@@ -142,7 +142,7 @@ def test_running_statistics_remember_and_are_resumed() -> None:
 
 
 def test_a_schedule_moves_from_raw_to_batch_to_group() -> None:
-    ladder = RewardNormaliser(by=Schedule(starts=[0, 1, 2]))
+    ladder = RewardNormalizer(by=Schedule(starts=[0, 1, 2]))
     returns, turns = torch.tensor([[0.0], [2.0], [10.0], [14.0]]), torch.ones(4, dtype=torch.int64)
     group = torch.tensor([0, 0, 1, 1])
     raw, batch, by_group = (ladder(returns, turns, group)[:, 0] for _ in range(3))

@@ -16,9 +16,9 @@ MASK = f"algorithm.masks.loss._target_={ALGORITHMS}.masks"
 CREDIT = f"algorithm.masks.advantage._target_={ALGORITHMS}.masks"
 HELD = f"algorithm.loss.kl.mask._target_={ALGORITHMS}.masks"
 LOSS = "algorithm.loss.policy._target_=ragen_pl.modules.policy_losses"
-BY = f"algorithm.normalise.by._target_={ALGORITHMS}.normalise"
+BY = f"algorithm.normalize.by._target_={ALGORITHMS}.normalize"
 MISMATCH = f"+algorithm.loss.mismatch._target_={ALGORITHMS}.mismatch"
-NO_SCALE = "+algorithm.normalise.by.scale_by_std=false"
+NO_SCALE = "+algorithm.normalize.by.scale_by_std=false"
 
 # (algorithm and what else it takes, the switch, the figure that changes)
 SWITCHES = [
@@ -43,7 +43,7 @@ SWITCHES = [
     ("starpo", f"{CREDIT}.until_action", "credited"),
     ("starpo " + f"{CREDIT}.action_span", "+algorithm.masks.advantage.fill_empty=true", None),
     ("starpo", "algorithm.masks.top_entropy=0.2", "trained"),
-    ("starpo", "algorithm.masks.cut_replies=mask", "trained"),
+    ("starpo", "algorithm.masks.overlong_responses=mask", "trained"),
     ("starpo", f"{HELD}.sampled", "held"),
     # rewards
     ("starpo", "algorithm.reward.place=end", "reward"),
@@ -54,15 +54,15 @@ SWITCHES = [
     ("starpo algorithm.reward.think_amount=0.5", "algorithm.reward.think_high=4", "return"),
     ("starpo algorithm.reward.think_amount=0.5", "algorithm.reward.think_low=1", "return"),
     ("starpo", "algorithm.reward.action_efficiency=0.5", "return"),
-    ("starpo", "algorithm.reward.cut_penalty=0.5", "return"),
-    # normalisation
+    ("starpo", "algorithm.reward.overlong_penalty=0.5", "return"),
+    # normalization
     ("starpo", f"{BY}.ByGroup", "target"),
     ("starpo " + f"{BY}.ByGroup", NO_SCALE, "target"),
     ("starpo", f"{BY}.ByBatch", "target"),
     ("starpo " + f"{BY}.ByBatch", NO_SCALE, "target"),
     ("starpo", f"{BY}.Running", "target"),
-    ("starpo", "algorithm.normalise.clip_low=-1.0", "target"),
-    ("starpo", "algorithm.normalise.clip_high=1.0", "target"),
+    ("starpo", "algorithm.normalize.clip_low=-1.0", "target"),
+    ("starpo", "algorithm.normalize.clip_high=1.0", "target"),
     ("arpo", "algorithm.loss.whiten=true", "spread"),
     # credit
     ("starpo", "algorithm.estimator.gamma=0.9", "target"),
@@ -117,7 +117,7 @@ LATER = [  # what differs from the second iteration on
         "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.MovingAverage",
         "kl_loss",
     ),
-    ("starpo", f"{BY}.Schedule +algorithm.normalise.by.starts=[0,1,2]", "target"),
+    ("starpo", f"{BY}.Schedule +algorithm.normalize.by.starts=[0,1,2]", "target"),
 ]
 
 
@@ -133,7 +133,7 @@ def test_no_switch_is_dead(run, base: str, switch: str, figure: str | None) -> N
     if figure is None:  # the default, said aloud
         assert torch.equal(before.weights, after.weights)
         return
-    assert before.figures.get(figure) != pytest.approx(after.figures.get(figure), rel=1e-5)
+    assert before.metrics.get(figure) != pytest.approx(after.metrics.get(figure), rel=1e-5)
     assert not torch.allclose(before.weights, after.weights, rtol=0, atol=1e-6)
 
 
@@ -142,7 +142,7 @@ def test_no_switch_is_dead(run, base: str, switch: str, figure: str | None) -> N
 def test_no_switch_of_later_iterations_is_dead(run, base: str, switch: str, figure: str) -> None:
     before = run(f"algorithm={base}", iterations=2)
     after = run(f"algorithm={base}", *switch.split(), iterations=2)
-    assert before.figures[figure] != pytest.approx(after.figures[figure], rel=1e-5)
+    assert before.metrics[figure] != pytest.approx(after.metrics[figure], rel=1e-5)
     assert not torch.allclose(before.weights, after.weights, rtol=0, atol=1e-6)
 
 
@@ -163,7 +163,7 @@ def test_trico_with_nothing_discounted_and_the_same_masks_is_starpo(run) -> None
     trico = run("algorithm=trico", *ones, f"{CREDIT}.sampled")
     starpo = run("algorithm=starpo")
     torch.testing.assert_close(trico.weights, starpo.weights, rtol=1e-3, atol=1e-4)
-    assert trico.figures["target"] == pytest.approx(starpo.figures["target"], rel=1e-4)
+    assert trico.metrics["target"] == pytest.approx(starpo.metrics["target"], rel=1e-4)
 
 
 REFUSED = [
@@ -195,7 +195,7 @@ REFUSED = [
     (f"starpo env.prompt_format=no_think {MASK}.think_span", "has no reasoning"),
     ("starpo env.prompt_format=no_think algorithm.reward.think_amount=1.0", "has no reasoning"),
     ("starpo context.leave_out.turns=0.5 context.window=2", "context.window=2 that is none"),
-    ("starpo env.visual=false context.leave_out.patches=0.5", "shows no pictures"),
+    ("starpo env.visual=false context.leave_out.patches=0.5", "shows no images"),
     (
         "starpo rollout.temperature=1.5 rollout.adaptive_temperature="
         "{_target_:ragen_pl.rollout.temperature.AdaptiveTemperature,low:0.8,high:1.2}",

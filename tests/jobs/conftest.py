@@ -26,8 +26,8 @@ SMALL = (
     "env.kwargs.min_distance=1",
     "curriculum=null",
     "rollout.groups=8",
-    "rollout.max_reply_tokens=16",
-    "panel.episodes=16",
+    "rollout.max_response_tokens=16",
+    "validation.episodes=16",
     "warm_start.steps=60",
     "warm_start.episodes=64",
     "warm_start.optimizer.lr=1e-2",
@@ -88,17 +88,17 @@ class Job:
         return torch.load(last, weights_only=True)["state_dict"]
 
     @property
-    def figures(self) -> dict[str, float]:
-        """The run's last figures, but for its times."""
+    def metrics(self) -> dict[str, float]:
+        """The run's last metrics, but for its times."""
         found = json.loads((self.folder / "figures.json").read_text())
         return {name: value for name, value in found.items() if not name.startswith("time/")}
 
     def differs_from(self, other: Job) -> list[str]:
-        """Return the weights and figures in which two finished runs differ."""
+        """Return the weights and metrics in which two finished runs differ."""
         mine, theirs = self.weights, other.weights
-        assert mine.keys() == theirs.keys() and self.figures.keys() == other.figures.keys()
+        assert mine.keys() == theirs.keys() and self.metrics.keys() == other.metrics.keys()
         return [name for name in mine if not torch.equal(mine[name], theirs[name])] + [
-            name for name, value in self.figures.items() if value != other.figures[name]
+            name for name, value in self.metrics.items() if value != other.metrics[name]
         ]
 
 

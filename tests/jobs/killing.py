@@ -63,7 +63,7 @@ class KillAt(pl.Callback):
 
 
 class Record(pl.Callback):
-    """Write this rank's replies of every iteration and a digest of its last weights to a JSON file.
+    """Write this rank's responses of every iteration and a digest of its last weights to a JSON file.
 
     Args:
         folder: gets `rank_<number>.json`.
@@ -71,19 +71,19 @@ class Record(pl.Callback):
 
     def __init__(self, *, folder: str) -> None:
         self.folder = Path(folder)
-        self.replies: dict[str, list[list[int]]] = {}
+        self.responses: dict[str, list[list[int]]] = {}
 
     def on_rollout_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, trajectories: list[Trajectory]
     ) -> None:
         for one in trajectories:
             key = f"{trainer.current_epoch} {one.group} {one.member}"
-            self.replies[key] = [turn.reply_ids.tolist() for turn in one.turns]
+            self.responses[key] = [turn.response_ids.tolist() for turn in one.turns]
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         digest = hashlib.sha256()
         for parameter in module.parameters():
             digest.update(parameter.detach().numpy().tobytes())
-        found = {"replies": self.replies, "weights": digest.hexdigest()}
+        found = {"responses": self.responses, "weights": digest.hexdigest()}
         file = self.folder / f"rank_{trainer.global_rank}.json"
         file.write_text(json.dumps(found))

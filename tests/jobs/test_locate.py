@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen_pl.runs import Run, forget_sharing, locate, share_with_children
+from ragen_pl.run.folder import Run, forget_sharing, locate, share_with_children
 
 
 @pytest.fixture(autouse=True)

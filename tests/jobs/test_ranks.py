@@ -24,14 +24,14 @@ def test_two_ranks_play_what_one_plays_and_agree(job):
     alone, [single] = play()
     both, [first, second] = play("trainer.devices=2", "trainer.strategy=ddp")
     assert first["weights"] == second["weights"]
-    assert first["replies"].keys().isdisjoint(second["replies"])
-    together = first["replies"] | second["replies"]
-    assert together.keys() == single["replies"].keys() and len(together) == 16
+    assert first["responses"].keys().isdisjoint(second["responses"])
+    together = first["responses"] | second["responses"]
+    assert together.keys() == single["responses"].keys() and len(together) == 16
     before_any_update = [key for key in together if key.startswith("0 ")]
     assert len(before_any_update) == 8
-    assert all(together[key] == single["replies"][key] for key in before_any_update)
-    assert both.figures["val/episodes"] == alone.figures["val/episodes"] == 16
-    assert both.figures["rollout/episodes"] == alone.figures["rollout/episodes"] == 8
+    assert all(together[key] == single["responses"][key] for key in before_any_update)
+    assert both.metrics["val/episodes"] == alone.metrics["val/episodes"] == 16
+    assert both.metrics["rollout/episodes"] == alone.metrics["rollout/episodes"] == 8
     for file in both.folder.rglob("*"):
         assert "rank" not in file.name and file.suffix != ".partial"
 
@@ -59,5 +59,5 @@ def test_two_ranks_roll_back_together(job):
         json.loads(file.read_text()) for file in sorted(one.folder.parent.glob("rank_*.json"))
     )
     assert first["weights"] == second["weights"]
-    assert first["replies"].keys().isdisjoint(second["replies"])
-    assert len(first["replies"]) + len(second["replies"]) == 4 * 8
+    assert first["responses"].keys().isdisjoint(second["responses"])
+    assert len(first["responses"]) + len(second["responses"]) == 4 * 8

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from ragen_pl.assemble import assemble, build_warm_start
 from ragen_pl.config.paths import config_dir
+from ragen_pl.run.build import assemble, build_warm_start
 
 
 def weights(*, seed, critic, drawn):
     torch.manual_seed(drawn)
     overrides = [
-        "env=frozenlake", "panel.episodes=4", "warm_start.episodes=4", f"seed={seed}",
+        "env=frozenlake", "validation.episodes=4", "warm_start.episodes=4", f"seed={seed}",
         f"algorithm.critic={critic}", "++model.build.text.hidden_size=32",
         "++model.build.text.num_attention_heads=2", "++model.build.text.num_key_value_heads=2",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = (
     sys.executable, "-m", "ragen_pl.fit", "env=frozenlake", "logger=none", "callbacks.progress=null",
     "callbacks.trajectories=null", "warm_start.steps=2", "warm_start.episodes=4", "rollout.groups=4",
-    "panel.episodes=4", "trainer.max_epochs=100000", "callbacks.checkpoint.every_n_epochs=1",
+    "validation.episodes=4", "trainer.max_epochs=100000", "callbacks.checkpoint.every_n_epochs=1",
 )  # fmt: skip
 
 

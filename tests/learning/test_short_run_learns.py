@@ -13,7 +13,7 @@ def test_thirty_iterations_of_the_main_job_double_the_warm_starts_success(tmp_pa
         "env=frozenlake_visual",
         "trainer.max_epochs=30",
         "trainer.check_val_every_n_epoch=30",
-        "panel.episodes=256",
+        "validation.episodes=256",
         "logger=csv",
         f"paths.root={tmp_path}",
     ]
@@ -26,15 +26,15 @@ def test_thirty_iterations_of_the_main_job_double_the_warm_starts_success(tmp_pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = (tmp_path / "frozenlake_visual").iterdir()
-    figures = json.loads((run / "figures.json").read_text())
-    after, before = figures["val/success"], _first_success(run)
+    metrics = json.loads((run / "figures.json").read_text())
+    after, before = metrics["val/success"], _first_success(run)
     print(f"success before {before:.3f}, after {after:.3f}")
-    assert figures["random_player/success"] < 0.3
+    assert metrics["random_player/success"] < 0.3
     assert before < 0.35
     assert after > before + 0.25
-    assert figures["blanked/success"] < figures["random_player/success"] + 0.1
-    assert figures["val/true_thoughts"] > 0.9
-    assert figures["rollout/logprob_mismatch_max"] < 1e-3
+    assert metrics["blanked/success"] < metrics["random_player/success"] + 0.1
+    assert metrics["val/true_thoughts"] > 0.9
+    assert metrics["rollout/logprob_mismatch_max"] < 1e-3
 
 
 def _first_success(run):

@@ -12,13 +12,13 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 
 import envs  # noqa: F401
-from envs.players import NoisyPlayer
+from envs.policies import NoisyPolicy
 from ragen_pl.algorithms.estimators import BilevelGAE
 from ragen_pl.algorithms.masks import until_action
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
-from ragen_pl.data.panel import Panel
+from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.agent import AgentModule
@@ -73,7 +73,7 @@ class Setup:
     own_critic: bool = False
     estimator: Any = field(default_factory=lambda: BilevelGAE(gamma_turn=0.9))
     group_filter: Any = None
-    normaliser: Any = None  # a function that makes one, for it has a state
+    normalizer: Any = None  # a function that makes one, for it has a state
     kl: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     group_size: int = 2
@@ -89,11 +89,11 @@ class Setup:
         torch.manual_seed(1)
         bundle = self.bundle()
         context = ContextManager(bundle, window=self.window, system_prompt=None)
-        proxy, panel_proxy = (
+        proxy, validation_proxy = (
             AgentProxy(
                 environments=EnvironmentManager(**(LAKE | {"invalid_ends": False} | self.lake)),
                 context=context,
-                max_reply_tokens=16,
+                max_response_tokens=16,
             )
             for _ in range(2)
         )
@@ -105,12 +105,12 @@ class Setup:
             estimator=self.estimator,
             masks=Masks(advantage=until_action),
             loss=LossSettings(kl=ReferenceKL(**({"coefficient": 0.1} | self.kl))),
-            normaliser=None if self.normaliser is None else self.normaliser(),
+            normalizer=None if self.normalizer is None else self.normalizer(),
             optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
         )
         datamodule = RolloutDataModule(
             proxy,
-            panels=[Panel("held_out", panel_proxy, episodes=4)],
+            validation_sets=[ValidationSet("held_out", validation_proxy, episodes=4)],
             groups=6,
             group_size=self.group_size,
             epochs=2,
@@ -149,8 +149,8 @@ def warm() -> dict[str, torch.Tensor]:
     proxy = ScriptedProxy(
         environments=EnvironmentManager(**LAKE),
         context=ContextManager(bundle, window=1, system_prompt=None),
-        max_reply_tokens=16,
-        player=NoisyPlayer(noise=0.3),
+        max_response_tokens=16,
+        scripted_policy=NoisyPolicy(noise=0.3),
     )
     demonstrations = DemonstrationDataModule(
         proxy, episodes=64, batch_size=32, steps=80, gamma=0.9, seed=0

@@ -14,8 +14,8 @@ from ragen_pl.callbacks.collapse import CollapseMonitor
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.config.schema_diagnostics import READINGS
-from ragen_pl.loggers import RunLogger
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.run.loggers import RunLogger
 
 FORM = {"form": Alarm(reading="valid_actions", below=0.05)}
 
@@ -70,7 +70,7 @@ def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
     ]
     assert len(logged) == 4
     wanted = (
-        "return_mean", "deviation", "entropy", "think_tokens", "think_blocks", "distinct_replies", "action_entropy",
+        "return_mean", "deviation", "entropy", "think_tokens", "think_blocks", "distinct_responses", "action_entropy",
         "gradient_norm_policy", "gradient_norm_critic",
     )  # fmt: skip
     assert all(name in point for point in logged for name in wanted)
@@ -92,7 +92,7 @@ def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
 
 def test_thoughts_that_turn_false_are_told_against_the_first_iteration_alone(setup_of, tmp_path):
     class Thoughts(pl.Callback):
-        """Say of the iteration's thoughts what a world would that can tell."""
+        """Say of the iteration's thoughts what an environment would that can tell."""
 
         def on_train_epoch_end(self, trainer, pl_module):
             trainer.datamodule.metrics["true_thoughts"] = (0.8, 0.6, 0.2, 0.2)[
@@ -200,7 +200,7 @@ def test_rollbacks_are_not_endless(setup_of, tmp_path):
             self.iteration = max(1, trainer.current_epoch)
             super().on_rollout_start(trainer, pl_module)
 
-    watch = monitor("rollback", most_rollbacks=1, cooldown=0)
+    watch = monitor("rollback", max_rollbacks=1, cooldown=0)
     _, _, trainer = run(setup_of, tmp_path, Diagnostics(prompts=0), Always(), watch, epochs=6)
     assert [event["iteration"] for event in watch.events] == [2, 3] and trainer.current_epoch == 3
     assert watch.events[1]["done"] == ["stopped the run after 1 rollbacks"]

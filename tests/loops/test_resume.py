@@ -10,7 +10,7 @@ import torch
 
 from ragen_pl.algorithms.estimators import GroupRelative
 from ragen_pl.algorithms.filters import AboveDeviation
-from ragen_pl.algorithms.normalise import RewardNormaliser, Running
+from ragen_pl.algorithms.normalization import RewardNormalizer, Running
 from ragen_pl.algorithms.selection import GroupFilter
 from ragen_pl.modules.reference import MovingAverage
 
@@ -89,7 +89,7 @@ def test_all_that_adds_state_at_once(setup_of, tmp_path):
     """
     setup = setup_of(
         group_filter=GroupFilter(keep=AboveDeviation(), resample=1, reweight=0.5),
-        normaliser=lambda: RewardNormaliser(by=Running(decay=0.5), clip_high=2.0),
+        normalizer=lambda: RewardNormalizer(by=Running(decay=0.5), clip_high=2.0),
         kl={"reference": MovingAverage(decay=0.5)},
         dropout=0.1,
         own_critic=True,

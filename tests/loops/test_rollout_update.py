@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loops import fit_loop, loop, progress, training_epoch_loop
 
-from ragen_pl.data.panel import Panel
+from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops import rollout_update
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 
@@ -73,13 +73,13 @@ def test_steps_and_iterations_are_counted_as_lightning_counts(setup_of):
     assert trainer.global_step == 3 * 2 * 2
 
 
-def test_a_panel_in_the_environments_of_training_keeps_its_starts(setup_of):
+def test_a_validation_in_the_environments_of_training_keeps_its_starts(setup_of):
     _, datamodule = setup_of().build()
-    panel = Panel("held_out", datamodule.proxy, episodes=6)
-    before = panel.state_keys()
-    datamodule.panels, datamodule.held_out = [panel], True
+    validation_set = ValidationSet("held_out", datamodule.proxy, episodes=6)
+    before = validation_set.state_keys()
+    datamodule.validation_sets, datamodule.held_out = [validation_set], True
     datamodule.setup("fit")
-    assert panel.state_keys() == before
+    assert validation_set.state_keys() == before
     assert datamodule.proxy.environments.held_out == frozenset(before)
 
 
@@ -116,15 +116,15 @@ def test_a_second_fit_of_the_same_trainer_goes_on(setup_of):
 
 def test_mixed_precision(setup_of):
     agent, points, _ = setup_of().fit(precision="bf16-mixed", max_epochs=2)
-    figures = [point for _, point in points if "rollout/logprob_mismatch_max" in point]
-    assert len(figures) == 2
+    metrics = [point for _, point in points if "rollout/logprob_mismatch_max" in point]
+    assert len(metrics) == 2
     assert all(torch.isfinite(value).all() for value in agent.state_dict().values())
-    assert all(point["rollout/logprob_mismatch"] < 0.02 for point in figures)
+    assert all(point["rollout/logprob_mismatch"] < 0.02 for point in metrics)
     assert {parameter.dtype for parameter in agent.parameters()} == {torch.float32}
 
 
 def test_the_outer_random_stream_does_not_change_a_run(setup_of):
-    class Draws(pl.Callback):
+    class SamplingParameters(pl.Callback):
         def on_train_batch_end(self, *args):
             torch.rand(3)
 
@@ -133,7 +133,7 @@ def test_the_outer_random_stream_does_not_change_a_run(setup_of):
 
     setup = setup_of(dropout=0.1)
     plain, plain_points, _ = setup.fit()
-    drawn, drawn_points, _ = setup.fit(Draws())
+    drawn, drawn_points, _ = setup.fit(SamplingParameters())
     assert plain_points == drawn_points
     assert all(
         torch.equal(one, other)

@@ -47,7 +47,7 @@ def reading():
     return build_small_lm(seed=0)
 
 
-def picture(side: int = 64) -> np.ndarray:
+def image(side: int = 64) -> np.ndarray:
     return np.zeros((side, side, 3), dtype=np.uint8)
 
 
@@ -62,18 +62,18 @@ def test_rows_of_the_head_without_a_token_are_never_sampled():
     assert padded.banned_token_ids == (0, 2, 3, 4, 5, *range(512, 520))
 
 
-def test_image_slots_are_repeated_as_often_as_a_picture_has_features(seeing):
+def test_image_slots_are_repeated_as_often_as_a_image_has_features(seeing):
     ids = np.array([2, 5, 40, 5, 3])
-    found = seeing.expand_image_slots(ids, [picture(32), picture(48)])
+    found = seeing.expand_image_slots(ids, [image(32), image(48)])
     assert found.tolist() == [2, *[5] * 4, 40, *[5] * 9, 3]
     with pytest.raises(ValueError, match="2 image slots for 1 images"):
-        seeing.expand_image_slots(ids, [picture()])
+        seeing.expand_image_slots(ids, [image()])
 
 
-def test_a_text_model_given_pictures_says_what_to_do(reading):
+def test_a_text_model_given_images_says_what_to_do(reading):
     assert reading.image_token_id is None and reading.processor is None
     with pytest.raises(ValueError, match="model=small_vlm"):
-        reading.expand_image_slots(np.array([2, 3]), [picture()])
+        reading.expand_image_slots(np.array([2, 3]), [image()])
 
 
 def test_pieces_join_to_the_text(reading):
@@ -174,8 +174,8 @@ def test_a_vision_language_model_somebody_else_made_is_loaded(tmp_path):
     )
     bundle = load_pretrained(str(tmp_path))
     assert bundle.image_token_id == 5
-    features = bundle.features(bundle.pixel_values([picture(), picture()]))
-    assert features.shape == (2, bundle.num_image_tokens(picture()), 32)
+    features = bundle.features(bundle.pixel_values([image(), image()]))
+    assert features.shape == (2, bundle.num_image_tokens(image()), 32)
 
 
 def test_a_model_that_takes_patches_and_their_grid_is_loaded(tmp_path):

@@ -1,4 +1,4 @@
-"""The small vision-language model as a transformers model: pictures in their places, caches, saving and loading."""
+"""The small vision-language model as a transformers model: images in their places, caches, saving and loading."""
 
 import numpy as np
 import pytest
@@ -19,13 +19,13 @@ def bundle():
 
 
 @pytest.fixture
-def pictures():
+def images():
     return np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
 
 
 @pytest.fixture
-def inputs(bundle, pictures):
-    return bundle.processor(images=list(pictures), text=[PROMPT] * 2)
+def inputs(bundle, images):
+    return bundle.processor(images=list(images), text=[PROMPT] * 2)
 
 
 @torch.no_grad()
@@ -50,11 +50,11 @@ def logits_row(bundle) -> torch.Tensor:
     return logits(bundle.model, input_ids=torch.tensor([[2, 40, 3]]))
 
 
-def test_same_logits_after_saving_and_loading(bundle, inputs, pictures, tmp_path):
+def test_same_logits_after_saving_and_loading(bundle, inputs, images, tmp_path):
     bundle.save(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
     processor = AutoProcessor.from_pretrained(tmp_path)
-    again = processor(images=list(pictures), text=[PROMPT] * 2)
+    again = processor(images=list(images), text=[PROMPT] * 2)
     assert torch.equal(logits(model, **again), logits(bundle.model, **inputs))
     assert model.lm_head.weight is model.get_input_embeddings().weight
     base = AutoModel.from_pretrained(tmp_path)
@@ -108,20 +108,20 @@ def test_an_unknown_vision_setting_is_named():
         build_small_vlm(seed=0, vision={"dept": 2})
 
 
-# ---- pictures
+# ---- images
 
 
-def test_pictures_fill_their_own_slots_in_order(bundle, inputs, pictures):
+def test_images_fill_their_own_slots_in_order(bundle, inputs, images):
     ids = inputs["input_ids"]
     embeds = bundle.model.get_input_embeddings()(ids)
-    features = bundle.features(bundle.pixel_values(list(pictures)))
+    features = bundle.features(bundle.pixel_values(list(images)))
     assert features.shape == (2, 16, 128)
     first = int((ids[0] == bundle.image_token_id).nonzero()[0])
     embeds = torch.cat([embeds[:, :first], features, embeds[:, first + 16 :]], dim=1)
     assert torch.equal(logits(bundle.model, inputs_embeds=embeds), logits(bundle.model, **inputs))
 
 
-def test_a_picture_is_seen_from_its_slots_on_only(bundle, inputs):
+def test_a_image_is_seen_from_its_slots_on_only(bundle, inputs):
     before = logits(bundle.model, **inputs)
     changed = dict(inputs) | {"pixel_values": inputs["pixel_values"].flip(0)}
     after = logits(bundle.model, **changed)
@@ -137,28 +137,28 @@ def test_slots_and_features_that_do_not_match_raise(bundle, inputs):
 @pytest.mark.parametrize(
     ("height", "width", "cells"), [(64, 64, 16), (96, 96, 36), (16, 128, 8), (128, 128, 64)]
 )
-def test_pictures_of_any_number_of_cells_are_read(bundle, height, width, cells):
-    picture = np.full((height, width, 3), 7, dtype=np.uint8)
-    features = bundle.features(bundle.pixel_values([picture, picture]))
-    assert features.shape == (2, cells, 128) and bundle.num_image_tokens(picture) == cells
+def test_images_of_any_number_of_cells_are_read(bundle, height, width, cells):
+    image = np.full((height, width, 3), 7, dtype=np.uint8)
+    features = bundle.features(bundle.pixel_values([image, image]))
+    assert features.shape == (2, cells, 128) and bundle.num_image_tokens(image) == cells
     assert torch.equal(features[0], features[1])
 
 
 @pytest.mark.parametrize("shape", [(60, 64), (64, 144), (8, 8)])
-def test_pictures_that_are_not_whole_cells_or_too_many_are_refused(bundle, shape):
+def test_images_that_are_not_whole_cells_or_too_many_are_refused(bundle, shape):
     with pytest.raises(ValueError, match=r"multiples of 16 up to 128; set model\.build\.vision"):
         bundle.features(torch.zeros(1, 3, *shape))
 
 
-def test_bytes_and_floats_are_the_same_picture(bundle, inputs):
+def test_bytes_and_floats_are_the_same_image(bundle, inputs):
     pixels = inputs["pixel_values"]
     assert pixels.dtype == torch.uint8
     assert torch.equal(bundle.features(pixels), bundle.features(pixels.float()))
 
 
-def test_a_cells_content_reaches_its_neighbours_and_no_further(bundle, pictures):
+def test_a_cells_content_reaches_its_neighbours_and_no_further(bundle, images):
     stem = bundle.model.model.vision.patch_embed
-    before = bundle.pixel_values(list(pictures[:1]))
+    before = bundle.pixel_values(list(images[:1]))
     after = before.clone()
     after[:, :, 16:32, 0:16] = 255 - after[:, :, 16:32, 0:16]  # row 1, column 0
     changed = (stem(before) != stem(after)).any(-1).view(4, 4)
@@ -167,9 +167,9 @@ def test_a_cells_content_reaches_its_neighbours_and_no_further(bundle, pictures)
     assert torch.equal(changed, expected)
 
 
-def test_the_stem_is_its_formula(bundle, pictures):
+def test_the_stem_is_its_formula(bundle, images):
     stem = bundle.model.model.vision.patch_embed
-    scaled = torch.from_numpy(pictures[0]).permute(2, 0, 1) / 127.5 - 1
+    scaled = torch.from_numpy(images[0]).permute(2, 0, 1) / 127.5 - 1
     cells = torch.stack(
         [stem.norm(stem.patch(scaled[:, 16 * r : 16 * r + 16, 16 * c : 16 * c + 16].flatten()))
          for r in range(4) for c in range(4)]
@@ -180,7 +180,7 @@ def test_the_stem_is_its_formula(bundle, pictures):
     expected = (
         cells * stem.gain[:4, :4] + stem.rows[:4] + stem.columns[:, :4] + functional.gelu(around)
     )
-    found = stem(bundle.pixel_values(list(pictures[:1]))).view(4, 4, -1)
+    found = stem(bundle.pixel_values(list(images[:1]))).view(4, 4, -1)
     assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -257,7 +257,7 @@ def test_positions_that_are_given_are_used(bundle, inputs):
     )
 
 
-def test_generate_with_pictures_is_greedy_search(bundle, inputs):
+def test_generate_with_images_is_greedy_search(bundle, inputs):
     found = bundle.model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
     ids = inputs["input_ids"]
     for _ in range(4):
@@ -271,32 +271,32 @@ def test_generate_with_pictures_is_greedy_search(bundle, inputs):
 # ---- the processor
 
 
-def test_pil_pictures_and_arrays_are_the_same(bundle, pictures):
+def test_pil_images_and_arrays_are_the_same(bundle, images):
     from PIL import Image
 
-    as_pil = bundle.processor.image_processor([Image.fromarray(picture) for picture in pictures])
-    found = bundle.pixel_values(list(pictures))
+    as_pil = bundle.processor.image_processor([Image.fromarray(image) for image in images])
+    found = bundle.pixel_values(list(images))
     assert torch.equal(as_pil["pixel_values"], found) and found.is_contiguous()
-    assert torch.equal(found[1, 2], torch.from_numpy(pictures[1, :, :, 2]))
-    assert torch.equal(bundle.processor.image_processor(pictures)["pixel_values"], found)
+    assert torch.equal(found[1, 2], torch.from_numpy(images[1, :, :, 2]))
+    assert torch.equal(bundle.processor.image_processor(images)["pixel_values"], found)
 
 
-def test_pictures_of_two_sizes_are_refused(bundle, pictures):
+def test_images_of_two_sizes_are_refused(bundle, images):
     with pytest.raises(ValueError, match=r"\(32, 32, 3\), \(64, 64, 3\).*one shape"):
-        bundle.pixel_values([pictures[0], pictures[1, :32, :32]])
+        bundle.pixel_values([images[0], images[1, :32, :32]])
 
 
-def test_pictures_of_floats_are_refused(bundle, pictures):
+def test_images_of_floats_are_refused(bundle, images):
     with pytest.raises(ValueError, match="float64, expected uint8"):
-        bundle.pixel_values([pictures[0] / 255])
+        bundle.pixel_values([images[0] / 255])
 
 
-def test_placeholders_are_expanded_and_counted(bundle, pictures):
+def test_placeholders_are_expanded_and_counted(bundle, images):
     text = "<|user|><|image|>then<|image|>"
-    data = bundle.processor(images=list(pictures), text=text)
+    data = bundle.processor(images=list(images), text=text)
     image = bundle.image_token_id
     then = bundle.tokenizer("then")["input_ids"]
     assert data["input_ids"][0].tolist() == [2, *[image] * 16, *then, *[image] * 16]
-    for images in (list(pictures[:1]), None):
+    for images in (list(images[:1]), None):
         with pytest.raises(ValueError, match="found 2 "):
             bundle.processor(images=images, text=text)

@@ -35,7 +35,7 @@ def test_every_word_digit_and_tag_is_one_token(text):
     assert pieces(text) == re.findall(r"<.*?>| ?[^\s<>,]+|,", text)
 
 
-def test_a_frozen_lake_reply_takes_fifteen_tokens():
+def test_a_frozen_lake_response_takes_fifteen_tokens():
     text = "<think>me 1 2 goal 3 0 avoid Up Left</think><answer>Right</answer><|end|>"
     assert len(TOKENIZER(text)["input_ids"]) == 15
 
@@ -79,7 +79,7 @@ def test_decoding_without_control_tokens_keeps_the_tags():
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<think>me</think><answer>Up</answer>"
 
 
-def test_control_tokens_in_what_a_world_says_can_be_read_as_letters():
+def test_control_tokens_in_what_a_environment_says_can_be_read_as_letters():
     ids = TOKENIZER("<|image|>Up", split_special_tokens=True)["input_ids"]
     assert 5 not in ids and TOKENIZER.decode(ids) == "<|image|>Up"
 

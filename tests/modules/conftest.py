@@ -24,9 +24,9 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import LossSettings, Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, Start
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.trajectory import Ending, Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 torch.set_num_threads(1)
 TEXT = {
@@ -38,19 +38,19 @@ TEXT = {
 }
 
 
-def build_bundle(*, seed: int = 0, pictures: bool = False) -> ModelBundle:
-    if pictures:
+def build_bundle(*, seed: int = 0, pixel_values: bool = False) -> ModelBundle:
+    if pixel_values:
         return build_small_vlm(seed=seed, text=TEXT, vision={"width": 32, "heads": 2})
     return build_small_lm(seed=seed, text=TEXT)
 
 
 def build_agent(
-    *, own_critic: bool = False, seed: int = 0, pictures: bool = False, **changes
+    *, own_critic: bool = False, seed: int = 0, pixel_values: bool = False, **changes
 ) -> AgentModule:
     """An agent attached to a Trainer that does not run."""
     torch.manual_seed(seed)
-    bundle = build_bundle(seed=seed, pictures=pictures)
-    backbone = build_bundle(seed=seed + 1, pictures=pictures) if own_critic else None
+    bundle = build_bundle(seed=seed, pixel_values=pixel_values)
+    backbone = build_bundle(seed=seed + 1, pixel_values=pixel_values) if own_critic else None
     settings = {
         "estimator": BilevelGAE(gamma_turn=0.9),
         "masks": Masks(),
@@ -77,10 +77,10 @@ def play(
     proxy = AgentProxy(
         environments=EnvironmentManager(target=target, invalid_ends=False, max_turns=3),
         context=ContextManager(agent.policy.bundle, window=window, system_prompt=None),
-        max_reply_tokens=9,
+        max_response_tokens=9,
     )
     starts = [
-        Start(group=group, member=member, seed=group)
+        EpisodeSpec(group=group, member=member, seed=group)
         for group in range(groups)
         for member in range(members)
     ]
@@ -91,7 +91,7 @@ def play(
         trajectory.turns = trajectory.turns[: 1 + trajectory.group % 3]
         for turn in trajectory.turns:
             turn.reward = float(rng.normal())
-            turn.spans = rng.integers(0, 4, len(turn.reply_ids)).astype(np.int8)
+            turn.spans = rng.integers(0, 4, len(turn.response_ids)).astype(np.int8)
     return trajectories
 
 
@@ -134,7 +134,7 @@ def cut(trajectory: Trajectory) -> Trajectory:
     last = trajectory.turns[-1]
     return replace(
         trajectory,
-        ending=Ending.TRUNCATED,
+        status=EpisodeStatus.TRUNCATED,
         final_prompt_ids=last.prompt_ids,
         final_images=list(last.prompt_images),
     )

@@ -35,7 +35,7 @@ def test_value_and_logprob_of_a_token_are_read_at_the_position_before_it(make, o
         for t in (samples.turn[row] >= 0).nonzero().flatten().tolist():
             assert float(samples.values[row, t]) == pytest.approx(float(values[t - 1]), abs=1e-5)
             expected = float(logprobs[t - 1, samples.input_ids[row, t]])
-            assert float(samples.behaviour_logprobs[row, t]) == pytest.approx(expected, abs=1e-4)
+            assert float(samples.behavior_logprobs[row, t]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_sampled_token_does_not_change_its_own_value(make):
@@ -55,13 +55,13 @@ def test_a_sampled_token_does_not_change_its_own_value(make):
 
 
 def test_what_was_sampled_and_what_is_trained_agree(make):
-    for changes in ({}, {"pictures": True}):
+    for changes in ({}, {"images": True}):
         for window in (1, "all"):
             agent = make.agent(**changes)
             make.batch(agent, window=window)
-            figures = agent.preparation.compute()
-            assert figures["logprob_mismatch_max"] < 1e-4
-            assert abs(figures["logprob_mismatch_kl"]) < 1e-6
+            metrics = agent.preparation.compute()
+            assert metrics["logprob_mismatch_max"] < 1e-4
+            assert abs(metrics["logprob_mismatch_kl"]) < 1e-6
 
 
 @pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])

@@ -39,7 +39,7 @@ def train(module, minibatch, *, figure, steps=30):
     return curve
 
 
-def test_a_policy_alone_learns_the_replies(make):
+def test_a_policy_alone_learns_the_responses(make):
     agent = make.agent()
     minibatch = make.minibatch(make.batch(agent))
     policy = PolicyModule(make.bundle(seed=4), optimizer=FAST)

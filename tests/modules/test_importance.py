@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_pl.algorithms.importance import top_in_turn
-from ragen_pl.data.collate import as_filler, collate
+from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.modules.forward import embedded
 from ragen_pl.modules.importance import Importance, patch_scores, saliency
 from ragen_pl.modules.losses import Masks
@@ -36,14 +36,14 @@ def test_top_in_turn_is_what_sorting_each_turn_gives(seed, share, tokens) -> Non
     assert not (found & ~mask).any()
 
 
-@pytest.mark.parametrize("pictures", [False, True])
-def test_the_score_is_the_change_when_a_position_fades(make, pictures) -> None:
-    agent = make.agent(pictures=pictures)
+@pytest.mark.parametrize("images", [False, True])
+def test_the_score_is_the_change_when_a_position_fades(make, pixel_values) -> None:
+    agent = make.agent(pixel_values=pixel_values)
     batch = collate(make.play(agent, groups=2, members=1), agent.policy.bundle)
     samples = batch.samples
     rows = torch.tensor([1])
     assert (samples.spans[1] == Span.ACTION).any()
-    scores = saliency(agent.policy, samples, batch.pictures, parts=[rows])[1]
+    scores = saliency(agent.policy, samples, batch.pixel_values, parts=[rows])[1]
 
     def actions(embeds) -> torch.Tensor:
         policy = agent.policy
@@ -53,7 +53,7 @@ def test_the_score_is_the_change_when_a_position_fades(make, pictures) -> None:
         return logits.log_softmax(-1).gather(-1, samples.input_ids[1, columns][:, None]).sum()
 
     with torch.no_grad():
-        embeds = embedded(agent.policy.bundle, samples, batch.pictures, rows)
+        embeds = embedded(agent.policy.bundle, samples, batch.pixel_values, rows)
         for place in range(0, int(samples.length[1]), 3):
             down, up = embeds.clone(), embeds.clone()
             down[0, place] *= 0.99
@@ -67,7 +67,7 @@ def test_the_masks_keep_actions_and_the_share_and_no_turn_is_emptied(make, windo
     importance = Importance(loss=0.25, advantage=0.5)
     agent = make.agent(masks=Masks(importance=importance))
     trajectories = make.play(agent, window=window)
-    for turn in trajectories[0].turns[:1]:  # a reply without an action keeps all it has
+    for turn in trajectories[0].turns[:1]:  # a response without an action keeps all it has
         turn.spans[:] = int(Span.THINK)
     batch = agent.prepare(collate(trajectories, agent.policy.bundle))
     samples = batch.samples
@@ -83,11 +83,11 @@ def test_the_masks_keep_actions_and_the_share_and_no_turn_is_emptied(make, windo
             want = max(1, -int(-int(others.sum()) // 4)) if acted else int(others.sum())
             assert kept == min(want, int(others.sum())), (episode, number)
             assert samples.advantage_mask[row, here].any()
-    figures = agent.importance.compute()
-    shares = [value for name, value in figures.items() if name.startswith("score_share")]
+    metrics = agent.importance.compute()
+    shares = [value for name, value in metrics.items() if name.startswith("score_share")]
     assert sum(shares) == pytest.approx(1.0)
-    assert figures["kept_action"] == 1.0 and figures["kept_think"] < 1.0
-    assert figures["score_share_text"] > 0
+    assert metrics["kept_action"] == 1.0 and metrics["kept_think"] < 1.0
+    assert metrics["score_share_text"] > 0
 
 
 def test_all_kept_is_as_without(make) -> None:
@@ -101,12 +101,12 @@ def test_all_kept_is_as_without(make) -> None:
 
 def test_a_rank_that_no_group_fell_to_has_nothing_to_choose(make) -> None:
     agent = make.agent(masks=Masks(importance=Importance(loss=0.5)))
-    batch = as_filler(collate(make.play(agent), agent.policy.bundle))
+    batch = as_dummy_batch(collate(make.play(agent), agent.policy.bundle))
     assert not agent.prepare(batch).samples.weight.any()
 
 
-def test_patches_are_averaged_picture_by_picture(make) -> None:
-    agent = make.agent(pictures=True)
+def test_patches_are_averaged_image_by_image(make) -> None:
+    agent = make.agent(pixel_values=True)
     batch = collate(make.play(agent, groups=2, members=1), agent.policy.bundle)
     slot = agent.policy.bundle.image_token_id
     patches = int((batch.samples.input_ids[0] == slot).sum())

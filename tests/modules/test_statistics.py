@@ -1,4 +1,4 @@
-"""Figures by hand, and the same ones however what they count is split and merged."""
+"""Metrics by hand, and the same ones however what they count is split and merged."""
 
 from __future__ import annotations
 
@@ -10,37 +10,45 @@ from hypothesis import strategies as st
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.sums import NamedSums
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
-from ragen_pl.trajectory import Ending, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 
 def turn(
-    *, reward=0.0, tokens=4, thinks=1, valid=True, effective=True, cut=False, entropy=1.0, **of
+    *,
+    reward=0.0,
+    tokens=4,
+    thinks=1,
+    valid=True,
+    effective=True,
+    hit_length_limit=False,
+    entropy=1.0,
+    **of,
 ):
     spans = np.full(tokens, Span.ACTION, dtype=np.int8)
     spans[:thinks] = Span.THINK
     return Turn(
         observation=Observation(text=""), prompt_ids=np.arange(3), prompt_images=[],
-        reply_ids=np.arange(tokens), reply_logprobs=np.zeros(tokens, dtype=np.float32),
-        reply_entropy=entropy, spans=spans, reply_text="", think=of.get("think"), actions=[],
-        action_is_valid=valid, action_is_effective=effective, cut=cut, reward=reward,
+        response_ids=np.arange(tokens), response_logprobs=np.zeros(tokens, dtype=np.float32),
+        response_entropy=entropy, spans=spans, response_text="", think=of.get("think"), actions=[],
+        action_is_valid=valid, action_is_effective=effective, hit_length_limit=hit_length_limit, reward=reward,
         temperature=1.0, info={"truth": of["truth"]} if "truth" in of else {},
     )  # fmt: skip
 
 
-def trajectory(*turns, group=0, ending=Ending.TERMINATED, success=False):
+def trajectory(*turns, group=0, status=EpisodeStatus.TERMINATED, success=False):
     return Trajectory(
-        group=group, member=0, seed=0, turns=list(turns), ending=ending, success=success
+        group=group, member=0, seed=0, turns=list(turns), status=status, success=success
     )
 
 
 EPISODES = [
     trajectory(turn(), turn(reward=1.0, tokens=8, thinks=3, entropy=2.0), group=0, success=True),
-    trajectory(turn(reward=-0.1, valid=False, effective=False, cut=True), group=0, ending=Ending.TURN_LIMIT),
+    trajectory(turn(reward=-0.1, valid=False, effective=False, hit_length_limit=True), group=0, status=EpisodeStatus.TURN_LIMIT),
     trajectory(
         turn(truth="a b", think="a b"), turn(effective=False, truth="c", think="d"), group=1,
-        ending=Ending.TRUNCATED,
+        status=EpisodeStatus.TRUNCATED,
     ),
-    trajectory(group=1, ending=Ending.FAILED),
+    trajectory(group=1, status=EpisodeStatus.FAILED),
 ]  # fmt: skip
 
 
@@ -60,10 +68,10 @@ def test_rollout_figures_by_hand():
         "turns": 5 / 4,
         "valid_actions": 4 / 5,
         "effective_actions": 3 / 5,
-        "reply_tokens": 24 / 5,
+        "response_tokens": 24 / 5,
         "think_tokens": 7 / 5,
         "entropy": (4 * 4 + 8 * 2) / 24,
-        "cut_replies": 1 / 5,
+        "overlong_responses": 1 / 5,
         "failed": 1 / 4,
         "turn_limit": 1 / 4,
         "true_thoughts": 1 / 2,
@@ -73,7 +81,7 @@ def test_rollout_figures_by_hand():
 
 
 def test_a_success_on_the_last_turn_is_no_turn_limit():
-    one = trajectory(turn(reward=1.0), ending=Ending.TURN_LIMIT, success=True)
+    one = trajectory(turn(reward=1.0), status=EpisodeStatus.TURN_LIMIT, success=True)
     assert compute([one])["turn_limit"] == 0
 
 

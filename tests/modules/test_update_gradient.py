@@ -101,11 +101,11 @@ def test_however_samples_are_spread_over_ranks(make, aggregation):
     assert_close(whole, (mean_loss, mean))
 
 
-def test_whole_conversations_and_single_turns_of_pictures(make):
+def test_whole_conversations_and_single_turns_of_images(make):
     for window in (1, "all"):
-        agent = make.agent(loss=loss_settings(), pictures=True)
+        agent = make.agent(loss=loss_settings(), pixel_values=True)
         batch = make.batch(agent, window=window, groups=3)
-        assert len(batch.pictures) > 1
+        assert len(batch.pixel_values) > 1
         nudge(agent)
         whole = make.gradient(agent, list(MinibatchLoader(batch, epochs=1, minibatches=1)))
         split = list(MinibatchLoader(batch, epochs=1, minibatches=1, accumulate=3))
@@ -125,7 +125,7 @@ def test_tokens_off_the_masks_have_no_influence(make):
     off_loss, off_advantage = ~samples.loss_mask, ~samples.advantage_mask
     assert (off_loss & (samples.turn >= 0)).any() and (off_advantage & (samples.turn >= 0)).any()
     samples.advantages[off_loss] = 1e3
-    samples.behaviour_logprobs[off_loss] = -50.0
+    samples.behavior_logprobs[off_loss] = -50.0
     samples.returns[off_advantage] = 1e3
     samples.values[off_advantage] = -1e3
     assert_close(before, make.gradient(agent, [minibatch]), tolerance=1e-9)
@@ -161,8 +161,8 @@ def test_rows_of_weight_zero_have_no_influence(make):
     filled = replace(minibatch, samples=samples)
     one, other = make.gradient(agent, [without]), make.gradient(agent, [filled])
     assert_close(one, other)
-    figures = agent.statistics.totals()
-    assert figures["tokens"] == 2 * int(without.samples.loss_mask.sum())
+    metrics = agent.statistics.totals()
+    assert metrics["tokens"] == 2 * int(without.samples.loss_mask.sum())
 
 
 def test_the_value_loss_is_of_the_advantage_mask(make):
@@ -193,11 +193,11 @@ def test_divergence_is_zero_at_the_start_and_frees_the_action(make, estimator):
     agent = make.agent(loss=loss)
     minibatch = make.minibatch(make.batch(agent))
     agent.training_step(minibatch, 0)
-    figures = agent.statistics.totals()
+    metrics = agent.statistics.totals()
     spans = minibatch.samples.spans
     held = (minibatch.samples.turn >= 0) & (spans != Span.ACTION)
-    assert figures["kl"] == pytest.approx(0.0, abs=1e-5) and figures["kl_loss"] == figures["kl"]
-    assert figures["kl_tokens"] == int(held.sum()) < int((minibatch.samples.turn >= 0).sum())
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-5) and metrics["kl_loss"] == metrics["kl"]
+    assert metrics["kl_tokens"] == int(held.sum()) < int((minibatch.samples.turn >= 0).sum())
     nudge(agent)
     before = make.gradient(agent, [minibatch])
     action = minibatch.samples.token[(minibatch.samples.turn >= 0) & (spans == Span.ACTION)]

@@ -30,11 +30,11 @@ SMALL = {
         "trainer.check_val_every_n_epoch": "1",
         "warm_start.steps": "2",
         "warm_start.episodes": "16",
-        "panel.episodes": "4",
+        "validation.episodes": "4",
         "rollout.groups": "4",
         "update.epochs": "1",
     },
-    "evaluate": {"panel.episodes": "4"},
+    "evaluate": {"validation.episodes": "4"},
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TINY = (
     "env=frozenlake", "callbacks.progress=null", "trainer.max_epochs=1", "warm_start.steps=4",
-    "warm_start.episodes=8", "rollout.groups=4", "panel.episodes=4",
+    "warm_start.episodes=8", "rollout.groups=4", "validation.episodes=4",
 )  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_fit_runs_from_a_strangers_folder(installed, tmp_path):
             installed / "ragen-evaluate",
             "ckpt=last",
             "env=frozenlake",
-            "panel.episodes=4",
+            "validation.episodes=4",
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
@@ -87,13 +87,20 @@ def test_fit_runs_from_a_strangers_folder(installed, tmp_path):
     assert "package 'envs' is another project's" in done.stderr
 
 
-def test_the_doctor_and_a_users_world_are_found(installed, tmp_path):
+def test_the_doctor_and_a_users_environment_are_found(installed, tmp_path):
     done = call(installed / "python", "-m", "ragen_pl.doctor", "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert found["configuration"]["found"].startswith(str(installed.parent))
-    (tmp_path / "my_world.py").write_text((ROOT / "examples/own_worlds/worlds.py").read_text())
-    world = ("env=custom", "env.target=my_world.GuessTheNumber", *TINY[1:], "logger=none")
-    done = call(installed / "ragen-fit", *world, cwd=tmp_path)
+    (tmp_path / "my_environment.py").write_text(
+        (ROOT / "examples/own_environments/environments.py").read_text()
+    )
+    environment = (
+        "env=custom",
+        "env.target=my_environment.GuessTheNumber",
+        *TINY[1:],
+        "logger=none",
+    )
+    done = call(installed / "ragen-fit", *environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

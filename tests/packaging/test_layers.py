@@ -73,15 +73,15 @@ def test_algorithms_import_nothing_but_torch():
     assert found <= allowed
 
 
-@pytest.mark.parametrize("worlds", ["envs", "visual_envs"])
-def test_worlds_know_nothing_of_the_trainer_nor_it_of_them(worlds):
+@pytest.mark.parametrize("environments", ["envs", "visual_envs"])
+def test_environments_know_nothing_of_the_trainer_nor_it_of_them(environments):
     assert not any(
         name.split(".")[0] == "ragen_pl"
-        for file in (ROOT / worlds).rglob("*.py")
+        for file in (ROOT / environments).rglob("*.py")
         for name in imported(file)
     )
     assert not any(
-        name.split(".")[0] == worlds
+        name.split(".")[0] == environments
         for file in (ROOT / "ragen_pl").rglob("*.py")
         for name in imported(file)
     )

@@ -56,7 +56,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
 
 def test_the_front_door_imports_nothing_heavy() -> None:
     code = (
-        "import sys, ragen_pl.config, ragen_pl.tracking\n"
+        "import sys, ragen_pl.config, ragen_pl.run.tracking\n"
         "print(sorted({'torch', 'lightning', 'transformers', 'mlflow', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(

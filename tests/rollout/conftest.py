@@ -1,4 +1,4 @@
-"""Tiny models whose context matters and whose replies end at different lengths, and worlds to break."""
+"""Tiny models whose context matters and whose responses end at different lengths, and environments to break."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import envs  # noqa: F401 - registers the worlds
+import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
@@ -61,7 +61,7 @@ def fresh_vlm() -> ModelBundle:
 
 
 class TextEngine:
-    """Replies with given words: `say(session, turn)` is the text, or a text and False for a cut reply."""
+    """Responses with given words: `say(session, turn)` is the text, or a text and False for a cut response."""
 
     def __init__(
         self, context: ContextManager, say: Callable[[int, int], str | tuple[str, bool]]
@@ -74,20 +74,23 @@ class TextEngine:
     def generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
         self.requests.append(list(requests))
         self.keep.append(keep)
-        return [self._reply(request) for request in requests]
+        return [self._response(request) for request in requests]
 
-    def _reply(self, request: GenerationRequest) -> Generation:
+    def _response(self, request: GenerationRequest) -> Generation:
         turn = self.turns.get(request.session, 0)
         self.turns[request.session] = turn + 1
         said = self.say(request.session, turn)
         text, ends = said if isinstance(said, tuple) else (said, True)
-        ids = self.context.encode_reply(text)
+        ids = self.context.encode_response(text)
         ids = ids if ends else ids[:-1]
         return Generation(
-            ids=ids, logprobs=np.full(len(ids), -1.0, np.float32), entropy=0.5, cut=not ends
+            ids=ids,
+            logprobs=np.full(len(ids), -1.0, np.float32),
+            entropy=0.5,
+            hit_length_limit=not ends,
         )
 
-    def sync_weights(self, version: int) -> None:
+    def load_weights(self, version: int) -> None:
         """Nothing to do."""
 
     def release(self) -> None:
@@ -96,16 +99,24 @@ class TextEngine:
 
 @pytest.fixture
 def play(lm: ModelBundle):
-    """Play a world with written replies; returns the trajectories and the engine."""
+    """Play an environment with written responses; returns the trajectories and the engine."""
 
     def run(
-        target, starts, say, *, bundle=lm, window="all", max_tokens=4096, reply_tokens=64, **world
+        target,
+        starts,
+        say,
+        *,
+        bundle=lm,
+        window="all",
+        max_tokens=4096,
+        response_tokens=64,
+        **environment,
     ):
         context = ContextManager(bundle, window=window, system_prompt=None, max_tokens=max_tokens)
         proxy = AgentProxy(
-            environments=EnvironmentManager(target=target, **world),
+            environments=EnvironmentManager(target=target, **environment),
             context=context,
-            max_reply_tokens=reply_tokens,
+            max_response_tokens=response_tokens,
         )
         engine = TextEngine(context, say)
         engine.proxy = proxy
@@ -125,11 +136,11 @@ class Counter(gymnasium.Env):
     def __init__(
         self,
         goal: int = 100,
-        worlds: int = 1000,
+        environments: int = 1000,
         faults: dict[int, str] | None = None,
         limit: int = 1000,
     ) -> None:
-        self.goal, self.worlds, self.limit = goal, worlds, limit
+        self.goal, self.environments, self.limit = goal, environments, limit
         self.faults = faults or {}
         self.info: dict[str, object] = {}
         self.resets = 0
@@ -138,7 +149,7 @@ class Counter(gymnasium.Env):
         super().reset(seed=seed)
         self.fault = self.faults.get(seed, "")
         self.resets += 1
-        self.count, self.steps, self.world = 0, 0, int(seed) % self.worlds
+        self.count, self.steps, self.environment = 0, 0, int(seed) % self.environments
         self._break("reset")
         return self._see(), {}
 
@@ -148,12 +159,12 @@ class Counter(gymnasium.Env):
         self._break("step")
         done = self.count >= self.goal
         reward = float("nan") if self.fault == "nan reward" else 1.0 * done
-        # one and the same object every time, as sloppy worlds do
+        # one and the same object every time, as sloppy environments do
         self.info.update(success=done, action_is_effective=action == 0, count=self.count)
         return self._see(), reward, done, self.steps >= self.limit, self.info
 
     def state_key(self):
-        return f"world {self.world} count {self.count}"
+        return f"environment {self.environment} count {self.count}"
 
     def describe(self):
         return f"count {self.count}"
@@ -164,9 +175,9 @@ class Counter(gymnasium.Env):
     def _see(self):
         if self.fault == "number":
             return 7
-        if self.fault == "flat picture":
+        if self.fault == "flat image":
             return {"text": "see", "image": np.zeros((64, 64), np.uint8)}
-        if self.fault == "float picture":
+        if self.fault == "float image":
             return {"text": "see", "image": np.full((64, 64, 3), 0.5)}
         return f"count {self.count} of {self.goal}"
 
@@ -182,7 +193,7 @@ class Counter(gymnasium.Env):
 
 
 class Film(gymnasium.Env):
-    """A picture world that draws into one and the same array."""
+    """An image environment that draws into one and the same array."""
 
     action_names = ("On",)
     instructions = "Watch."
@@ -204,6 +215,6 @@ class Film(gymnasium.Env):
         return {"text": "look", "image": self.screen}, 0.0, False, False, {"success": False}
 
 
-for name, world in (("test/Counter-v0", Counter), ("test/Film-v0", Film)):
+for name, environment in (("test/Counter-v0", Counter), ("test/Film-v0", Film)):
     if name not in gymnasium.registry:
-        gymnasium.register(id=name, entry_point=world)
+        gymnasium.register(id=name, entry_point=environment)

@@ -13,7 +13,7 @@ from ragen_pl.models.distribution import draw, log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import GenerationRequest, Prompt
-from ragen_pl.rollout.environments import EnvironmentManager, Start
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.seeding import uniforms
@@ -22,16 +22,16 @@ from ragen_pl.trajectory import Observation
 WORLDS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
 
 
-def proxy_of(bundle, *, window, kind="text", max_lanes=64, temperature=1.0, turns=4, **context):
+def proxy_of(bundle, *, window, kind="text", num_envs=64, temperature=1.0, turns=4, **context):
     return AgentProxy(
         environments=EnvironmentManager(target=WORLDS[kind], max_turns=turns, invalid_ends=False),
         context=ContextManager(bundle, window=window, system_prompt=None, **context),
-        max_reply_tokens=12, temperature=temperature, max_lanes=max_lanes,
+        max_response_tokens=12, temperature=temperature, num_envs=num_envs,
     )  # fmt: skip
 
 
-def starts(groups: int, members: int = 2) -> list[Start]:
-    return [Start(group=g, member=m, seed=g) for g in range(groups) for m in range(members)]
+def starts(groups: int, members: int = 2) -> list[EpisodeSpec]:
+    return [EpisodeSpec(group=g, member=m, seed=g) for g in range(groups) for m in range(members)]
 
 
 def request(prompt, *, session=0, tokens=12, temperature=1.0, seed=0) -> GenerationRequest:
@@ -53,7 +53,7 @@ def plain_logits(bundle, ids: np.ndarray, images) -> torch.Tensor:
 
 
 def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tuple[list, list]:
-    """Sample a reply token by token, each from a fresh forward over everything before it."""
+    """Sample a response token by token, each from a fresh forward over everything before it."""
     ids, logprobs = prompt.ids, []
     banned, greedy = torch.tensor(bundle.banned_token_ids), torch.tensor([False])
     for u in draws:
@@ -69,39 +69,39 @@ def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tup
 def scored(bundle, episodes):
     batch = collate(episodes, bundle)
     with torch.no_grad():
-        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.pictures)
+        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.images)
     return batch, scores
 
 
 def gap(bundle, episodes) -> torch.Tensor:
     """The trainer's log-probs of the sampled tokens less those that the engine told."""
     batch, scores = scored(bundle, episodes)
-    return (scores.logprobs - batch.samples.behaviour_logprobs)[batch.samples.turn >= 0].abs()
+    return (scores.logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs()
 
 
 def same(first, second) -> None:
     for one, other in zip(first, second, strict=True):
-        assert (one.group, one.member, one.ending) == (other.group, other.member, other.ending)
+        assert (one.group, one.member, one.status) == (other.group, other.member, other.status)
         for a, b in zip(one.turns, other.turns, strict=True):
             assert a.prompt_ids.tolist() == b.prompt_ids.tolist()
-            assert a.reply_ids.tolist() == b.reply_ids.tolist()
-            np.testing.assert_allclose(a.reply_logprobs, b.reply_logprobs, atol=1e-4)
+            assert a.response_ids.tolist() == b.response_ids.tolist()
+            np.testing.assert_allclose(a.response_logprobs, b.response_logprobs, atol=1e-4)
 
 
 # ---- against plain forwards
 
 
-def test_greedy_replies_are_those_of_generate(lm):
+def test_greedy_responses_are_those_of_generate(lm):
     engine = TransformersEngine(lm)
     prompts = [words(lm, text) for text in ("me 1 2", "goal 3 0 avoid Up", "x")]
     requests = [request(p, session=n, temperature=0.0) for n, p in enumerate(prompts)]
-    for prompt, reply in zip(prompts, engine.generate(requests, keep=False), strict=True):
+    for prompt, response in zip(prompts, engine.generate(requests, keep=False), strict=True):
         ids = torch.from_numpy(prompt.ids)[None]
         expected = lm.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
             suppress_tokens=list(lm.banned_token_ids), pad_token_id=lm.pad_token_id,
         )  # fmt: skip
-        assert reply.ids.tolist() == expected[0, ids.shape[1] :].tolist()
+        assert response.ids.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("kind", ["text", "images"])
@@ -110,16 +110,16 @@ def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind,
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.8)
     episodes = proxy.rollout(TransformersEngine(bundle), starts(3), seed_key=(5, "sample"))
-    lengths = {len(turn.reply_ids) for episode in episodes for turn in episode.turns}
-    assert len(lengths) > 4  # lanes did end at different tokens
+    lengths = {len(turn.response_ids) for episode in episodes for turn in episode.turns}
+    assert len(lengths) > 4  # environments did end at different tokens
     worst = 0.0
     for episode in episodes[::2]:
         for number, turn in enumerate(episode.turns):
             draws = uniforms(5, "sample", episode.group, episode.member, number, count=12)
             prompt = Prompt(ids=turn.prompt_ids, images=turn.prompt_images)
             ids, logprobs = replay(bundle, prompt, draws, 0.8)
-            assert turn.reply_ids.tolist() == ids
-            worst = max(worst, float(np.abs(turn.reply_logprobs - logprobs).max()))
+            assert turn.response_ids.tolist() == ids
+            worst = max(worst, float(np.abs(turn.response_logprobs - logprobs).max()))
     assert worst < 1e-4
 
 
@@ -131,10 +131,10 @@ def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
     episodes = proxy.rollout(TransformersEngine(bundle), starts(4), seed_key=(2, "sample"))
     batch, scores = scored(bundle, episodes)
     assert int(batch.samples.loss_mask.sum()) == sum(
-        len(t.reply_ids) for e in episodes for t in e.turns
+        len(t.response_ids) for e in episodes for t in e.turns
     )
     assert float(gap(bundle, episodes).max()) < 1e-4
-    entropies = [t.reply_entropy for e in episodes for t in e.turns]
+    entropies = [t.response_entropy for e in episodes for t in e.turns]
     assert np.mean(entropies) == pytest.approx(
         np.mean([
             float(scores.entropy[(batch.samples.episode[:, None] == n) & (batch.samples.turn == k)].mean())
@@ -177,16 +177,16 @@ def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
 
 
 @pytest.mark.parametrize("window", [1, "all"])
-def test_neither_the_number_of_lanes_nor_the_order_changes_a_trajectory(lm, window):
+def test_neither_the_number_of_slots_nor_the_order_changes_a_trajectory(lm, window):
     engine, key = TransformersEngine(lm), (1, "sample", 3)
     whole = proxy_of(lm, window=window).rollout(engine, starts(4), seed_key=key)
-    pairs = proxy_of(lm, window=window, max_lanes=3).rollout(engine, starts(4), seed_key=key)
+    pairs = proxy_of(lm, window=window, num_envs=3).rollout(engine, starts(4), seed_key=key)
     same(whole, pairs)
     turned = proxy_of(lm, window=window).rollout(engine, starts(4)[::-1], seed_key=key)
     same(whole, turned[::-1])
     other = proxy_of(lm, window=window).rollout(engine, starts(4), seed_key=(1, "sample", 4))
-    first = [episode.turns[0].reply_ids.tolist() for episode in whole]
-    assert first != [episode.turns[0].reply_ids.tolist() for episode in other]
+    first = [episode.turns[0].response_ids.tolist() for episode in whole]
+    assert first != [episode.turns[0].response_ids.tolist() for episode in other]
     assert any(first[n] != first[n + 1] for n in (0, 2, 4, 6))  # members sample for themselves
 
 
@@ -200,28 +200,31 @@ def test_temperature_limit_and_greed_belong_to_each_request(lm):
         request(prompt, session=3, temperature=1.0, seed=2),
     ]
     together = engine.generate(mixed, keep=False)
-    for one, reply in zip(mixed, together, strict=True):
+    for one, response in zip(mixed, together, strict=True):
         (alone,) = TransformersEngine(lm).generate([one], keep=False)
-        assert reply.ids.tolist() == alone.ids.tolist() and reply.cut == alone.cut
-        np.testing.assert_allclose(reply.logprobs, alone.logprobs, atol=1e-5)
-    for one, reply in zip(mixed[1:], together[1:], strict=True):
+        assert (
+            response.ids.tolist() == alone.ids.tolist()
+            and response.hit_length_limit == alone.hit_length_limit
+        )
+        np.testing.assert_allclose(response.logprobs, alone.logprobs, atol=1e-5)
+    for one, response in zip(mixed[1:], together[1:], strict=True):
         ids, logprobs = replay(lm, prompt, one.uniforms, one.temperature)
-        assert reply.ids.tolist() == ids
-        np.testing.assert_allclose(reply.logprobs, logprobs, atol=1e-4)
+        assert response.ids.tolist() == ids
+        np.testing.assert_allclose(response.logprobs, logprobs, atol=1e-4)
     assert len(together[2].ids) <= 3
 
 
-def test_a_reply_is_cut_exactly_where_it_has_no_end_token(lm):
+def test_a_response_is_cut_exactly_where_it_has_no_end_token(lm):
     engine = TransformersEngine(lm)
     requests = [request(words(lm, "go"), session=n, seed=n, tokens=3 + n % 5) for n in range(40)]
-    replies = engine.generate(requests, keep=False)
-    for one, reply in zip(requests, replies, strict=True):
-        ended = int(reply.ids[-1]) in lm.eos_token_ids
-        assert reply.cut == (not ended)
-        assert not any(int(token) in lm.eos_token_ids for token in reply.ids[:-1])
-        assert ended or len(reply.ids) == one.max_tokens
-        assert len(reply.logprobs) == len(reply.ids)
-    assert {reply.cut for reply in replies} == {True, False}
+    responses = engine.generate(requests, keep=False)
+    for one, response in zip(requests, responses, strict=True):
+        ended = int(response.ids[-1]) in lm.eos_token_ids
+        assert response.hit_length_limit == (not ended)
+        assert not any(int(token) in lm.eos_token_ids for token in response.ids[:-1])
+        assert ended or len(response.ids) == one.max_tokens
+        assert len(response.logprobs) == len(response.ids)
+    assert {response.hit_length_limit for response in responses} == {True, False}
 
 
 def test_banned_tokens_are_never_sampled_however_likely(fresh_vlm):
@@ -234,38 +237,38 @@ def test_banned_tokens_are_never_sampled_however_likely(fresh_vlm):
     requests = [
         request(words(bundle, "go"), session=n, seed=n, temperature=float(n > 0)) for n in range(64)
     ]
-    replies = TransformersEngine(bundle).generate(requests, keep=False)
-    assert not {int(token) for reply in replies for token in reply.ids} & set(banned)
-    assert all(np.isfinite(reply.logprobs).all() for reply in replies)
+    responses = TransformersEngine(bundle).generate(requests, keep=False)
+    assert not {int(token) for response in responses for token in response.ids} & set(banned)
+    assert all(np.isfinite(response.logprobs).all() for response in responses)
 
 
 # ---- caches
 
 
-def talks_with_pictures(bundle, engine, *, lanes: int, turns: int):
-    """Conversations with a new picture every turn; yields each turn's requests and replies."""
+def talks_with_images(bundle, engine, *, slots: int, turns: int):
+    """Conversations with a new image every turn; yields each turn's requests and responses."""
     context, rng = ContextManager(bundle, window="all"), np.random.default_rng(0)
-    talks = [context.start("rules") for _ in range(lanes)]
+    talks = [context.start("rules") for _ in range(slots)]
     for turn in range(turns):
         requests = []
-        for lane, talk in enumerate(talks):
-            picture = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
-            seen = Observation(text=f"turn {turn}", images=[picture])
+        for slot, talk in enumerate(talks):
+            image = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
+            seen = Observation(text=f"turn {turn}", images=[image])
             prompt = context.observe(talk, seen, max_turns=turns)
-            requests.append(request(prompt, session=lane, seed=10 * turn + lane))
-        replies = engine.generate(requests, keep=True)
-        for talk, reply in zip(talks, replies, strict=True):
-            context.reply(talk, ids=reply.ids, text="", actions=[])
-        yield requests, replies
+            requests.append(request(prompt, session=slot, seed=10 * turn + slot))
+        responses = engine.generate(requests, keep=True)
+        for talk, response in zip(talks, responses, strict=True):
+            context.response(talk, ids=response.ids, text="", actions=[])
+        yield requests, responses
 
 
-def test_pictures_of_later_turns_take_their_own_places(vlm):
-    for requests, replies in talks_with_pictures(vlm, TransformersEngine(vlm), lanes=3, turns=3):
-        for one, reply in zip(requests, replies, strict=True):
-            assert close(reply, replay(vlm, one.prompt, one.uniforms, 1.0))
+def test_images_of_later_turns_take_their_own_places(vlm):
+    for requests, responses in talks_with_images(vlm, TransformersEngine(vlm), slots=3, turns=3):
+        for one, response in zip(requests, responses, strict=True):
+            assert close(response, replay(vlm, one.prompt, one.uniforms, 1.0))
 
 
-def test_only_what_is_new_is_computed_and_every_picture_once(vlm, monkeypatch):
+def test_only_what_is_new_is_computed_and_every_image_once(vlm, monkeypatch):
     encoded = []
     plain = type(vlm).features
     monkeypatch.setattr(
@@ -274,14 +277,14 @@ def test_only_what_is_new_is_computed_and_every_picture_once(vlm, monkeypatch):
         lambda self, pixels: encoded.append(len(pixels)) or plain(self, pixels),
     )
     engine, new, sampled, held = TransformersEngine(vlm), 0, 0, [0] * 3
-    for requests, replies in talks_with_pictures(vlm, engine, lanes=3, turns=4):
-        for lane, (one, reply) in enumerate(zip(requests, replies, strict=True)):
-            new += len(one.prompt.ids) - held[lane]
-            # the reply's last token was not fed yet; it is, with the next prompt
-            held[lane] = len(one.prompt.ids) + len(reply.ids) - 1
-            sampled += len(reply.ids)
+    for requests, responses in talks_with_images(vlm, engine, slots=3, turns=4):
+        for slot, (one, response) in enumerate(zip(requests, responses, strict=True)):
+            new += len(one.prompt.ids) - held[slot]
+            # the response's last token was not fed yet; it is, with the next prompt
+            held[slot] = len(one.prompt.ids) + len(response.ids) - 1
+            sampled += len(response.ids)
     assert (engine.prefilled_tokens, engine.sampled_tokens) == (new, sampled)
-    assert encoded == [3, 3, 3, 3]  # one new picture a lane and turn
+    assert encoded == [3, 3, 3, 3]  # one new image an environment and turn
 
 
 def test_the_same_sessions_may_come_in_another_order(lm):
@@ -289,9 +292,9 @@ def test_the_same_sessions_may_come_in_another_order(lm):
     talks = [words(lm, text).ids for text in ("me 1 2", "goal", "avoid holes 3")]
     for turn, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 0, 2)]):
         requests = [request(Prompt(ids=talks[n]), session=n, seed=9 * turn + n) for n in order]
-        for one, reply in zip(requests, engine.generate(requests, keep=True), strict=True):
-            assert close(reply, replay(lm, one.prompt, one.uniforms, 1.0))
-            talks[one.session] = np.concatenate([one.prompt.ids, reply.ids, words(lm, "on").ids])
+        for one, response in zip(requests, engine.generate(requests, keep=True), strict=True):
+            assert close(response, replay(lm, one.prompt, one.uniforms, 1.0))
+            talks[one.session] = np.concatenate([one.prompt.ids, response.ids, words(lm, "on").ids])
     assert engine.prefilled_tokens < sum(map(len, talks))
 
 
@@ -299,19 +302,19 @@ def test_new_weights_void_every_cache(fresh_vlm):
     bundle, engine = fresh_vlm, TransformersEngine(fresh_vlm)
     context = ContextManager(bundle, window="all")
     proxy = AgentProxy(environments=EnvironmentManager(target=WORLDS["images"]), context=context)
-    (episode,) = proxy._open([Start(group=0, member=0, seed=3)])
+    (episode,) = proxy._open([EpisodeSpec(group=0, member=0, seed=3)])
     first = episode.prompt
-    (reply,) = engine.generate([request(first)], keep=True)
-    context.reply(episode.conversation, ids=reply.ids, text="", actions=[])
-    second = context.observe(episode.conversation, episode.lane.observation, max_turns=5)
+    (response,) = engine.generate([request(first)], keep=True)
+    context.response(episode.conversation, ids=response.ids, text="", actions=[])
+    second = context.observe(episode.conversation, episode.slot.observation, max_turns=5)
     with torch.no_grad():
         for parameter in bundle.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=_generator()))
     fresh = replay(bundle, second, uniforms("test", 9, count=12), 1.0)
-    held = engine._lanes
+    held = engine._slots
     (stale,) = engine.generate([request(second, seed=9)], keep=True)
     assert held is not None and not close(stale, fresh)
-    engine.sync_weights(1)
+    engine.load_weights(1)
     assert engine.version == 1
     (synced,) = engine.generate([request(second, seed=9)], keep=True)
     assert close(synced, fresh)
@@ -321,9 +324,11 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def close(reply, expected) -> bool:
+def close(response, expected) -> bool:
     ids, logprobs = expected
-    return reply.ids.tolist() == ids and bool(np.allclose(reply.logprobs, logprobs, atol=1e-4))
+    return response.ids.tolist() == ids and bool(
+        np.allclose(response.logprobs, logprobs, atol=1e-4)
+    )
 
 
 def test_a_session_whose_prompt_does_not_go_on_starts_afresh(lm):
@@ -332,11 +337,11 @@ def test_a_session_whose_prompt_does_not_go_on_starts_afresh(lm):
     first = engine.generate([request(p, session=n) for n, p in enumerate(talks)], keep=True)
     on = Prompt(ids=np.concatenate([talks[0].ids, first[0].ids, words(lm, "and then").ids]))
     other = words(lm, "something else altogether")
-    replies = engine.generate(
+    responses = engine.generate(
         [request(on, session=0, seed=4), request(other, session=1, seed=5)], keep=True
     )
-    for prompt, seed, reply in ((on, 4, replies[0]), (other, 5, replies[1])):
-        assert close(reply, replay(lm, prompt, uniforms("test", seed, count=12), 1.0))
+    for prompt, seed, response in ((on, 4, responses[0]), (other, 5, responses[1])):
+        assert close(response, replay(lm, prompt, uniforms("test", seed, count=12), 1.0))
 
 
 def test_sessions_that_drop_out_leave_the_others_caches_right(lm):
@@ -345,28 +350,28 @@ def test_sessions_that_drop_out_leave_the_others_caches_right(lm):
     playing = list(talks)
     for turn in range(4):
         seeds = {n: 100 * turn + n for n in playing}
-        replies = engine.generate(
+        responses = engine.generate(
             [
                 request(Prompt(ids=talks[n]), session=n, seed=seeds[n], tokens=4 + 3 * (n % 4))
                 for n in playing
             ],
             keep=True,
         )
-        for n, reply in zip(playing, replies, strict=True):
+        for n, response in zip(playing, responses, strict=True):
             draws = uniforms("test", seeds[n], count=4 + 3 * (n % 4))
-            assert close(reply, replay(lm, Prompt(ids=talks[n]), draws, 1.0)), (turn, n)
-            talks[n] = np.concatenate([talks[n], reply.ids, words(lm, f"turn {turn}").ids])
+            assert close(response, replay(lm, Prompt(ids=talks[n]), draws, 1.0)), (turn, n)
+            talks[n] = np.concatenate([talks[n], response.ids, words(lm, f"turn {turn}").ids])
         playing = [n for n in playing if n % (turn + 2)] or playing
 
 
 def test_released_memory_and_a_rollouts_end(lm):
     engine = TransformersEngine(lm)
     engine.generate([request(words(lm, "go"))], keep=True)
-    assert engine._lanes is not None and engine._lanes.cache.memory_bytes() > 0
+    assert engine._slots is not None and engine._slots.cache.memory_bytes() > 0
     engine.release()
-    assert engine._lanes is None and not engine._features
+    assert engine._slots is None and not engine._features
     proxy_of(lm, window="all").rollout(engine, starts(1), seed_key=(0,))
-    assert engine._lanes is None and not engine._features
+    assert engine._slots is None and not engine._features
 
 
 def test_a_policy_in_train_mode_is_refused(fresh_lm):

@@ -1,19 +1,21 @@
-"""Episodes: what a turn is worth, how each ends, and worlds that misbehave."""
+"""Episodes: what a turn is worth, how each ends, and environments that misbehave."""
 
 import time
 
 import numpy as np
 import pytest
 
-from ragen_pl.rollout.environments import EnvironmentManager, Start
-from ragen_pl.trajectory import Ending, Span
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.trajectory import EpisodeStatus, Span
 
 MORE = "<think>go</think><answer>More</answer>"
 COUNTER = "test/Counter-v0"
 
 
-def starts(count: int, *, members: int = 1) -> list[Start]:
-    return [Start(group=n // members, member=n % members, seed=n // members) for n in range(count)]
+def starts(count: int, *, members: int = 1) -> list[EpisodeSpec]:
+    return [
+        EpisodeSpec(group=n // members, member=n % members, seed=n // members) for n in range(count)
+    ]
 
 
 # ---- what a turn is worth
@@ -21,17 +23,21 @@ def starts(count: int, *, members: int = 1) -> list[Start]:
 
 def test_rewards_actions_and_success_of_an_episode(play):
     (episode,), _ = play(
-        COUNTER, starts(1), lambda lane, turn: MORE, kwargs={"goal": 2}, max_turns=5
+        COUNTER, starts(1), lambda slot, turn: MORE, kwargs={"goal": 2}, max_turns=5
     )
     assert [turn.reward for turn in episode.turns] == [0.0, 1.0]
-    assert (episode.ending, episode.success, episode.reward) == (Ending.TERMINATED, True, 1.0)
+    assert (episode.status, episode.success, episode.reward) == (
+        EpisodeStatus.TERMINATED,
+        True,
+        1.0,
+    )
     assert [turn.actions for turn in episode.turns] == [["More"], ["More"]]
     assert [turn.think for turn in episode.turns] == ["go", "go"]
     assert episode.difficulty == 2 and episode.final_prompt_ids is None and episode.error is None
 
 
-def test_several_actions_of_a_reply_are_carried_out_until_the_world_ends(play):
-    def say(lane, turn):
+def test_several_actions_of_a_response_are_carried_out_until_the_environment_ends(play):
+    def say(slot, turn):
         return "<think></think><answer>Stay || More || More || More</answer>"
 
     (episode,), _ = play(
@@ -45,16 +51,16 @@ def test_several_actions_of_a_reply_are_carried_out_until_the_world_ends(play):
     assert [turn.actions for turn in episode.turns] == [["Stay", "More"]] * 2
 
 
-def test_an_invalid_reply_costs_the_format_penalty_and_ends_the_episode(play):
-    (episode,), _ = play(COUNTER, starts(1), lambda lane, turn: "More", format_penalty=0.25)
+def test_an_invalid_response_costs_the_format_penalty_and_ends_the_episode(play):
+    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: "More", format_penalty=0.25)
     (turn,) = episode.turns
     assert (turn.reward, turn.actions, turn.action_is_valid) == (-0.25, [], False)
-    assert (episode.ending, episode.success) == (Ending.TERMINATED, False)
+    assert (episode.status, episode.success) == (EpisodeStatus.TERMINATED, False)
     assert episode.final_prompt_ids is None
 
 
-def test_an_invalid_reply_may_leave_the_world_as_it_is(play):
-    def say(lane, turn):
+def test_an_invalid_response_may_leave_the_environment_as_it_is(play):
+    def say(slot, turn):
         return "what?" if turn == 0 else MORE
 
     (episode,), _ = play(
@@ -65,18 +71,18 @@ def test_an_invalid_reply_may_leave_the_world_as_it_is(play):
     assert episode.success
 
 
-def test_a_cut_reply_is_no_answer_even_where_it_looks_like_one(play):
-    (episode,), _ = play(COUNTER, starts(1), lambda lane, turn: (MORE, False), invalid_ends=True)
+def test_a_cut_response_is_no_answer_even_where_it_looks_like_one(play):
+    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: (MORE, False), invalid_ends=True)
     (turn,) = episode.turns
-    assert turn.cut and not turn.action_is_valid and turn.reward == -0.05
+    assert turn.hit_length_limit and not turn.action_is_valid and turn.reward == -0.05
     assert Span.END not in turn.spans
 
 
-def test_spans_and_end_token_of_a_whole_reply(play, lm):
-    (episode,), _ = play(COUNTER, starts(1), lambda lane, turn: MORE, max_turns=1)
+def test_spans_and_end_token_of_a_whole_response(play, lm):
+    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: MORE, max_turns=1)
     (turn,) = episode.turns
-    words = [lm.piece(int(token)) for token in turn.reply_ids]
-    assert "".join(words[:-1]) == turn.reply_text == MORE
+    words = [lm.piece(int(token)) for token in turn.response_ids]
+    assert "".join(words[:-1]) == turn.response_text == MORE
     spans = {Span(span): "" for span in turn.spans}
     for word, span in zip(words, turn.spans, strict=True):
         spans[Span(span)] += word
@@ -85,7 +91,7 @@ def test_spans_and_end_token_of_a_whole_reply(play, lm):
 
 
 def test_the_true_description_is_that_of_the_state_before_the_turn(play):
-    (episode,), _ = play(COUNTER, starts(1), lambda lane, turn: MORE, max_turns=3)
+    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: MORE, max_turns=3)
     assert [turn.info["truth"] for turn in episode.turns] == ["count 0", "count 1", "count 2"]
     assert [turn.info["count"] for turn in episode.turns] == [1, 2, 3]  # no shared info
 
@@ -96,41 +102,49 @@ def test_the_true_description_is_that_of_the_state_before_the_turn(play):
 @pytest.mark.parametrize(
     ("settings", "ending"),
     [
-        ({"max_turns": 2}, Ending.TURN_LIMIT),
-        ({"max_turns": 2, "turn_limit_bootstraps": True}, Ending.TRUNCATED),
-        ({"max_turns": 9, "kwargs": {"limit": 2}}, Ending.TRUNCATED),
-        ({"max_turns": 2, "kwargs": {"limit": 2}}, Ending.TRUNCATED),
-        ({"max_turns": 2, "kwargs": {"goal": 2}, "turn_limit_bootstraps": True}, Ending.TERMINATED),
+        ({"max_turns": 2}, EpisodeStatus.TURN_LIMIT),
+        ({"max_turns": 2, "turn_limit_bootstraps": True}, EpisodeStatus.TRUNCATED),
+        ({"max_turns": 9, "kwargs": {"limit": 2}}, EpisodeStatus.TRUNCATED),
+        ({"max_turns": 2, "kwargs": {"limit": 2}}, EpisodeStatus.TRUNCATED),
+        (
+            {"max_turns": 2, "kwargs": {"goal": 2}, "turn_limit_bootstraps": True},
+            EpisodeStatus.TERMINATED,
+        ),
     ],
 )
-def test_termination_is_not_truncation(play, settings, ending):
-    (episode,), engine = play(COUNTER, starts(1), lambda lane, turn: MORE, **settings)
-    assert episode.ending is ending and len(episode.turns) == 2
-    assert (episode.final_prompt_ids is not None) == (ending is Ending.TRUNCATED)
-    if ending is Ending.TRUNCATED:
+def test_termination_is_not_truncation(play, settings, status):
+    (episode,), engine = play(COUNTER, starts(1), lambda slot, turn: MORE, **settings)
+    assert episode.status is status and len(episode.turns) == 2
+    assert (episode.final_prompt_ids is not None) == (status is EpisodeStatus.TRUNCATED)
+    if status is EpisodeStatus.TRUNCATED:
         last = episode.turns[-1]
-        known = np.concatenate([last.prompt_ids, last.reply_ids])
+        known = np.concatenate([last.prompt_ids, last.response_ids])
         assert (episode.final_prompt_ids[: len(known)] == known).all()
         shown = engine.context.bundle.tokenizer.decode(episode.final_prompt_ids)
         assert shown.endswith("count 2 of 100<|assistant|>")
 
 
 @pytest.mark.parametrize("limit", range(118, 134))
-def test_a_conversation_without_room_for_a_reply_is_truncated(play, limit):
+def test_a_conversation_without_room_for_a_response_is_truncated(play, limit):
     (episode,), _ = play(
-        COUNTER, starts(1), lambda lane, turn: MORE, max_tokens=limit, reply_tokens=30, max_turns=50
+        COUNTER,
+        starts(1),
+        lambda slot, turn: MORE,
+        max_tokens=limit,
+        response_tokens=30,
+        max_turns=50,
     )
-    assert episode.ending is Ending.TRUNCATED and 1 < len(episode.turns) < 50
+    assert episode.status is EpisodeStatus.TRUNCATED and 1 < len(episode.turns) < 50
     assert all(len(turn.prompt_ids) + 30 <= limit for turn in episode.turns)
     assert len(episode.final_prompt_ids) + 30 > limit
 
 
 def test_a_first_prompt_without_room_is_told(play):
     with pytest.raises(ValueError, match=r"context\.max_tokens=20; raise it"):
-        play(COUNTER, starts(1), lambda lane, turn: MORE, max_tokens=20, reply_tokens=30)
+        play(COUNTER, starts(1), lambda slot, turn: MORE, max_tokens=20, response_tokens=30)
 
 
-# ---- worlds that misbehave
+# ---- environments that misbehave
 
 
 FAULTS = {
@@ -138,24 +152,24 @@ FAULTS = {
     2: "step raises",
     3: "number",
     5: "nan reward",
-    6: "flat picture",
-    7: "float picture",
+    6: "flat image",
+    7: "float image",
     8: "step exits",
 }
 
 
 @pytest.mark.parametrize("timeout_s", [None, 20.0])
-def test_a_broken_world_costs_its_own_trajectory_only(play, timeout_s):
+def test_a_broken_environment_costs_its_own_trajectory_only(play, timeout_s):
     faults = {seed: fault for seed, fault in FAULTS.items() if timeout_s or fault != "step exits"}
-    world = {"kwargs": {"goal": 2, "faults": faults}, "timeout_s": timeout_s}
-    episodes, _ = play(COUNTER, starts(10), lambda lane, turn: MORE, **world)
-    failed = {episode.seed for episode in episodes if episode.ending is Ending.FAILED}
+    environment = {"kwargs": {"goal": 2, "faults": faults}, "timeout_s": timeout_s}
+    episodes, _ = play(COUNTER, starts(10), lambda slot, turn: MORE, **environment)
+    failed = {episode.seed for episode in episodes if episode.status is EpisodeStatus.FAILED}
     assert failed == set(faults)
-    sound, _ = play(COUNTER, starts(10), lambda lane, turn: MORE, kwargs={"goal": 2})
+    sound, _ = play(COUNTER, starts(10), lambda slot, turn: MORE, kwargs={"goal": 2})
     for seed in set(range(10)) - failed:
         assert episodes[seed].success and episodes[seed].error is None
-        assert [t.reply_ids.tolist() for t in episodes[seed].turns] == [
-            t.reply_ids.tolist() for t in sound[seed].turns
+        assert [t.response_ids.tolist() for t in episodes[seed].turns] == [
+            t.response_ids.tolist() for t in sound[seed].turns
         ]
     errors = [episodes[seed].error for seed in sorted(faults)]
     assert errors[:3] == [
@@ -169,37 +183,37 @@ def test_a_broken_world_costs_its_own_trajectory_only(play, timeout_s):
 
 
 @pytest.mark.parametrize("fault", ["reset hangs", "step hangs"])
-def test_a_world_that_hangs_costs_its_own_trajectory_only(play, fault):
+def test_a_environment_that_hangs_costs_its_own_trajectory_only(play, fault):
     began = time.monotonic()
     episodes, _ = play(
-        COUNTER, starts(3), lambda lane, turn: MORE,
+        COUNTER, starts(3), lambda slot, turn: MORE,
         kwargs={"goal": 1, "faults": {1: fault}}, timeout_s=0.15,
     )  # fmt: skip
     assert time.monotonic() - began < 0.9
     assert [episode.success for episode in episodes] == [True, False, True]
-    assert episodes[1].ending is Ending.FAILED
+    assert episodes[1].status is EpisodeStatus.FAILED
     assert episodes[1].error == "TimeoutError: the environment took longer than 0.15 s"
 
 
-def test_a_broken_world_is_not_used_again():
+def test_a_broken_environment_is_not_used_again():
     manager = EnvironmentManager(target=COUNTER, kwargs={"faults": {1: "reset raises"}})
     first = manager.open(starts(3))
     manager.close(first)
-    second = manager.open([Start(group=0, member=0, seed=seed) for seed in (5, 6, 7)])
-    used = [lane.env for lane in second]
+    second = manager.open([EpisodeSpec(group=0, member=0, seed=seed) for seed in (5, 6, 7)])
+    used = [slot.env for slot in second]
     assert first[1].env not in used and first[0].env in used and first[2].env in used
 
 
-def test_a_world_that_broke_in_a_step_is_not_used_again(play):
-    world = {"goal": 1, "faults": {1: "step raises"}}
-    _, engine = play(COUNTER, starts(3), lambda lane, turn: MORE, kwargs=world)
-    lanes = engine.proxy.environments.open(starts(3))
-    assert sorted(lane.env.unwrapped.resets for lane in lanes) == [1, 2, 2]
+def test_a_environment_that_broke_in_a_step_is_not_used_again(play):
+    environment = {"goal": 1, "faults": {1: "step raises"}}
+    _, engine = play(COUNTER, starts(3), lambda slot, turn: MORE, kwargs=environment)
+    slots = engine.proxy.environments.open(starts(3))
+    assert sorted(slot.env.unwrapped.resets for slot in slots) == [1, 2, 2]
 
 
 def test_a_screen_that_is_drawn_over_does_not_change_earlier_turns(play, vlm):
     (episode,), _ = play(
-        "test/Film-v0", starts(1), lambda lane, turn: "<think></think><answer>On</answer>",
+        "test/Film-v0", starts(1), lambda slot, turn: "<think></think><answer>On</answer>",
         bundle=vlm, max_turns=3,
     )  # fmt: skip
     assert [int(turn.observation.images[0].max()) for turn in episode.turns] == [0, 10, 20]
@@ -210,27 +224,33 @@ def test_a_screen_that_is_drawn_over_does_not_change_earlier_turns(play, vlm):
 
 
 def test_held_out_starts_are_never_drawn_and_members_still_start_alike(play):
-    held_out = {f"world {world} count 0" for world in range(6)}  # of the eight that there are
+    held_out = {
+        f"environment {environment} count 0" for environment in range(6)
+    }  # of the eight that there are
     group_of = starts(120, members=3)
-    manager = EnvironmentManager(target=COUNTER, kwargs={"worlds": 8}, held_out=held_out)
-    lanes = manager.open(group_of)
-    keys = [lane.env.unwrapped.state_key() for lane in lanes]
-    assert all(lane.error is None for lane in lanes) and not held_out & set(keys)
+    manager = EnvironmentManager(target=COUNTER, kwargs={"environments": 8}, held_out=held_out)
+    slots = manager.open(group_of)
+    keys = [slot.env.unwrapped.state_key() for slot in slots]
+    assert all(slot.error is None for slot in slots) and not held_out & set(keys)
     assert all(len(set(keys[n : n + 3])) == 1 for n in range(0, 120, 3))
     assert len(set(keys)) == 2
-    free = EnvironmentManager(target=COUNTER, kwargs={"worlds": 8}).open(
-        [Start(group=0, member=0, seed=7)]
+    free = EnvironmentManager(target=COUNTER, kwargs={"environments": 8}).open(
+        [EpisodeSpec(group=0, member=0, seed=7)]
     )
-    assert free[0].env.unwrapped.state_key() == "world 7 count 0"  # a free start is left as it is
+    assert (
+        free[0].env.unwrapped.state_key() == "environment 7 count 0"
+    )  # a free start is left as it is
 
 
-def test_a_world_with_nothing_but_held_out_starts_says_so():
-    manager = EnvironmentManager(target=COUNTER, kwargs={"worlds": 1}, held_out={"world 0 count 0"})
-    (lane,) = manager.open(starts(1))
-    assert "too small for its panel" in lane.error
+def test_a_environment_with_nothing_but_held_out_starts_says_so():
+    manager = EnvironmentManager(
+        target=COUNTER, kwargs={"environments": 1}, held_out={"environment 0 count 0"}
+    )
+    (slot,) = manager.open(starts(1))
+    assert "too small for its validation set" in slot.error
 
 
-def test_blank_pictures_are_grey_and_of_the_same_size():
+def test_blank_images_are_grey_and_of_the_same_size():
     target = "ragen/FrozenLakeVisual-v0"
     (seen,) = EnvironmentManager(target=target).open(starts(1))
     (blank,) = EnvironmentManager(target=target, blank_images=True).open(starts(1))

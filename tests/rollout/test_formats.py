@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.config.schema import RULES
-from ragen_pl.rollout.formats import PromptFormat, how_to_reply, write_reply
-from ragen_pl.rollout.parsing import label_tokens, parse_reply
+from ragen_pl.rollout.formats import PromptFormat, format_instructions, format_response
+from ragen_pl.rollout.parsing import label_tokens, parse_response
 from ragen_pl.trajectory import Span
 
 NAMES = ["Up", "Down"]
@@ -28,15 +28,15 @@ FORMS = {
 
 
 @pytest.mark.parametrize("how", FORMATS)
-def test_a_reply_written_in_a_format_is_read_in_it_and_in_no_other(how):
-    text = write_reply(how, "Up", blocks=BLOCKS)
+def test_a_response_written_in_a_format_is_read_in_it_and_in_no_other(how):
+    text = format_response(how, "Up", blocks=BLOCKS)
     assert text == FORMS[how]
     for other in FORMATS:
-        parsed = parse_reply(text, NAMES, prompt_format=other)
+        parsed = parse_response(text, NAMES, prompt_format=other)
         # a free think block may hold any text, so also the blocks of the other formats
         free = other is PromptFormat.FREE_THINK and how is not PromptFormat.NO_THINK
         assert parsed.valid == (other is how or free)
-    parsed = parse_reply(f" \n{text}\n", NAMES, prompt_format=how)
+    parsed = parse_response(f" \n{text}\n", NAMES, prompt_format=how)
     assert parsed.think == (None if how is PromptFormat.NO_THINK else "go on")
     assert parsed.statements == {name: BLOCKS[name] for name in how.statements}
 
@@ -46,11 +46,11 @@ def test_the_words_of_the_configuration_are_the_formats():
     assert RULES["model.build.prompt_format"].choices == tuple(FORMATS)
 
 
-def test_a_model_is_told_the_form_of_its_replies():
-    told = how_to_reply(PromptFormat.GROUNDING, max_actions=3)
+def test_a_model_is_told_the_form_of_its_responses():
+    told = format_instructions(PromptFormat.GROUNDING, max_actions=3)
     assert "<observation>…</observation><reasoning>…</reasoning></think><answer>…</answer>" in told
     assert "one to 3" in told and "prediction" not in told
-    assert how_to_reply(PromptFormat.NO_THINK, max_actions=1).count("<") == 2
+    assert format_instructions(PromptFormat.NO_THINK, max_actions=1).count("<") == 2
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_model_is_told_the_form_of_its_replies():
     ],
 )
 def test_blocks_missing_doubled_or_out_of_order_are_refused(text):
-    parsed = parse_reply(text, NAMES, prompt_format=PromptFormat.GROUNDING_WORLDMODELING)
+    parsed = parse_response(text, NAMES, prompt_format=PromptFormat.GROUNDING_WORLDMODELING)
     assert not parsed.valid and not parsed.statements and not parsed.spans
 
 
@@ -80,14 +80,14 @@ pieces = st.sampled_from(
 
 @given(st.lists(pieces, max_size=40).map("".join), st.sampled_from(FORMATS))
 def test_no_text_breaks_the_parser_in_any_format(text, how):
-    parsed = parse_reply(text, NAMES, prompt_format=how)
+    parsed = parse_response(text, NAMES, prompt_format=how)
     labels = label_tokens(parsed, list(range(1, len(text) + 1)), end_sampled=False)
     assert labels.shape == (len(text),)
     for label, (start, end) in parsed.spans.items():
         assert (np.flatnonzero(labels == label) == np.arange(start, end)).all()
 
 
-def test_a_hostile_reply_takes_no_longer_than_its_length():
+def test_a_hostile_response_takes_no_longer_than_its_length():
     blocks = "<observation></observation> <reasoning></reasoning> <prediction></prediction> "
     began = time.perf_counter()
     for text in (
@@ -96,7 +96,7 @@ def test_a_hostile_reply_takes_no_longer_than_its_length():
         "<think>" + " " * 50_000,
         "<" * 99_999,
     ):
-        assert not parse_reply(
+        assert not parse_response(
             text, NAMES, prompt_format=PromptFormat.GROUNDING_WORLDMODELING
         ).valid
     assert time.perf_counter() - began < 2.0
@@ -126,7 +126,7 @@ def test_every_block_has_a_label_of_its_own():
     ends = np.cumsum([len(word) for word in words]).tolist()
     how = PromptFormat.GROUNDING_WORLDMODELING
     labels = label_tokens(
-        parse_reply("".join(words), NAMES, prompt_format=how), ends, end_sampled=True
+        parse_response("".join(words), NAMES, prompt_format=how), ends, end_sampled=True
     )
     tag, seen, think, foreseen = Span.TAG, Span.OBSERVATION, Span.THINK, Span.PREDICTION
     assert labels.tolist() == [

@@ -1,4 +1,4 @@
-"""What is left out before a reply is sampled: which parts, and that engine and trainer see the same rest."""
+"""What is left out before a response is sampled: which parts, and that engine and trainer see the same rest."""
 
 import numpy as np
 import pytest
@@ -9,23 +9,25 @@ from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import GenerationRequest, Prompt
-from ragen_pl.rollout.environments import EnvironmentManager, Start
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.leave_out import LeaveOut, look
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
-def played(bundle, *, window, leave_out, visual=True, lanes=64, groups=5, engine=None, **world):
+def played(
+    bundle, *, window, leave_out, visual=True, slots=64, groups=5, engine=None, **environment
+):
     target = "ragen/FrozenLakeVisual-v0" if visual else "ragen/FrozenLake-v0"
     proxy = AgentProxy(
         environments=EnvironmentManager(
-            target=target, invalid_ends=False, **({"max_turns": 4} | world)
+            target=target, invalid_ends=False, **({"max_turns": 4} | environment)
         ),
         context=ContextManager(bundle, window=window, system_prompt=None, leave_out=leave_out),
-        max_reply_tokens=10,
-        max_lanes=lanes,
+        max_response_tokens=10,
+        num_envs=slots,
     )
-    starts = [Start(group=group, member=0, seed=group) for group in range(groups)]
+    starts = [EpisodeSpec(group=group, member=0, seed=group) for group in range(groups)]
     return proxy.rollout(engine or TransformersEngine(bundle), starts, seed_key=(0,))
 
 
@@ -33,17 +35,17 @@ def mismatch(bundle, trajectories) -> float:
     """The largest difference between the trainer's log-probs and the engine's."""
     batch = collate(trajectories, bundle)
     with torch.no_grad():
-        found = PolicyModule(bundle).score(batch.samples, batch.pictures).logprobs
-    return float((found - batch.samples.behaviour_logprobs)[batch.samples.turn >= 0].abs().max())
+        found = PolicyModule(bundle).score(batch.samples, batch.images).logprobs
+    return float((found - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
 
 
-def replies(trajectories) -> list[list[int]]:
-    return [turn.reply_ids.tolist() for one in trajectories for turn in one.turns]
+def responses(trajectories) -> list[list[int]]:
+    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
 
 
 def test_the_least_scores_go_by_hand() -> None:
     rule = LeaveOut(patches=0.5, turns=0.5)
-    ids = np.array([7, 9, 9, 9, 9, 8, 9, 9])  # pictures of four and two patches
+    ids = np.array([7, 9, 9, 9, 9, 8, 9, 9])  # images of four and two patches
     scores = np.array([5.0, 0.1, 0.4, 0.1, 0.2, 0.0, 0.3, 0.3])
     left, shown = rule.thin(ids, scores, slot=9, patches=[4, 2])
     assert left.tolist() == [7, 9, 9, 8, 9]
@@ -88,22 +90,22 @@ def test_nothing_left_out_is_as_before(vlm, lm) -> None:
     for bundle, visual in ((vlm, True), (lm, False)):
         plain = played(bundle, window="all", leave_out=None, visual=visual)
         none = played(bundle, window="all", leave_out={"patches": 0.0, "turns": 0.0}, visual=visual)
-        assert replies(plain) == replies(none)
+        assert responses(plain) == responses(none)
         for ours, theirs in zip(plain, none, strict=True):
             for one, other in zip(ours.turns, theirs.turns, strict=True):
-                assert one.reply_logprobs.tolist() == other.reply_logprobs.tolist()
+                assert one.response_logprobs.tolist() == other.response_logprobs.tolist()
                 assert other.prompt_patches is None and other.turns_left_out == ()
         assert collate(plain, bundle).samples.patches.shape[1:] == (0, 0)
 
 
-def test_it_does_not_depend_on_the_number_of_lanes(vlm) -> None:
+def test_it_does_not_depend_on_the_number_of_slots(vlm) -> None:
     rule = LeaveOut(patches=0.5, turns=0.5)
     many = played(vlm, window="all", leave_out=rule)
-    few = played(vlm, window="all", leave_out=rule, lanes=2)
-    assert replies(many) == replies(few)
+    few = played(vlm, window="all", leave_out=rule, slots=2)
+    assert responses(many) == responses(few)
 
 
-def test_patches_that_matter_most_to_the_greedy_reply_are_shown(vlm) -> None:
+def test_patches_that_matter_most_to_the_greedy_response_are_shown(vlm) -> None:
     (trajectory,) = played(vlm, window=1, leave_out=LeaveOut(patches=0.5), groups=1, max_turns=1)
     (turn,) = trajectory.turns
     whole = played(vlm, window=1, leave_out=None, groups=1, max_turns=1)[0].turns[0].prompt_ids
@@ -118,10 +120,10 @@ def test_patches_that_matter_most_to_the_greedy_reply_are_shown(vlm) -> None:
     greedy = GenerationRequest(
         session=0, prompt=prompt, max_tokens=10, temperature=0.0, uniforms=np.zeros(10)
     )
-    reply = engine.generate([greedy], keep=False)[0].ids
+    response = engine.generate([greedy], keep=False)[0].ids
     left = np.delete(np.arange(len(slots)), [0, 3])
     full, less = (
-        distributions(vlm, ids, turn.prompt_images[0], patches, reply)
+        distributions(vlm, ids, turn.prompt_images[0], patches, response)
         for ids, patches in (
             (whole, np.arange(len(slots))),
             (np.delete(whole, slots[[0, 3]]), left),
@@ -130,9 +132,9 @@ def test_patches_that_matter_most_to_the_greedy_reply_are_shown(vlm) -> None:
     assert scores[-1] == pytest.approx(float((full.exp() * (full - less)).sum()), rel=1e-3)
 
 
-def distributions(bundle, ids, image, patches, reply) -> torch.Tensor:
-    """Log-probs that predict a reply's tokens, by a forward of its own."""
-    tokens = torch.from_numpy(np.concatenate([ids, reply]))
+def distributions(bundle, ids, image, patches, response) -> torch.Tensor:
+    """Log-probs that predict a response's tokens, by a forward of its own."""
+    tokens = torch.from_numpy(np.concatenate([ids, response]))
     with torch.no_grad():
         embeds = bundle.model.get_input_embeddings()(tokens)
         features = bundle.features(bundle.pixel_values([image]))[0, patches]
@@ -155,7 +157,7 @@ def test_old_turns_of_text_are_left_out_and_chosen_anew(lm) -> None:
     assert mismatch(lm, trajectories) < 5e-5
 
 
-def test_turns_are_not_joined_over_other_pictures_with_the_same_ids(vlm) -> None:
+def test_turns_are_not_joined_over_other_images_with_the_same_ids(vlm) -> None:
     (trajectory,) = played(vlm, window="all", leave_out=LeaveOut(patches=0.5), groups=1)
     assert len(split_into_samples(trajectory, 0)) == 1
     first, second = trajectory.turns[:2]
@@ -167,7 +169,7 @@ def test_turns_are_not_joined_over_other_pictures_with_the_same_ids(vlm) -> None
     assert len(split_into_samples(trajectory, 0)) > 1
 
 
-def test_a_cut_episode_bootstraps_from_a_whole_last_picture(vlm) -> None:
+def test_a_cut_episode_bootstraps_from_a_whole_last_image(vlm) -> None:
     trajectories = played(
         vlm, window="all", leave_out=LeaveOut(patches=0.5), max_turns=3, turn_limit_bootstraps=True
     )

@@ -1,4 +1,4 @@
-"""Reading replies: the strict form, and any text at all."""
+"""Reading responses: the strict form, and any text at all."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.rollout.formats import PromptFormat
-from ragen_pl.rollout.parsing import label_tokens, parse_reply
+from ragen_pl.rollout.parsing import label_tokens, parse_response
 from ragen_pl.trajectory import Span
 
 NO_THINK = PromptFormat.NO_THINK
@@ -14,14 +14,14 @@ NAMES = ["Up", "Down", "Left", "Right"]
 
 
 def test_reads_think_and_actions():
-    parsed = parse_reply(
+    parsed = parse_response(
         "<think>ice ahead</think><answer>Up || right</answer>", NAMES, max_actions=3
     )
     assert (parsed.think, parsed.actions, parsed.valid) == ("ice ahead", [0, 3], True)
 
 
 def test_more_actions_than_allowed_are_cut_to_the_first():
-    assert parse_reply(
+    assert parse_response(
         "<think></think><answer>Up||Down||Left</answer>", NAMES, max_actions=2
     ).actions == [0, 1]
 
@@ -42,11 +42,11 @@ def test_more_actions_than_allowed_are_cut_to_the_first():
     ],
 )
 def test_anything_but_the_strict_form_is_invalid(text):
-    assert not parse_reply(text, NAMES, max_actions=2).valid
+    assert not parse_response(text, NAMES, max_actions=2).valid
 
 
 def test_think_may_be_left_out_where_it_is_not_required():
-    assert parse_reply("<answer>Up</answer>", NAMES, prompt_format=NO_THINK).actions == [0]
+    assert parse_response("<answer>Up</answer>", NAMES, prompt_format=NO_THINK).actions == [0]
 
 
 pieces = st.sampled_from(
@@ -56,7 +56,7 @@ pieces = st.sampled_from(
 
 @given(st.one_of(st.text(), st.lists(pieces).map("".join)))
 def test_no_text_crashes_the_parser_and_actions_are_always_known_ones(text):
-    parsed = parse_reply(text, NAMES, max_actions=3)
+    parsed = parse_response(text, NAMES, max_actions=3)
     assert all(0 <= action < len(NAMES) for action in parsed.actions) and len(parsed.actions) <= 3
     labels = label_tokens(parsed, list(range(1, len(text) + 1)), end_sampled=False)
     assert labels.shape == (len(text),)
@@ -69,6 +69,6 @@ def test_tokens_are_labelled_by_the_span_they_end_in():
     text = "<think>me 1</think><answer>Up</answer>"
     tokens = ["<think>", "me", " 1", "</think>", "<answer>", "Up", "</answer>", ""]
     ends = np.cumsum([len(token) for token in tokens])
-    labels = label_tokens(parse_reply(text, NAMES), ends.tolist(), end_sampled=True)
+    labels = label_tokens(parse_response(text, NAMES), ends.tolist(), end_sampled=True)
     tag, think, action, end = Span.TAG, Span.THINK, Span.ACTION, Span.END
     assert labels.tolist() == [tag, think, think, tag, tag, action, tag, end]

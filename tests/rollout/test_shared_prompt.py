@@ -13,10 +13,10 @@ RULES = "walk to the goal and do not fall into a hole on the way up down left or
 def requests_of(prompts: list[Prompt]) -> list[GenerationRequest]:
     return [
         GenerationRequest(
-            session=lane, prompt=prompt, max_tokens=10, temperature=1.0,
-            uniforms=uniforms("shared", lane, count=10),
+            session=slot, prompt=prompt, max_tokens=10, temperature=1.0,
+            uniforms=uniforms("shared", slot, count=10),
         )
-        for lane, prompt in enumerate(prompts)
+        for slot, prompt in enumerate(prompts)
     ]  # fmt: skip
 
 
@@ -24,10 +24,10 @@ def check_like_alone(bundle, prompts: list[Prompt], *, shared: int) -> None:
     requests, engine = requests_of(prompts), TransformersEngine(bundle)
     together = engine.generate(requests, keep=False)
     assert engine.prefilled_tokens == sum(len(p.ids) for p in prompts) - shared * (len(prompts) - 1)
-    for request, reply in zip(requests, together, strict=True):
+    for request, response in zip(requests, together, strict=True):
         (alone,) = TransformersEngine(bundle).generate([request], keep=False)
-        assert reply.ids.tolist() == alone.ids.tolist()
-        np.testing.assert_allclose(reply.logprobs, alone.logprobs, atol=1e-4)
+        assert response.ids.tolist() == alone.ids.tolist()
+        np.testing.assert_allclose(response.logprobs, alone.logprobs, atol=1e-4)
 
 
 def words(bundle, text: str, *, head: str = RULES) -> list[int]:
@@ -35,7 +35,7 @@ def words(bundle, text: str, *, head: str = RULES) -> list[int]:
 
 
 @pytest.mark.parametrize("ends", [["Up", "Left and Up", "hole 1 2"], ["Up", "Up", "Up"]])
-def test_lanes_with_the_same_rules_sample_what_they_would_alone(lm, ends):
+def test_slots_with_the_same_rules_sample_what_they_would_alone(lm, ends):
     ids = [words(lm, end) for end in ends]
     alike = [len(set(column)) == 1 for column in zip(*ids, strict=False)]
     shared = min([*np.flatnonzero(~np.array(alike)), min(map(len, ids)) - 1])
@@ -48,7 +48,7 @@ def test_a_few_tokens_alike_are_not_worth_a_pass_of_their_own(lm):
     check_like_alone(lm, prompts, shared=0)
 
 
-def test_pictures_are_never_shared(vlm):
+def test_images_are_never_shared(vlm):
     rng, slot = np.random.default_rng(0), vlm.image_token_id
     head = vlm.tokenizer.encode(RULES)
     prompts = [

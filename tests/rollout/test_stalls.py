@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from ragen_pl.rollout.stalls import run_guarded
+from ragen_pl.rollout.timeouts import run_guarded
 
 
 def raising():
-    raise ValueError("broken world")
+    raise ValueError("broken environment")
 
 
 @pytest.mark.parametrize("timeout_s", [None, 5.0])

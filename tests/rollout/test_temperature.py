@@ -9,7 +9,7 @@ import torch
 from ragen_pl.data.collate import collate
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, Start
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.temperature import AdaptiveTemperature
 from ragen_pl.rollout.transformers_engine import TransformersEngine
@@ -19,9 +19,9 @@ from ragen_pl.trajectory import Observation, Turn
 def turn(*, reward: float, effective: bool) -> Turn:
     none = np.zeros(0, np.int64)
     return Turn(
-        observation=Observation(text=""), prompt_ids=none, prompt_images=[], reply_ids=none,
-        reply_logprobs=none, reply_entropy=0.0, spans=none, reply_text="", think=None, actions=[],
-        action_is_valid=True, action_is_effective=effective, cut=False, reward=reward,
+        observation=Observation(text=""), prompt_ids=none, prompt_images=[], response_ids=none,
+        response_logprobs=none, response_entropy=0.0, spans=none, response_text="", think=None, actions=[],
+        action_is_valid=True, action_is_effective=effective, hit_length_limit=False, reward=reward,
         temperature=1.0,
     )  # fmt: skip
 
@@ -43,9 +43,9 @@ def played(bundle, rule, *, greedy=False):
             target="ragen/FrozenLake-v0", max_turns=4, invalid_ends=False, format_penalty=0.3
         ),
         context=ContextManager(bundle, window="all", system_prompt=None),
-        max_reply_tokens=12, temperature=0.9, adaptive_temperature=rule,
+        max_response_tokens=12, temperature=0.9, adaptive_temperature=rule,
     )  # fmt: skip
-    starts = [Start(group=group, member=0, seed=group) for group in range(6)]
+    starts = [EpisodeSpec(group=group, member=0, seed=group) for group in range(6)]
     return proxy.rollout(TransformersEngine(bundle), starts, seed_key=(0,), greedy=greedy)
 
 
@@ -60,11 +60,11 @@ def test_each_turn_is_scored_at_the_temperature_it_was_sampled_at(lm) -> None:
     with torch.no_grad():
         found = PolicyModule(lm).score(samples, torch.zeros(0)).logprobs
     on = samples.turn >= 0
-    assert (found - samples.behaviour_logprobs)[on].abs().max() < 2e-5
+    assert (found - samples.behavior_logprobs)[on].abs().max() < 2e-5
     samples.temperature = torch.full_like(samples.temperature, 0.9)
     with torch.no_grad():
         wrong = PolicyModule(lm).score(samples, torch.zeros(0)).logprobs
-    assert (wrong - samples.behaviour_logprobs)[on].abs().max() > 1e-2
+    assert (wrong - samples.behavior_logprobs)[on].abs().max() > 1e-2
 
 
 def test_without_a_weight_nothing_changes(lm) -> None:
@@ -72,8 +72,8 @@ def test_without_a_weight_nothing_changes(lm) -> None:
     for ours, theirs in zip(plain, still, strict=True):
         assert [turn.temperature for turn in theirs.turns] == [0.9] * len(theirs.turns)
         for one, other in zip(ours.turns, theirs.turns, strict=True):
-            assert one.reply_ids.tolist() == other.reply_ids.tolist()
-            assert one.reply_logprobs.tolist() == other.reply_logprobs.tolist()
+            assert one.response_ids.tolist() == other.response_ids.tolist()
+            assert one.response_logprobs.tolist() == other.response_logprobs.tolist()
 
 
 def test_greedy_play_has_no_temperature(lm) -> None:

@@ -54,7 +54,7 @@ def reinforce_plus_plus(
 
 
 def raw(returns: Tensor) -> Tensor:
-    """Take trajectory returns as they are (ARPO in RAGEN's ladder of normalisations).
+    """Take trajectory returns as they are (ARPO in RAGEN's ladder of normalizations).
 
     Args:
         returns: `[trajectories]`.

@@ -33,9 +33,9 @@ class SmallVLMConfig(PreTrainedConfig):
 
     Args:
         vision: `patch_size` in pixels, encoder `width`, `depth` (timm blocks), `heads`, `mlp_ratio`, and
-            `most_cells`, the patches along a side that pictures may have.
+            `most_cells`, the patches along a side that images may have.
         text_config: keyword arguments of `Qwen2Config`, or one.
-        image_token_id: the id that stands for a picture's features.
+        image_token_id: the id that stands for an image's features.
     """
 
     model_type = "ragen_small_vlm"

@@ -36,7 +36,7 @@ _RULES = (
 
 
 def texts() -> Iterator[str]:
-    """Yield the corpus; how often a word comes ranks it, so that what replies are made of merges first."""
+    """Yield the corpus; how often a word comes ranks it, so that what responses are made of merges first."""
     for _ in range(1000):
         yield from _STARTING
         yield from (f" {word}" for word in _STARTING + _FOLLOWING)

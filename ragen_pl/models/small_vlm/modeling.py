@@ -56,7 +56,7 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         self.language_model.set_input_embeddings(value)
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return features `[pictures, cells, hidden]` of pictures `[pictures, 3, height, width]`.
+        """Return features `[images, cells, hidden]` of images `[images, 3, height, width]`.
 
         Pixels go from 0 to 255, as uint8 or in a floating type.
         """
@@ -124,7 +124,7 @@ class SmallVLMForConditionalGeneration(SmallVLMPreTrainedModel, GenerationMixin)
         return self.lm_head
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return features `[pictures, cells, hidden]`."""
+        """Return features `[images, cells, hidden]`."""
         return self.model.get_image_features(pixel_values)
 
     def forward(

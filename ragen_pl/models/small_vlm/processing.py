@@ -1,4 +1,4 @@
-"""The processor: pictures to tensors, and one image id a picture to one id a feature."""
+"""The processor: images to tensors, and one image id an image to one id a feature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.processing_utils import MultiModalData, ProcessorMixin
 
 
 class SmallVLMImageProcessor(BaseImageProcessor):
-    """Stack pictures of one size, as they are: the model scales them itself.
+    """Stack images of one size, as they are: the model scales them itself.
 
     Args:
         patch_size: pixels along a cell's side.
@@ -28,28 +28,28 @@ class SmallVLMImageProcessor(BaseImageProcessor):
     def __call__(  # type: ignore[override] # transformers' own takes every option of every processor
         self, images: Any, return_tensors: str = "pt", **_: Any
     ) -> BatchFeature:
-        """Return uint8 `pixel_values` `[pictures, 3, height, width]`.
+        """Return uint8 `pixel_values` `[images, 3, height, width]`.
 
         Args:
-            images: PIL pictures or uint8 arrays `[height, width, 3]`, one or a sequence, of one size.
+            images: PIL images or uint8 arrays `[height, width, 3]`, one or a sequence, of one size.
             return_tensors: `"pt"` or `"np"`.
 
         Raises:
-            ValueError: the pictures differ in size, are not of three channels or not of bytes.
+            ValueError: the images differ in size, are not of three channels or not of bytes.
         """
         arrays = [_array(image) for image in _listed(images)]
         shapes = sorted({array.shape for array in arrays})
         if len(shapes) != 1 or len(shapes[0]) != 3 or shapes[0][-1] != 3:
             raise ValueError(
-                f"found pictures of shapes {shapes}, expected one shape [height, width, 3]; "
-                "pass pictures of different sizes one size at a time"
+                f"found images of shapes {shapes}, expected one shape [height, width, 3]; "
+                "pass images of different sizes one size at a time"
             )
         pixels = np.stack(arrays).transpose(0, 3, 1, 2)
         values = torch.from_numpy(pixels).contiguous() if return_tensors == "pt" else pixels
         return BatchFeature({"pixel_values": values})
 
     def num_image_tokens(self, height: int, width: int) -> int:
-        """Return how many features a picture has."""
+        """Return how many features an image has."""
         return (height // self.patch_size) * (width // self.patch_size)
 
 
@@ -75,7 +75,7 @@ class SmallVLMProcessor(ProcessorMixin):
         return_tensors: str = "pt",
         **kwargs: Any,
     ) -> BatchFeature:
-        """Encode texts with one `<|image|>` a picture, and the pictures in the order of the texts."""
+        """Encode texts with one `<|image|>` an image, and the images in the order of the texts."""
         texts = [text] if isinstance(text, str) else list(text or [])
         data: dict[str, Any] = {}
         sizes: list[Sequence[int]] = []
@@ -92,7 +92,7 @@ class SmallVLMProcessor(ProcessorMixin):
         found = sum(text.count(self.image_token) for text in texts)
         if found != len(sizes):
             raise ValueError(
-                f"found {found} {self.image_token} in the text for {len(sizes)} pictures"
+                f"found {found} {self.image_token} in the text for {len(sizes)} images"
             )
         counts = iter([self.image_processor.num_image_tokens(*size) for size in sizes])
         return [
@@ -120,5 +120,5 @@ def _array(image: Any) -> np.ndarray:
     if not isinstance(image, np.ndarray):
         return np.asarray(image.convert("RGB"))
     if image.dtype != np.uint8:
-        raise ValueError(f"found a picture of {image.dtype}, expected uint8 from 0 to 255")
+        raise ValueError(f"found an image of {image.dtype}, expected uint8 from 0 to 255")
     return image

@@ -46,7 +46,7 @@ def train() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    # not special: a reply decoded without control tokens keeps its tags
+    # not special: a response decoded without control tokens keeps its tags
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     return tokenizer
 

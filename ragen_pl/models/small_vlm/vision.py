@@ -1,4 +1,4 @@
-"""The eyes: timm's vision transformer behind a stem that reads worlds of cells quickly.
+"""The eyes: timm's vision transformer behind a stem that reads environments of cells quickly.
 
 With additive positions alone a small encoder takes thousands of steps before it can tell *where*
 something is. Here each cell's patch is multiplied by a learned gain of its own, which ties content to
@@ -17,12 +17,12 @@ from torch.nn import functional
 
 
 class CellStem(nn.Module):
-    """Embed a picture's cells, in the place of timm's patch embedding.
+    """Embed an image's cells, in the place of timm's patch embedding.
 
     Args:
-        img_size: ignored; pictures of any size up to `most_cells` cells a side are read.
+        img_size: ignored; images of any size up to `most_cells` cells a side are read.
         patch_size: pixels along a cell's side.
-        in_chans: colour channels.
+        in_chans: color channels.
         embed_dim: width of a cell's embedding.
         most_cells: cells along a side that there are gains and positions for.
     """
@@ -54,17 +54,17 @@ class CellStem(nn.Module):
         nn.init.normal_(self.rows, std=0.4)
         nn.init.normal_(self.columns, std=0.4)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Return `[pictures, cells, width]` of pictures `[pictures, channels, height, width]` from 0 to 255."""
-        count, channels, height, width = pictures.shape
+    def forward(self, images: Tensor) -> Tensor:
+        """Return `[images, cells, width]` of images `[images, channels, height, width]` from 0 to 255."""
+        count, channels, height, width = images.shape
         size, rows, columns = self.cell, height // self.cell, width // self.cell
         if height % size or width % size or not 0 < max(rows, columns) <= self.most_cells:
             raise ValueError(
-                f"found a picture of {height} x {width} pixels, expected multiples of {size} up to "
+                f"found an image of {height} x {width} pixels, expected multiples of {size} up to "
                 f"{size * self.most_cells}; set model.build.vision.most_cells or patch_size"
             )
         # cut up as bytes, which is a quarter of the memory traffic of cutting up floats
-        cells = pictures.reshape(count, channels, rows, size, columns, size)
+        cells = images.reshape(count, channels, rows, size, columns, size)
         cells = cells.permute(0, 2, 4, 1, 3, 5).reshape(count, rows, columns, -1)
         cells = cells.to(self.patch.weight.dtype) / 127.5 - 1.0
         cells = self.norm(self.patch(cells))

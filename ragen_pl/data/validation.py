@@ -1,0 +1,98 @@
+"""Validation sets: fixed lists of evaluation episodes, the same on every machine and in every run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from ragen_pl.distributed import rank, world_size
+from ragen_pl.rollout.environments import EpisodeSpec
+from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.seeding import derive_seed
+
+
+class ValidationSet:
+    """A named list of episodes and what plays them.
+
+    Args:
+        name: of the validation set; the first validation set's metrics are logged as `val/…`, others as `val_<name>/…`.
+        proxy: plays the episodes (its environments may show blanked images, larger maps …).
+        episodes: number of episodes.
+        key: what the episodes' seeds are drawn from; validation sets of one key play the same starts.
+        members: episodes from each start, for pass@k of a sampled panel.
+        greedy: take the most probable tokens.
+        options: passed to every reset.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        proxy: AgentProxy,
+        *,
+        episodes: int,
+        key: str = "held_out",
+        members: int = 1,
+        greedy: bool = True,
+        options: dict[str, object] | None = None,
+    ) -> None:
+        self.name, self.proxy, self.greedy = name, proxy, greedy
+        self.starts = [
+            EpisodeSpec(
+                group=number, member=member, seed=derive_seed("panel", key, number), options=options
+            )
+            for number in range(episodes)
+            for member in range(members)
+        ]
+
+    def state_keys(self) -> list[str]:
+        """Return the start state of every episode, for training to leave out.
+
+        Raises:
+            RuntimeError: a start can't be reset to.
+            ValueError: the environment can't name its state.
+        """
+        slots = self.proxy.environments.open(self.starts)
+        self.proxy.environments.close(slots)
+        errors = [slot.error for slot in slots if slot.error is not None]
+        if errors:
+            raise RolloutError(
+                f"{len(errors)} of {len(slots)} starts of validation set {self.name!r} failed; the first said: {errors[0]}"
+            )
+        keys = [getattr(slot.env.unwrapped, "state_key", str)() for slot in slots]
+        if "" in keys:
+            raise ValueError(
+                f"the environment of validation set {self.name!r} has no state_key(); set validation.held_out=false"
+            )
+        return keys
+
+    def digest(self) -> str:
+        """Return a hash of the seeds, to be logged beside the metrics."""
+        return hashlib.sha256(
+            repr([(start.seed, start.member) for start in self.starts]).encode()
+        ).hexdigest()[:16]
+
+
+class ValidationChunk:
+    """Some of a validation set's episodes: what one validation step plays."""
+
+    def __init__(self, validation_set: ValidationSet, starts: list[EpisodeSpec]) -> None:
+        self.validation_set, self.starts = validation_set, starts
+
+
+class ValidationLoader:
+    """Yield this rank's share of a validation set in chunks of as many episodes as are played at once."""
+
+    def __init__(self, validation_set: ValidationSet) -> None:
+        self.validation_set = validation_set
+        self._starts = validation_set.starts[rank() :: world_size()]
+
+    def __len__(self) -> int:
+        return max(1, -(-len(self._starts) // self.validation_set.proxy.num_envs))
+
+    def __iter__(self) -> Iterator[ValidationChunk]:
+        slots = self.validation_set.proxy.num_envs
+        for chunk in range(len(self)):
+            yield ValidationChunk(
+                self.validation_set, self._starts[chunk * slots : (chunk + 1) * slots]
+            )

@@ -1,0 +1,112 @@
+"""What can be known of an evaluation before anything heavy is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.evaluation.validation_sets import validation_settings
+from ragen_pl.run.checks import check_environment, check_folder
+from ragen_pl.run.tracking import check_reachable, known_run
+
+_MEND = "give a folder that can be written"
+_NO_WEIGHTS = (
+    "ckpt has no value; give a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, "
+    "best or last; or "
+)
+
+
+def preflight(cfg: DictConfig) -> None:
+    """Check weights, validation sets, sampling and tracking; takes a fraction of a second.
+
+    Raises:
+        ConfigError: on the first thing that can't be done.
+    """
+    check_source(cfg)
+    validation_sets = validation_settings(cfg)
+    if not validation_sets:
+        raise ConfigError("validation sets is empty; give one, such as validation_sets=held_out")
+    for validation_set in validation_sets:
+        try:
+            check_environment(OmegaConf.create(validation_set.env))
+        except ConfigError as error:
+            raise ConfigError(f"validation_sets.{validation_set.name}: {error}") from error
+    pass_ks(cfg)
+    is_greedy(cfg)
+    run = tracked_run(cfg)
+    if run is not None:
+        check_reachable(run["tracking_uri"])
+    if cfg.to is not None:
+        check_folder(Path(cfg.to).expanduser().absolute(), said=f"to={cfg.to}", hint=_MEND)
+
+
+def check_export(cfg: DictConfig) -> None:
+    """Check weights and the folder to write.
+
+    Raises:
+        ConfigError: on the first thing that can't be done.
+    """
+    check_source(cfg)
+    if cfg.to is None:
+        raise ConfigError("to has no value; set to=FOLDER")
+    folder = Path(cfg.to).expanduser()
+    if folder.is_dir() and any(folder.iterdir()) and not cfg.overwrite:
+        raise ConfigError(
+            f"to={cfg.to}: the folder is not empty; give another, or set overwrite=true"
+        )
+    if cfg.source.checkpoint and Path(cfg.source.checkpoint) == folder.absolute():
+        raise ConfigError(f"to={cfg.to}: the weights are read from there; give another folder")
+    check_folder(folder.absolute(), said=f"to={cfg.to}", hint=_MEND)
+
+
+def is_greedy(cfg: DictConfig) -> bool:
+    """Return whether the most probable tokens are taken: by default where there is one sample a start.
+
+    Raises:
+        ConfigError: several greedy samples are asked for.
+    """
+    if cfg.greedy and cfg.samples > 1:
+        raise ConfigError(
+            f"samples={cfg.samples} greedy=true: greedy responses are all alike; set greedy=false or samples=1"
+        )
+    return cfg.samples == 1 if cfg.greedy is None else bool(cfg.greedy)
+
+
+def pass_ks(cfg: DictConfig) -> list[int]:
+    """Return the k of pass@k: by default the powers of two up to the samples, none for one sample.
+
+    Raises:
+        ConfigError: a k is above the samples of a start.
+    """
+    samples: int = cfg.samples
+    if cfg.pass_at is None:
+        return [] if samples == 1 else [2**n for n in range(samples.bit_length())]
+    wrong = [k for k in cfg.pass_at if k > samples]
+    if wrong:
+        raise ConfigError(
+            f"pass_at has {wrong[0]} and samples={samples}; set samples={max(wrong)} or leave it out"
+        )
+    return sorted(set(cfg.pass_at))
+
+
+def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
+    """Return `run_id` and `tracking_uri` of the training run in MLflow, None where there is none."""
+    if not cfg.mlflow or cfg.source.run is None:
+        return None
+    return known_run(Path(cfg.source.run)) or None
+
+
+def check_source(cfg: DictConfig, *, instead: str = "model=… for an untrained model") -> None:
+    """Check that there are weights.
+
+    Args:
+        cfg: settings as `settle` makes them.
+        instead: what may be given in place of weights.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if cfg.source.checkpoint is None and not cfg.source.untrained:
+        raise ConfigError(_NO_WEIGHTS + instead)

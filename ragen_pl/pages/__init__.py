@@ -1,1 +1,0 @@
-"""What a person looks at: pages of episodes, pictures of an episode, plots of a run."""

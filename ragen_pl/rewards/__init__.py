@@ -1,0 +1,1 @@
+"""Reward terms of turns: shaping and the world-model reward."""

@@ -1,0 +1,1 @@
+"""One training run: its checks, folder, components, training, checkpoints and tracking."""

@@ -1,0 +1,189 @@
+"""From a composed config to the objects of a run. Which classes they are is the config's choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from ragen_pl.algorithms.estimators import Estimator
+from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.validation import ValidationSet
+from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.warm_start import WarmStartModule
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedProxy
+from ragen_pl.seeding import seeded
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+
+@dataclass(slots=True)
+class RunComponents:
+    """What a run is made of."""
+
+    cfg: DictConfig
+    bundle: ModelBundle
+    policy: PolicyModule
+    critic: CriticModule | None
+    proxy: AgentProxy
+    validation_sets: list[ValidationSet]
+
+
+def assemble(cfg: DictConfig) -> RunComponents:
+    """Build model, policy, critic, environments, contexts and validation_sets."""
+    bundle = build_bundle(cfg)
+    policy = PolicyModule(bundle, length_buckets=cfg["update"].length_buckets)
+    estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
+    proxy = AgentProxy(
+        environments=build_environments(
+            cfg, record_states=getattr(estimator, "needs_states", False)
+        ),
+        context=ContextManager(bundle, **plain(cfg.context)),
+        **rollout_settings(cfg),
+    )
+    validation_proxy = replace(proxy, environments=build_environments(cfg))
+    validation_sets = [
+        ValidationSet("held_out", validation_proxy, episodes=cfg.validation.episodes)
+    ]
+    return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
+
+
+def build_bundle(cfg: DictConfig) -> ModelBundle:
+    """Build or load the model."""
+    bundle: ModelBundle = instantiate(cfg.model.build, _convert_="all")
+    return bundle
+
+
+def rollout_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return what the config says to an AgentProxy of lengths, environments and temperatures."""
+    rollout = cfg.rollout
+    return {
+        "max_response_tokens": rollout.max_response_tokens,
+        "temperature": rollout.temperature,
+        "num_envs": rollout.num_envs,
+        "adaptive_temperature": instantiate(rollout.get("adaptive_temperature"), _convert_="all"),
+    }
+
+
+def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
+    """Build the manager of the config's environment, with some of its settings changed."""
+    settings = {
+        name: value for name, value in plain(cfg.env).items() if name not in ("name", "visual")
+    }
+    return EnvironmentManager(**(settings | changes))
+
+
+def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
+    """Build the critic that the algorithm asks for: `shared`, `own` or `none`."""
+    kind = cfg.algorithm.critic
+    if kind == "none":
+        return None
+    backbone = build_bundle(cfg) if kind == "own" else None
+    with seeded(cfg.seed, "critic"):
+        return CriticModule(
+            bundle.hidden_size, backbone=backbone, length_buckets=cfg["update"].length_buckets
+        )
+
+
+def build_agent(parts: RunComponents) -> AgentModule:
+    """Build the agent. Its reference policy, where it has one, is the policy as it now is."""
+    cfg, algorithm = parts.cfg, parts.cfg.algorithm
+    return AgentModule(
+        parts.policy,
+        parts.critic,
+        estimator=instantiate(algorithm.estimator, _convert_="all"),
+        masks=instantiate(algorithm.masks, _convert_="all"),
+        loss=instantiate(algorithm.loss, _convert_="all"),
+        optimizer=instantiate(cfg.optimizer, _convert_="all"),
+        normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
+        learning_rate_end=cfg.learning_rate_end,
+        critic_rate=cfg.critic_rate,
+    )
+
+
+def build_datamodule(parts: RunComponents) -> RolloutDataModule:
+    """Build the DataModule of the RL phase."""
+    cfg = parts.cfg
+    return RolloutDataModule(
+        parts.proxy,
+        validation_sets=parts.validation_sets,
+        groups=cfg.rollout.groups,
+        group_size=cfg.rollout.group_size,
+        epochs=cfg["update"].epochs,
+        minibatches=cfg["update"].minibatches,
+        seed=cfg.seed,
+        held_out=cfg.validation.held_out,
+        curriculum=instantiate(cfg.curriculum, _convert_="all"),
+        world_model=instantiate(cfg.world_model, _convert_="all"),
+        group_filter=instantiate(cfg.algorithm.get("filter"), _convert_="all"),
+        shaping=instantiate(cfg.algorithm.get("reward"), _convert_="all"),
+        observations=cfg.algorithm.masks.get("observations", False),
+    )
+
+
+def build_warm_start(parts: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
+    """Build the warm start's module and demonstrations."""
+    cfg = parts.cfg.warm_start
+    module = WarmStartModule(
+        parts.policy,
+        parts.critic,
+        optimizer=instantiate(cfg.optimizer, _convert_="all"),
+        steps=cfg.steps,
+        warm_up=cfg.warm_up,
+        value_coefficient=cfg.value_coefficient,
+        learning_rate_end=cfg.learning_rate_end,
+    )
+    demonstrations = DemonstrationDataModule(
+        scripted(
+            parts, instantiate(cfg.scripted_policy), held_out=frozenset(held_out_states(parts))
+        ),
+        episodes=cfg.episodes,
+        batch_size=cfg.batch_size,
+        steps=cfg.steps,
+        gamma=cfg.gamma,
+        seed=parts.cfg.seed,
+    )
+    return module, demonstrations
+
+
+def scripted(
+    parts: RunComponents, scripted_policy: ScriptedPolicy, **changes: Any
+) -> ScriptedProxy:
+    """Return a proxy that plays the config's environment with a scripted policy."""
+    proxy = parts.proxy
+    return ScriptedProxy(
+        environments=build_environments(parts.cfg, **changes),
+        context=proxy.context,
+        max_response_tokens=proxy.max_response_tokens,
+        num_envs=proxy.num_envs,
+        scripted_policy=scripted_policy,
+    )
+
+
+def held_out_states(parts: RunComponents) -> list[str]:
+    """Return the start states that demonstrations and training leave out."""
+    return parts.validation_sets[0].state_keys() if parts.cfg.validation.held_out else []
+
+
+def build_callbacks(cfg: DictConfig) -> list[pl.Callback]:
+    """Build the config's callbacks, a dictionary of named targets; null ones are left out."""
+    return [
+        instantiate(callback, _convert_="all")
+        for callback in (cfg.callbacks or {}).values()
+        if callback
+    ]
+
+
+def plain(node: Any) -> dict[str, Any]:
+    """Return a config node as plain dictionaries and lists, interpolations resolved."""
+    return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]

@@ -1,0 +1,169 @@
+"""From what `ckpt=` says to files: a checkpoint or a Hugging Face folder, and the run that made it.
+
+Nothing is loaded here, and neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.run.folder import run_of, time_of
+from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
+
+EXPORTED = "ragen_pl.yaml"
+"""Settings and origin of the weights, beside them in a folder that `ragen_pl.export` wrote."""
+
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_ROADS = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where weights lie and which run they are from."""
+
+    path: Path
+    run: Path | None  # the run's folder, None where it is unknown or gone
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a Hugging Face folder."""
+        return self.path.is_dir()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the config of the run; empty for a folder that tells nothing of one."""
+        if self.is_folder:
+            return dict(exported(self.path).get("settings", {}))
+        return _load(self.run / "config.yaml") if self.run is not None else {}
+
+
+def find_checkpoint(
+    ckpt: str, *, root: str, name: str | None = None, run_dir: str | None = None
+) -> Checkpoint:
+    """Find what `ckpt` names.
+
+    Args:
+        ckpt: a checkpoint's path, a run's folder, a Hugging Face folder, an MLflow run id, `best`, `last`.
+        root: folder of the runs.
+        name: environment whose newest run `best` and `last` mean; None for the newest of all.
+        run_dir: the run that they mean, or that a moved checkpoint is from.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if ckpt in ("best", "last"):
+        run = _folder(run_dir) if run_dir else newest_run(root, name=name, file=f"{ckpt}.ckpt")
+        return Checkpoint(_in_run(run, which=ckpt), run)
+    path = Path(ckpt).expanduser()
+    if path.is_dir():
+        path = path.absolute()
+        if (path / "config.json").exists():
+            return Checkpoint(path, _origin(path))
+        if (path / "config.yaml").exists():
+            return Checkpoint(_in_run(path, which="last"), path)
+        raise ConfigError(
+            f"ckpt={ckpt}: the folder holds no model (config.json) and no run (config.yaml)"
+        )
+    if path.is_file():
+        return Checkpoint(path.absolute(), _run_of(path.absolute(), run_dir=run_dir))
+    if _RUN_ID.fullmatch(ckpt):
+        run = _run_in_mlflow(ckpt, root=root)
+        return Checkpoint(_in_run(run, which="last"), run)
+    raise ConfigError(f"ckpt={ckpt}: there is no such file or folder; give {_ROADS}")
+
+
+def newest_run(root: str, *, name: str | None, file: str) -> Path:
+    """Return the newest run of an environment that has a checkpoint file of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    pattern = f"{name or '*'}/*/checkpoints/{file}"
+    runs = [found.parent.parent for found in Path(root).absolute().glob(pattern)]
+    runs = [run for run in runs if (run / "config.yaml").exists()]
+    if not runs:
+        place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
+        raise ConfigError(
+            f"ckpt={file.removesuffix('.ckpt')}: no run in {place} has a {file}; train one, set "
+            "paths.root=…, or give a checkpoint's path"
+        )
+    return max(runs, key=lambda run: time_of(run / "config.yaml"))
+
+
+def exported(folder: Path) -> dict[str, Any]:
+    """Return what `ragen_pl.export` wrote beside the weights; empty in any other folder."""
+    file = folder / EXPORTED
+    return _load(file) if file.exists() else {}
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(file))
+    except Exception as error:  # a YAML error has no common base that omegaconf exports
+        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: expected settings, found {type(found).__name__}")
+    return {str(key): value for key, value in found.items()}
+
+
+def _folder(run_dir: str) -> Path:
+    run = Path(run_dir).expanduser().absolute()
+    if not (run / "config.yaml").exists():
+        raise ConfigError(f"paths.run_dir={run_dir}: expected a run's folder, with its config.yaml")
+    return run
+
+
+def _in_run(run: Path, *, which: str) -> Path:
+    path = run / "checkpoints" / f"{which}.ckpt"
+    if not path.exists():
+        hint = "use ckpt=last" if which == "best" else "train it further, or give another run"
+        why = ": no validation of it ended" if which == "best" else ""
+        raise ConfigError(f"the run {run} has no {which} checkpoint{why}; {hint}")
+    return path
+
+
+def _run_of(path: Path, *, run_dir: str | None) -> Path | None:
+    """Return the run that a checkpoint's file is from, None where it lies by itself."""
+    return _folder(run_dir) if run_dir else run_of(path)
+
+
+def _origin(folder: Path) -> Path | None:
+    run = exported(folder).get("run_dir")
+    return Path(run) if run and (Path(run) / "config.yaml").exists() else None
+
+
+def _run_in_mlflow(run_id: str, *, root: str) -> Path:
+    """Return the folder of an MLflow run: looked for under `root` first, then in the tracking store."""
+    for file in Path(root).absolute().glob(f"*/*/{RUN_FILE}"):
+        if known_run(file.parent).get("run_id") == run_id:
+            return file.parent
+    uri = tracking_uri(root)
+    check_reachable(uri)
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise ConfigError(
+            f"ckpt={run_id}: there is no MLflow store {uri}; set paths.root or MLFLOW_TRACKING_URI"
+        )
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    try:
+        tags = MlflowClient(uri).get_run(run_id).data.tags
+    except MlflowException as error:
+        raise ConfigError(
+            f"ckpt={run_id}: MLflow at {uri} knows no such run; set paths.root or MLFLOW_TRACKING_URI"
+        ) from error
+    run = tags.get("run_dir")
+    if not run:
+        raise ConfigError(
+            f"ckpt={run_id}: this MLflow run was not written by ragen_pl (it has no tag run_dir)"
+        )
+    if not (Path(run) / "config.yaml").exists():
+        raise ConfigError(
+            f"ckpt={run_id}: the run's folder {run} is gone or on another machine; give a checkpoint's path"
+        )
+    return Path(run)

@@ -1,0 +1,236 @@
+"""Loggers of a run: MLflow, and CSV files. Both go on where an interrupted run stopped.
+
+A resumed run repeats the steps since its checkpoint. It is bit-identical, so a point that was already
+logged is the point it would log again: those are left out, and a curve has one point a step.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from omegaconf import OmegaConf
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.run.tracking import (
+    RUN_FILE,
+    check_reachable,
+    flattened,
+    known_run,
+    tracking_uri,
+    version_tags,
+)
+
+_PARAM_LENGTH = 250  # characters; the whole config is kept as an artifact
+_STOPPED_BY_SOMEBODY = (KeyboardInterrupt, SystemExit, SIGTERMException)
+# Lightning adds `epoch` to all that is logged, so it would mix the steps of a run's phases.
+_NOT_LOGGED = frozenset({"epoch"})
+
+
+class RunLogger(MLFlowLogger):
+    """MLflow for one run folder: a local sqlite store by default, one MLflow run however often resumed.
+
+    Args:
+        run_dir: the run's folder; which MLflow run is its own is kept there.
+        settings: the resolved config, logged as an artifact and as parameters.
+        experiment_name: MLflow's experiment.
+        uri: the tracking server; default MLFLOW_TRACKING_URI, else `<root>/mlflow.db`.
+        root: folder of the local store; default `paths.root` of the config, else beside the run.
+
+    Raises:
+        ConfigError: the server cannot be reached or refuses.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: str,
+        settings: Mapping[str, Any] | None = None,
+        experiment_name: str = "ragen_pl",
+        uri: str | None = None,
+        root: str | None = None,
+    ) -> None:
+        self.folder = Path(run_dir).absolute()
+        self.settings = dict(settings or {})
+        root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
+        known = known_run(self.folder)
+        uri = tracking_uri(root, uri=uri) if uri or not known else known["tracking_uri"]
+        resumed = known.get("run_id") if known.get("tracking_uri") == uri else None
+        self._logged_steps: dict[str, set[int]] = {}
+        self._resumed = resumed is not None
+        if getattr(rank_zero_only, "rank", 0):
+            # Two processes creating one sqlite store would collide; only rank 0 logs anyway.
+            self._initialized, self._run_id, self._experiment_id = False, resumed, None
+            self._tracking_uri, self._log_model = uri, False
+            return
+        _quieten()
+        check_reachable(uri)
+        artifacts = None
+        if uri.startswith("sqlite:///"):
+            store = Path(uri.removeprefix("sqlite:///")).parent
+            store.mkdir(parents=True, exist_ok=True)
+            artifacts = (store / "mlartifacts").as_uri()
+        self._connect(experiment_name, uri=uri, run_id=resumed, artifacts=artifacts)
+
+    def _connect(
+        self, experiment_name: str, *, uri: str, run_id: str | None, artifacts: str | None
+    ) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            super().__init__(
+                experiment_name=experiment_name,
+                run_name="/".join(self.folder.parts[-2:]),
+                tracking_uri=uri,
+                artifact_location=artifacts,
+                run_id=run_id,
+                tags={**version_tags(), "run_dir": str(self.folder)},
+            )
+            self._ensure_run()
+        except MlflowException as error:
+            raise ConfigError(
+                f"MLflow at {uri} refused: {str(error).splitlines()[0]}; mend the store, unset "
+                "MLFLOW_TRACKING_URI for a local one, or set logger=none"
+            ) from error
+
+    def _ensure_run(self) -> None:
+        """Create the run or take it up again, and log its config."""
+        run_id = self.run_id
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f"{RUN_FILE}.partial"
+        partial.write_text(json.dumps({"run_id": run_id, "tracking_uri": self._tracking_uri}))
+        os.replace(partial, self.folder / RUN_FILE)
+        if self._resumed:
+            self.experiment.update_run(run_id, status="RUNNING")
+        if self.settings:
+            name = "config_resumed.yaml" if self._resumed else "config.yaml"
+            self.experiment.log_text(
+                run_id, OmegaConf.to_yaml(OmegaConf.create(self.settings)), name
+            )
+            self.log_hyperparams(self.settings)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Log parameters, cut to 250 characters. One that changed on resuming becomes a tag.
+
+        MLflow's parameters cannot change, and a run resumed with another `trainer.max_epochs` must go on.
+        """
+        from mlflow.entities import Param
+
+        given = vars(params) if isinstance(params, Namespace) else params
+        known = self.experiment.get_run(self.run_id).data.params
+        new: list[Param] = []
+        for name, value in flattened(given):
+            text = value if len(value) <= _PARAM_LENGTH else value[: _PARAM_LENGTH - 1] + "…"
+            if name not in known:
+                new.append(Param(name, text))
+            elif known[name] != text:
+                self.experiment.set_tag(self.run_id, f"resumed.{name}", text)
+        for first in range(0, len(new), 100):  # as many as MLflow takes at once
+            self.experiment.log_batch(self.run_id, params=new[first : first + 100])
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log the metrics that have no point at this step yet."""
+        new = {
+            name: value
+            for name, value in metrics.items()
+            if name not in _NOT_LOGGED and not (self._resumed and step in self._steps(name))
+        }
+        if new:
+            super().log_metrics(new, step)
+
+    def _steps(self, name: str) -> set[int]:
+        """Return the steps at which an earlier part of the run logged a metric, read once."""
+        if name not in self._logged_steps:
+            points = self.experiment.get_metric_history(self.run_id, name)
+            self._logged_steps[name] = {point.step for point in points}
+        return self._logged_steps[name]
+
+    @rank_zero_only
+    def log_graph(self, model: object, input_array: object = None) -> None:
+        """Mark the run as running: Lightning calls this first in every fit, and a run has several."""
+        self.experiment.update_run(self.run_id, status="RUNNING")
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """End the run as finished, failed, or killed where somebody stopped it."""
+        if status == "failed" and isinstance(sys.exc_info()[1], _STOPPED_BY_SOMEBODY):
+            status = "KILLED"
+        super().finalize(status)
+
+    @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Note where the newest checkpoint is, and the best one."""
+        path = checkpoint_callback.last_model_path or checkpoint_callback.best_model_path
+        if path:
+            tag = "checkpoint" if checkpoint_callback.monitor is None else "best_checkpoint"
+            self.experiment.set_tag(self.run_id, tag, str(Path(path).absolute()))
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return str(self.folder)
+
+
+class RunCSVLogger(CSVLogger):
+    """CSV files in `<run_dir>/csv`, which a resumed run goes on with.
+
+    Args:
+        run_dir: the run's folder.
+        settings: the resolved config, written beside the metrics.
+    """
+
+    def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(save_dir=run_dir, name="", version="csv")
+        self._logged: set[tuple[str, str]] = set()
+        if getattr(rank_zero_only, "rank", 0):
+            return
+        earlier = self._take_over(Path(self.log_dir) / "metrics.csv")
+        self.experiment.metrics = list(earlier)
+        self._logged = {(name, row["step"]) for row in earlier for name in row}
+        if settings:
+            self.log_hyperparams(dict(settings))
+        self.save()
+
+    def _take_over(self, file: Path) -> list[dict[str, str]]:
+        """Return the rows of an earlier part of the run; Lightning's writer would delete them."""
+        if not file.exists():
+            return []
+        with file.open(newline="") as stream:
+            rows = [
+                {name: value for name, value in row.items() if value}
+                for row in csv.DictReader(stream)
+            ]
+        file.replace(Path(self.save_dir) / "metrics_before_resume.csv")
+        (file.parent / "hparams.yaml").unlink(missing_ok=True)
+        return rows
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log the metrics that have no value at this step yet."""
+        new = {
+            name: value
+            for name, value in metrics.items()
+            if name not in _NOT_LOGGED and (name, str(step)) not in self._logged
+        }
+        if new:
+            super().log_metrics(new, step)
+
+
+def _quieten() -> None:
+    """Leave out what creating a store tells, forty lines of migrations."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)

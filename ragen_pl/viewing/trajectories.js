@@ -1,0 +1,244 @@
+"use strict";
+// All text of a record is untrusted: it enters the page by textContent and never as markup.
+const data = JSON.parse(document.getElementById("data").textContent);
+const SPANS = ["other", "think", "action", "tag", "end", "observation", "prediction", "shown"];
+const COLUMNS = { advantage: "advantages", value: "values", return: "returns", "log-prob": "logprobs" };
+
+function make(tag, settings = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(settings)) {
+    if (name === "class") node.className = value;
+    else if (name in node) node[name] = value;
+    else node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+}
+
+// Control and direction characters are shown by their code: they could hide or reorder what was said.
+function visible(text) {
+  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
+    (letter) => `⟨U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+const mean = (values) => (values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null);
+const image = (name, alt) => (data.images[name] ? make("img", { src: data.images[name], alt }) : null);
+const invalid = (episode) => episode.turns.some((turn) => !turn.valid);
+
+// The largest size of each column on the page: shading is comparable between tokens, turns and episodes.
+const scale = {}, present = {};
+for (const [word, column] of Object.entries(COLUMNS)) {
+  let top = 0;
+  for (const episode of data.episodes) for (const turn of episode.turns) if (turn[column] && turn.response_pieces) {
+    present[word] = true;
+    for (const value of turn[column]) if (value !== null) top = Math.max(top, Math.abs(value));
+  }
+  scale[word] = top || 1;
+}
+const hasMasks = data.episodes.some((episode) => episode.turns.some((turn) => turn.loss_mask && turn.response_pieces));
+
+function shade(word, value) {
+  if (value === null || value === undefined) return "";
+  const share = Math.round(72 * Math.min(1, Math.abs(value) / scale[word]));
+  return `color-mix(in srgb, var(--${value < 0 ? "minus" : "plus"}) ${share}%, transparent)`;
+}
+
+function figures(turn, index) {
+  const parts = Object.entries(COLUMNS).filter(([, column]) => turn[column])
+    .map(([word, column]) => `${word} ${number(turn[column][index])}`);
+  if (turn.loss_mask) parts.push(`M_loss ${turn.loss_mask[index] ? 1 : 0}`);
+  if (turn.advantage_mask) parts.push(`M_adv ${turn.advantage_mask[index] ? 1 : 0}`);
+  return `${JSON.stringify(visible(turn.response_pieces[index]))} ${SPANS[turn.spans[index]]}: ${parts.join("  ")}`;
+}
+
+function responseOf(turn) {
+  const response = make("div", { class: "response" });
+  if (!turn.response_pieces) return make("div", { class: "response" }, visible(turn.response));
+  turn.response_pieces.forEach((piece, index) => {
+    const kind = SPANS[turn.spans[index]];
+    const token = make("span", { class: `token ${kind}`, title: figures(turn, index) },
+      piece === "" ? (kind === "end" ? "∎" : "·") : visible(piece));
+    if (turn.loss_mask && turn.loss_mask[index]) token.classList.add("in-loss");
+    if (turn.advantage_mask && turn.advantage_mask[index]) token.classList.add("in-advantage");
+    for (const [word, column] of Object.entries(COLUMNS)) {
+      if (turn[column]) token.dataset[column] = turn[column][index];
+    }
+    response.append(token, make("wbr"));  // lines break between tokens rather than inside one
+  });
+  return response;
+}
+
+function unfolding(word, fill) {
+  const details = make("details", {}, make("summary", {}, word));
+  details.addEventListener("toggle", () => {
+    if (details.open && details.children.length === 1) details.append(fill());
+  });
+  return details;
+}
+
+function promptOf(turn) {
+  const box = make("div", { class: "prompt" });
+  turn.prompt_text.split("<image>").forEach((part, index) => {
+    const slot = index ? turn.prompt_images[index - 1] : null;
+    if (index) box.append((slot && image(slot, `picture ${index} of the prompt`)) || "<image>");
+    box.append(visible(part));
+  });
+  return box;
+}
+
+function tokenTable(turn) {
+  const columns = Object.entries(COLUMNS).filter(([, column]) => turn[column]);
+  const masks = ["loss_mask", "advantage_mask"].filter((name) => turn[name]);
+  const head = ["token", "part", ...columns.map(([word]) => word), ...masks.map((name) => (name === "loss_mask" ? "M_loss" : "M_adv"))];
+  const rows = turn.response_pieces.map((piece, index) => make("tr", {},
+    make("td", {}, piece === "" ? "∎" : visible(piece)), make("td", {}, SPANS[turn.spans[index]]),
+    ...columns.map(([, column]) => make("td", {}, number(turn[column][index]))),
+    ...masks.map((name) => make("td", {}, turn[name][index] ? "1" : "0"))));
+  return make("div", { class: "scroll" }, make("table", {},
+    make("thead", {}, make("tr", {}, ...head.map((word) => make("th", { scope: "col" }, word)))), make("tbody", {}, ...rows)));
+}
+
+function turnOf(turn) {
+  const images = turn.images.map((name) => image(name, `what the agent saw in turn ${turn.turn}`)).filter(Boolean);
+  const badges = [
+    turn.valid ? null : make("span", { class: "badge bad" }, "invalid"),
+    turn.hit_length_limit ? make("span", { class: "badge bad" }, "cut") : null,
+    turn.valid && !turn.effective ? make("span", { class: "badge soft" }, "no effect") : null,
+  ];
+  const facts = make("div", { class: "facts" }, make("span", { class: "soft" }, `turn ${turn.turn}`),
+    make("span", {}, "action ", make("b", {}, turn.actions.length ? visible(turn.actions.join(" || ")) : "none")),
+    make("span", { class: turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : "" }, `reward ${number(turn.reward, 2)}`),
+    turn.values && turn.values.length ? make("span", {}, `value ${number(turn.values[0], 2)}`) : null,
+    turn.advantages && turn.advantages.length ? make("span", {}, `advantage ${number(mean(turn.advantages), 2)}`) : null,
+    ...badges);
+  const told = make("div", { class: "told" }, facts, responseOf(turn),
+    turn.observation.trim() ? make("div", { class: "observation", tabIndex: 0 }, visible(turn.observation)) : null,
+    turn.prompt_text === null ? null : unfolding(`prompt as the model saw it (${turn.prompt_tokens} tokens)`, () => promptOf(turn)),
+    turn.response_pieces ? unfolding(`${turn.response_pieces.length} tokens in a table`, () => tokenTable(turn)) : null);
+  return make("section", { class: images.length ? "turn" : "turn plain" },
+    images.length ? make("div", { class: "see" }, ...images) : null, told);
+}
+
+function episodeOf(episode) {
+  const facts = [`${episode.turns.length} turn${episode.turns.length === 1 ? "" : "s"}`, `return ${number(episode.return, 2)}`,
+    episode.status.replace("_", " "), episode.difficulty === null ? "" : `difficulty ${episode.difficulty}`];
+  const finals = episode.final_images.map((name) => image(name, "the state after the last turn")).filter(Boolean);
+  return make("article", { class: "episode" },
+    make("header", {}, make("h3", {}, episode.policy === "policy" ? `member ${episode.member}` : `${visible(episode.policy)} · ${episode.member}`),
+      make("b", { class: episode.success ? "good" : "bad" }, episode.success ? "✓ success" : "✗ no success"),
+      ...facts.filter(Boolean).map((fact) => make("span", { class: "soft" }, fact))),
+    episode.error ? make("p", { class: "bad" }, visible(episode.error)) : null,
+    ...episode.turns.map(turnOf),
+    finals.length ? make("div", { class: "final" }, make("span", { class: "soft" }, "at the end"), ...finals) : null);
+}
+
+// ---- filters, kept in the address behind # so that a view can be linked to
+
+const longest = Math.max(1, ...data.episodes.map((episode) => episode.turns.length));
+const shades = [...Object.keys(COLUMNS).filter((word) => present[word]), "none"];
+const CONTROLS = {
+  outcome: ["outcome", ["all", "success", "no success"]],
+  invalid: ["replies", ["all", "some invalid", "all valid"]],
+  least: ["turns from", 1], most: ["to", longest],
+  shade: ["shading", shades], masks: ["masks", hasMasks ? ["none", "loss", "advantage", "both"] : ["none"]],
+  order: ["order", ["as played", "return", "length"]],
+  text: ["text", ""], theme: ["colours", ["auto", "light", "dark"]],
+};
+const state = Object.fromEntries(Object.entries(CONTROLS).map(([name, [, first]]) => [name, Array.isArray(first) ? first[0] : first]));
+for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+  const allowed = CONTROLS[name] && CONTROLS[name][1];
+  if (Array.isArray(allowed) ? allowed.includes(value) : allowed !== undefined) {
+    state[name] = typeof allowed === "number" ? Number(value) || allowed : value;
+  }
+}
+
+const bar = document.getElementById("bar"), main = document.getElementById("groups");
+for (const [name, [word, values]] of Object.entries(CONTROLS)) {
+  if (Array.isArray(values) && values.length < 2) continue;
+  const input = Array.isArray(values)
+    ? make("select", { id: name }, ...values.map((value) => make("option", { value, selected: state[name] === value }, value)))
+    : make("input", { id: name, type: typeof values === "number" ? "number" : "search", value: state[name] });
+  if (typeof values === "number") { input.min = 0; input.max = longest; }
+  bar.append(make("label", {}, word, input));
+  input.addEventListener("input", () => {
+    state[name] = typeof values === "number" ? Number(input.value) : input.value;
+    history.replaceState(null, "", `#${new URLSearchParams(state)}`);
+    update(name);
+  });
+}
+bar.addEventListener("submit", (event) => event.preventDefault());
+const legend = make("span", { id: "legend" }), count = make("output", { id: "count" });
+bar.append(legend, count);
+
+function wanted(episode) {
+  const words = state.text.toLowerCase();
+  return (state.outcome === "all" || episode.success === (state.outcome === "success"))
+    && (state.invalid === "all" || invalid(episode) === (state.invalid === "some invalid"))
+    && episode.turns.length >= state.least && episode.turns.length <= state.most
+    && (!words || episode.turns.some((turn) => `${turn.response}\n${turn.observation}`.toLowerCase().includes(words)));
+}
+
+const cards = data.episodes.map(() => null);
+const groups = new Map();  // members of one start stand side by side
+data.episodes.forEach((episode, index) => {
+  const key = JSON.stringify([episode.iteration, episode.validation_set, episode.group]);
+  if (!groups.has(key)) groups.set(key, []);
+  groups.get(key).push(index);
+});
+
+function draw() {
+  let episodes = 0;
+  const shown = [];
+  for (const members of groups.values()) {
+    const kept = members.filter((index) => wanted(data.episodes[index]));
+    if (!kept.length) continue;
+    episodes += kept.length;
+    shown.push(kept);
+  }
+  const rank = {
+    return: (kept) => mean(kept.map((index) => data.episodes[index].return)),
+    length: (kept) => mean(kept.map((index) => data.episodes[index].turns.length)),
+  }[state.order];
+  if (rank) shown.sort((one, other) => rank(other) - rank(one));
+  main.replaceChildren(...shown.map((kept) => {
+    const first = data.episodes[kept[0]];
+    for (const index of kept) cards[index] = cards[index] || episodeOf(data.episodes[index]);
+    return make("section", { class: "group" },
+      make("h2", {}, `Start ${first.group}`, make("span", { class: "soft" }, `  seed ${first.seed}`)),
+      make("div", { class: "members" }, ...kept.map((index) => cards[index])));
+  }));
+  count.textContent = `${episodes} of ${data.episodes.length} episodes`;
+  paint();
+}
+
+function paint() {
+  const column = COLUMNS[state.shade];
+  for (const token of main.getElementsByClassName("token")) {
+    const value = column && token.dataset[column];
+    token.style.background = value === undefined || value === "" || value === "null" ? "" : shade(state.shade, Number(value));
+  }
+  main.className = `masks-${state.masks}`;
+  document.documentElement.style.colorScheme = state.theme === "auto" ? "" : state.theme;
+  const bars = make("i");
+  bars.style.background = "linear-gradient(to right, var(--minus), transparent, var(--plus))";
+  legend.replaceChildren(...(column ? [number(-scale[state.shade], 2), bars, number(scale[state.shade], 2)] : []));
+}
+
+function update(name) { if (["shade", "masks", "theme"].includes(name)) paint(); else draw(); }
+
+const about = document.getElementById("about");
+for (const kind of ["mouseover", "click"]) {
+  main.addEventListener(kind, (event) => {
+    if (event.target.classList.contains("token")) about.textContent = event.target.title;
+  });
+}
+
+const won = data.episodes.filter((episode) => episode.success).length;
+const turns = data.episodes.flatMap((episode) => episode.turns);
+document.getElementById("overview").textContent = [
+  data.note, `success ${won} of ${data.episodes.length}`,
+  `return ${number(mean(data.episodes.map((episode) => episode.return)), 2)}`,
+  `${number(mean(data.episodes.map((episode) => episode.turns.length)), 1)} turns`,
+  `${turns.filter((turn) => !turn.valid).length} of ${turns.length} replies invalid`,
+].filter(Boolean).join(" · ");
+draw();

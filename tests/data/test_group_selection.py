@@ -1,0 +1,139 @@
+"""Filters on the ranks of a run: whole groups, none twice, none lost, no rank idle while others have spare work."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragen_pl.algorithms.filters import AboveDeviation, TopFraction
+from ragen_pl.algorithms.selection import GroupFilter
+from ragen_pl.data import choosing
+from ragen_pl.data.collate import as_dummy_batch, collate
+from ragen_pl.trajectory import EpisodeStatus
+
+
+class Ranks:
+    """Ranks as threads of one process that meet at a barrier."""
+
+    def __init__(self, count):
+        self.count, self.local = count, threading.local()
+        self.barrier, self.shelf = threading.Barrier(count, timeout=20), [None] * count
+
+    def gather(self, value):
+        self.shelf[self.local.rank] = value
+        self.barrier.wait()
+        found = list(self.shelf)
+        self.barrier.wait()
+        return found
+
+    def run(self, function):
+        results = [None] * self.count
+
+        def work(rank):
+            self.local.rank = rank
+            results[rank] = function(rank)
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.count)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        return results
+
+
+@pytest.fixture
+def choices(monkeypatch, make_trajectory, lm):
+    """Return what each rank is left with of groups given as {group: returns of its members}."""
+
+    def run(ranks, groups, group_filter, **options):
+        meeting = Ranks(ranks)
+        monkeypatch.setattr(choosing, "gather_over_ranks", meeting.gather)
+        monkeypatch.setattr(choosing, "world_size", lambda: ranks)
+        monkeypatch.setattr(choosing, "rank", lambda: meeting.local.rank)
+        played = [
+            make_trajectory(lm, [3], group=group, member=member, rewards=[value])
+            for group, values in groups.items()
+            for member, value in enumerate(values)
+        ]
+        return meeting.run(
+            lambda rank: choosing.select_groups(
+                [one for one in played if one.group % ranks == rank],
+                group_filter,
+                returns=lambda one: one.reward,
+                **options,
+            )
+        )
+
+    return run
+
+
+def kept(choice):
+    return [] if choice.filler else [(one.group, one.member) for one in choice.trajectories]
+
+
+GROUPS = {0: (0, 1), 1: (0, 0), 2: (0, 3), 3: (1, 1), 4: (0, 2), 5: (2, 2), 6: (0, 5), 7: (0, 4)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_same_groups_stay_on_any_number_of_ranks(choices, ranks):
+    found = choices(ranks, GROUPS, GroupFilter(keep=TopFraction(fraction=0.5)))
+    everything = sorted(pair for choice in found for pair in kept(choice))
+    assert everything == [(group, member) for group in (2, 4, 6, 7) for member in (0, 1)]
+    sizes = [len(kept(choice)) // 2 for choice in found]
+    assert max(sizes) - min(sizes) <= 1  # 2, 4 and 6 were all rank 0's when there are two
+    for choice in found:
+        assert {group for group, _ in kept(choice)} == {one.group for one in choice.trajectories}
+        assert choice.metrics == {
+            "kept_share": 0.5,
+            "kept_deviation": pytest.approx(14 / 4 / 2**0.5),
+        }
+
+
+def test_a_rank_that_nothing_falls_to_goes_through_its_steps_and_counts_nowhere(choices, lm):
+    found = choices(3, GROUPS, GroupFilter(keep=TopFraction(fraction=0.01)))
+    assert [choice.filler for choice in found].count(True) == 2
+    assert [pair for choice in found for pair in kept(choice)] == [(6, 0), (6, 1)]
+    filler = next(choice for choice in found if choice.filler)
+    batch = as_dummy_batch(collate(filler.trajectories, lm))
+    assert len(batch.samples) == 1 and float(batch.samples.weight.sum()) == 0
+    assert len(batch.episodes.turns) == 0
+
+
+def test_where_nothing_passes_one_group_goes_on(choices):
+    flat = dict.fromkeys(range(4), (1, 1))
+    for choice in choices(1, flat, GroupFilter(keep=AboveDeviation())):
+        assert kept(choice) == [(0, 0), (0, 1)] and choice.weights == [1.0, 1.0]
+        assert choice.metrics["kept_share"] == 0.0
+
+
+def test_no_more_groups_than_wanted(choices):
+    [choice] = choices(1, GROUPS, GroupFilter(keep=AboveDeviation()), most=3)
+    assert kept(choice) == [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)] and choice.groups == 3
+
+
+def test_failed_episodes_are_not_judged(make_trajectory, lm):
+    good = [make_trajectory(lm, [3], member=member, rewards=[member]) for member in range(2)]
+    failed = replace(good[0], group=1, status=EpisodeStatus.FAILED)
+    choice = choosing.select_groups([*good, failed], GroupFilter(), returns=lambda one: one.reward)
+    assert choice.trajectories == good
+
+
+def test_weights_of_a_kept_share_and_of_deviation():
+    returns, group = torch.tensor([0.0, 2, 0, 6, 1, 1]), torch.tensor([0, 0, 1, 1, 2, 2])
+    weights = {
+        rescale: GroupFilter(keep=AboveDeviation(), rescale=rescale)(returns, group).weight
+        for rescale in ("none", "linear", "sqrt")
+    }
+    for rescale, expected in (("none", 1.0), ("linear", 2 / 3), ("sqrt", (2 / 3) ** 0.5)):
+        assert weights[rescale].tolist() == pytest.approx([expected] * 4 + [0.0] * 2)
+    soft = GroupFilter(keep=AboveDeviation(), reweight=2.0)(returns, group).weight
+    assert soft.tolist() == pytest.approx([0.2, 0.2, 1.8, 1.8, 0, 0])  # 4 and 36 over their mean
+
+
+@pytest.mark.parametrize(
+    "settings", [{"resample": 2}, {"resample": 1, "keep": TopFraction()}, {"reweight": -1.0}]
+)
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match=r"algorithm\.filter"):
+        GroupFilter(**settings)

@@ -1,0 +1,280 @@
+"""Fixed validation sets, training starts apart from them by content, the curriculum, the DataModule's memory."""
+
+import pytest
+import torch
+
+import envs  # noqa: F401 - registers the environments
+from envs.policies import OptimalPolicy
+from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.validation import ValidationSet
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+
+# a small environment: starts recur under many seeds
+WORLD = {"target": "ragen/FrozenLake-v0", "kwargs": {"size": 3, "hole_share": 0.1}}
+
+
+def proxy_of(lm, **changes) -> AgentProxy:
+    return AgentProxy(
+        environments=EnvironmentManager(**(WORLD | changes)),
+        context=ContextManager(lm),
+        max_response_tokens=6,
+    )
+
+
+class Module:
+    """Rolls out with a model and assigns no credit."""
+
+    def __init__(self, bundle) -> None:
+        self.engine = TransformersEngine(bundle)
+
+    def rollout_engine(self):
+        return self.engine
+
+    def prepare(self, batch):
+        return batch
+
+
+# ---- validation sets
+
+
+def test_a_validation_is_a_fixed_list_of_episodes(lm):
+    validation_set = ValidationSet("held_out", proxy_of(lm), episodes=5)
+    again = ValidationSet("other", proxy_of(lm, blank_images=True), episodes=5)
+    assert [start.seed for start in validation_set.starts] == [start.seed for start in again.starts]
+    assert validation_set.digest() == again.digest() == "f45faa6327fb7b15"
+    longer = ValidationSet("held_out", proxy_of(lm), episodes=6)
+    assert longer.starts[:5] == validation_set.starts and longer.digest() != validation_set.digest()
+    assert ValidationSet("x", proxy_of(lm), episodes=5, key="k").digest() != validation_set.digest()
+
+
+def test_members_of_a_validation_share_their_start(lm):
+    validation_set = ValidationSet("pass_at", proxy_of(lm), episodes=3, members=2, greedy=False)
+    assert [(start.group, start.member) for start in validation_set.starts] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
+    keys = validation_set.state_keys()
+    assert keys[::2] == keys[1::2] and len(set(keys)) == 3
+
+
+def test_a_validation_needs_environments_that_can_name_their_state(lm):
+    import gymnasium
+
+    class Nameless(gymnasium.Env):
+        action_names, action_space = ("On",), gymnasium.spaces.Discrete(1)
+        observation_space = gymnasium.spaces.Text(10)
+
+        def reset(self, *, seed=None, options=None):
+            return "see", {}
+
+    gymnasium.register(id="test/Nameless-v0", entry_point=Nameless)
+    with pytest.raises(ValueError, match=r"no state_key\(\); set validation set\.held_out=false"):
+        ValidationSet(
+            "held_out", proxy_of(lm, target="test/Nameless-v0", kwargs={}), episodes=2
+        ).state_keys()
+
+
+def test_a_validation_whose_environments_fail_says_why(lm):
+    broken = ValidationSet("held_out", proxy_of(lm), episodes=2, options={"min_distance": 99})
+    with pytest.raises(
+        RuntimeError, match=r"2 of 2 starts of validation set 'held_out' failed.*min_distance"
+    ):
+        broken.state_keys()
+
+
+def test_training_never_draws_a_validation_sets_start_by_content(lm):
+    validation_set = ValidationSet("held_out", proxy_of(lm), episodes=60)
+    held_out = set(validation_set.state_keys())
+
+    def drawn(**settings):
+        data = RolloutDataModule(
+            proxy_of(lm), validation_sets=[validation_set], groups=200, group_size=2, **settings
+        )
+        data.setup("fit")
+        slots = data.proxy.environments.open(data.starts(0))
+        keys = [slot.env.unwrapped.state_key() for slot in slots]
+        assert keys[::2] == keys[1::2]
+        return set(keys)
+
+    assert drawn(held_out=False) & held_out  # the same content does come under other seeds
+    assert not drawn() & held_out
+
+
+# ---- starts
+
+
+def test_starts_derive_from_seed_iteration_and_group(lm):
+    def starts(iteration, seed=0, groups=4):
+        return RolloutDataModule(proxy_of(lm), groups=groups, group_size=3, seed=seed).starts(
+            iteration
+        )
+
+    first = starts(0)
+    assert [(s.group, s.member) for s in first] == [(g, m) for g in range(4) for m in range(3)]
+    assert all(len({s.seed for s in first if s.group == g}) == 1 for g in range(4))
+    assert len({s.seed for s in first}) == 4
+    assert first == starts(0) == starts(0, groups=9)[:12]
+    assert not {s.seed for s in first} & {s.seed for s in starts(1)}
+    assert not {s.seed for s in first} & {s.seed for s in starts(0, seed=1)}
+
+
+def test_every_rank_plays_whole_groups_of_its_own(lm, monkeypatch):
+    data = RolloutDataModule(proxy_of(lm), groups=5, group_size=2)
+    alone = data.starts(3)
+    monkeypatch.setattr("ragen_pl.data.datamodule.world_size", lambda: 2)
+    shares = []
+    for number in range(2):
+        monkeypatch.setattr("ragen_pl.data.datamodule.rank", lambda number=number: number)
+        shares.append(data.starts(3))
+    assert [{s.group for s in share} for share in shares] == [{0, 2, 4}, {1, 3}]
+    assert sorted(shares[0] + shares[1], key=lambda s: (s.group, s.member)) == alone
+
+
+# ---- curriculum
+
+
+def test_the_curriculum_starts_after_a_full_window_of_success():
+    course = Curriculum(above=0.5, share=0.5, options={"min_distance": 3}, window=3)
+    for iteration, success in enumerate([1.0, 1.0]):
+        course.observe(success, iteration=iteration)
+    assert course.since is None  # the window is not full yet
+    course.observe(0.2, iteration=2)
+    assert course.since == 3
+
+    def hard(iteration):
+        return [course.options_for(g, groups=4, iteration=iteration) is not None for g in range(4)]
+
+    assert hard(2) == [False] * 4 and hard(3) == [True, True, False, False]
+    for iteration in range(3, 8):
+        course.observe(0.0, iteration=iteration)
+    assert hard(8) == [True, True, False, False]  # it never goes back
+
+
+def test_the_mean_must_pass_the_bound_not_meet_it():
+    course = Curriculum(above=0.5, share=0.5, options={}, window=2)
+    course.observe(0.5, iteration=0)
+    course.observe(0.5, iteration=1)
+    assert course.since is None
+
+
+def test_a_resumed_curriculum_goes_on_alike():
+    course = Curriculum(above=0.5, share=0.5, options={}, window=3)
+    for iteration in range(2):
+        course.observe(0.9, iteration=iteration)
+    resumed = Curriculum(above=0.5, share=0.5, options={}, window=3)
+    resumed.load_state_dict(course.state_dict())
+    for one in (course, resumed):
+        one.observe(0.9, iteration=2)
+    assert course.since == resumed.since == 3 and course.state_dict() == resumed.state_dict()
+
+
+def test_hard_groups_get_the_options(lm):
+    course = Curriculum(above=0.5, share=0.5, options={"min_distance": 3})
+    course.since = 2
+    data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=course)
+    assert all(start.options is None for start in data.starts(1))
+    assert [start.options for start in data.starts(2)] == [{"min_distance": 3}] * 4 + [None] * 4
+    slots = data.proxy.environments.open(data.starts(2)[:4])
+    assert all(slot.difficulty >= 3 for slot in slots)
+
+
+# ---- the DataModule's memory
+
+
+def test_a_saved_iteration_comes_back_with_buffer_metrics_and_curriculum(lm):
+    def make():
+        course = Curriculum(above=-1.0, share=0.5, options={}, window=1)
+        return RolloutDataModule(proxy_of(lm), groups=3, group_size=2, curriculum=course)
+
+    data, module = make(), Module(lm)
+    with pytest.raises(RuntimeError, match="RolloutUpdate"):
+        data.train_dataloader()
+    trajectories = data.collect(4, module)
+    assert len(trajectories) == 6 and module.engine.version == 4
+    assert data.has_buffer(4) and not data.has_buffer(5)
+    other = make()
+    other.load_state_dict(data.state_dict())
+    assert other.has_buffer(4) and other.metrics == data.metrics
+    assert other.curriculum.since == data.curriculum.since == 5
+    for one, two in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
+        assert one.samples.input_ids.tolist() == two.samples.input_ids.tolist()
+    data.drop_buffer()
+    other.load_state_dict(data.state_dict())
+    assert not other.has_buffer(4)
+
+
+def test_an_iteration_of_broken_environments_stops_the_run(lm):
+    data = RolloutDataModule(proxy_of(lm, held_out=_Everything()), groups=2)
+    with pytest.raises(RuntimeError, match=r"every episode of the iteration failed.*held out"):
+        data.collect(0, Module(lm))
+
+
+class _Everything:
+    """Holds out whatever is asked for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return 1
+
+
+# ---- demonstrations
+
+
+def demonstrations(lm, **changes) -> DemonstrationDataModule:
+    proxy = ScriptedProxy(
+        environments=EnvironmentManager(**WORLD),
+        context=ContextManager(lm),
+        scripted_policy=OptimalPolicy(),
+    )
+    data = DemonstrationDataModule(
+        proxy, **({"episodes": 12, "batch_size": 8, "steps": 20, "gamma": 0.5, "seed": 0} | changes)
+    )
+    data.setup("fit")
+    return data
+
+
+def test_demonstrations_are_served_in_steps_of_the_batch_size(lm):
+    data = demonstrations(lm)
+    samples, loader = data.batch.samples, data.train_dataloader()
+    assert data.statistics["success"] == 1.0 and len(loader) >= 20
+    an_epoch = -(-len(samples) // 8)
+    sizes = [len(step.samples) for _, step in zip(range(an_epoch), loader, strict=False)]
+    assert sum(sizes) == len(samples) and max(sizes) <= 8
+
+
+def test_a_demonstrated_turns_target_is_its_discounted_return(lm):
+    data = demonstrations(lm)
+    samples = data.batch.samples
+    for row in range(len(samples)):
+        episode = int(samples.episode[row])
+        sampled = samples.turn[row] >= 0
+        turn, turns = int(samples.turn[row].max()), int(data.batch.episodes.turns[episode])
+        assert (samples.returns[row][sampled] == 0.5 ** (turns - 1 - turn)).all()
+        assert (samples.returns[row][~sampled] == 0).all()
+
+
+def test_ranks_with_different_numbers_of_samples_take_as_many_steps(lm, monkeypatch):
+    name = "ragen_pl.data.demonstrations"
+    monkeypatch.setattr(f"{name}.world_size", lambda: 2)
+    ranks = []
+    for number in range(2):
+        monkeypatch.setattr(f"{name}.rank", lambda number=number: number)
+        ranks.append(demonstrations(lm, episodes=13, batch_size=2))
+    counts = [len(data.batch.samples) for data in ranks]
+    assert counts[0] != counts[1]
+
+    def summed(
+        tensor,
+    ):  # the number of samples is the one scalar; counts of tokens don't matter here
+        return torch.tensor(sum(counts)) if tensor.ndim == 0 else tensor
+
+    monkeypatch.setattr(f"{name}.sum_over_ranks", summed)
+    lengths = {len(data.train_dataloader()) for data in ranks}
+    assert len(lengths) == 1 and lengths.pop() >= 20

@@ -1,0 +1,110 @@
+"""Environments that each break the protocol in one way."""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Sound(gymnasium.Env):
+    action_names = ("Left", "Right")
+    instructions = "Go."
+
+    def __init__(self):
+        self.action_space = spaces.Discrete(2)
+        self.observation_space = spaces.Text(max_length=20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+
+    def step(self, action):
+        return "gone", 1.0, True, False, {"success": True}
+
+
+class NoEnvironment:
+    pass
+
+
+class NumberForText(Sound):
+    def reset(self, *, seed=None, options=None):
+        return 3, {}
+
+
+class NoNames(Sound):
+    action_names = ()
+
+
+class SameNames(Sound):
+    action_names = ("Left", "left ")
+
+
+class NameWithBars(Sound):
+    action_names = ("Left", "Right || Left")
+
+
+class FourTuple(Sound):
+    def step(self, action):
+        return "gone", 1.0, True, {}
+
+
+class NaNReward(Sound):
+    def step(self, action):
+        return "gone", float("nan"), True, False, {}
+
+
+class FloatImage(Sound):
+    def reset(self, *, seed=None, options=None):
+        return {"text": "go", "image": np.zeros((8, 8, 3))}, {}
+
+
+class ResetRaises(Sound):
+    def reset(self, *, seed=None, options=None):
+        raise KeyError("door")
+
+
+class ResetBare(Sound):
+    def reset(self, *, seed=None, options=None):
+        return "go"
+
+
+class NoSeed(Sound):
+    def reset(self):
+        return "go", {}
+
+
+class Unseeded(Sound):
+    resets = 0
+
+    def reset(self, *, seed=None, options=None):
+        Unseeded.resets += 1
+        return f"go {Unseeded.resets}", {}
+
+
+class Continuous(Sound):
+    def __init__(self):
+        self.action_space = spaces.Box(0, 1)
+
+
+class StepRaises(Sound):
+    def step(self, action):
+        raise RuntimeError("the floor gave way")
+
+
+class Unhelpful(Sound):
+    def __init__(self):
+        raise OSError("no display")
+
+
+class ThirdResetRaises(Sound):
+    """Sound while it is looked at; every later reset fails."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).made += 1
+
+    def reset(self, *, seed=None, options=None):
+        if type(self).made > 3:
+            raise ConnectionError("the simulator has gone")
+        return super().reset(seed=seed)

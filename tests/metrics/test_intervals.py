@@ -1,0 +1,70 @@
+"""Metrics of a validation set against numbers worked out by hand or by counting."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen_pl.metrics.intervals import by_difficulty, clustered, figures, pass_at, wilson
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
+
+
+def episode(group: int, member: int, *, success: bool, difficulty: int | None = 1) -> Trajectory:
+    return Trajectory(
+        group=group, member=member, seed=0, turns=[], status=EpisodeStatus.TERMINATED,
+        success=success, difficulty=difficulty,
+    )  # fmt: skip
+
+
+def test_wilson_is_the_textbooks() -> None:
+    # 81 of 263: Newcombe (1998), table I
+    interval = wilson(81 / 263, count=263)
+    assert (round(interval.low, 4), round(interval.high, 4)) == (0.2553, 0.3662)
+    none = wilson(0.0, count=20)  # Newcombe's second example: 0 of 20
+    assert (none.low, round(none.high, 4)) == (0.0, 0.1611)
+    assert none.half_width == pytest.approx(none.high / 2)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(
+    samples: list[bool], data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(samples)))
+    subsets = list(combinations(samples, k))
+    counted = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at(k, samples=len(samples), successes=sum(samples)) == pytest.approx(counted)
+
+
+def test_more_than_there_are_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass_at: found 3, expected 1 to 2"):
+        pass_at(3, samples=2, successes=1)
+
+
+def test_samples_of_a_start_do_not_count_as_independent_trials() -> None:
+    alike = [[True] * 8] * 5 + [[False] * 8] * 5
+    assert clustered(alike) == wilson(0.5, count=10)  # their spread is that of 10 trials at most
+    mixed = [[True, False] * 4] * 10
+    assert clustered(mixed).low <= 0.5 <= clustered(mixed).high
+    assert clustered([[True], [False]]) == wilson(0.5, count=2)
+
+
+def test_figures_of_a_validation() -> None:
+    played = [
+        episode(0, 0, success=True), episode(0, 1, success=True),
+        episode(1, 0, success=True, difficulty=2), episode(1, 1, success=False, difficulty=2),
+        episode(2, 0, success=False, difficulty=2), episode(2, 1, success=False, difficulty=2),
+    ]  # fmt: skip
+    found = figures(played, pass_ks=[1, 2])
+    assert (found["episodes"], found["success"]) == (6.0, 0.5)
+    assert (found["pass@1"], found["pass@2"]) == (0.5, pytest.approx(2 / 3))
+    assert found["pass@2_low"] < 2 / 3 < found["pass@2_high"]
+    assert "valid_actions" not in found  # no response was given
+    levels = by_difficulty(played)
+    assert {level: (one["episodes"], one["success"]) for level, one in levels.items()} == {
+        1: (2.0, 1.0),
+        2: (4.0, 0.25),
+    }
+    assert by_difficulty([episode(0, 0, success=True, difficulty=None)]) == {}

@@ -1,0 +1,193 @@
+"""The trajectory page: whole in one file, true to its records, and safe whatever a response says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ragen_pl.viewing.page import page_html, sample_groups, write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NASTY = (
+    "</script><script>document.title='owned'</script>"
+    "<img src=x onerror=\"document.title='owned'\">{{data}}\u202e\x07é"
+)
+
+
+def record(
+    group: int, *, member: int = 0, success: bool = True, turns: int = 2, **changes: Any
+) -> dict[str, Any]:
+    pieces = ["<think>", "a", "</think>", ""]
+    turn = {
+        "observation": "ice", "images": ["images/a.png"], "prompt_text": "You: <image>go", "prompt_ids": [1, 2, 3],
+        "prompt_images": ["images/a.png"], "response": "".join(pieces), "response_ids": [1, 2, 3, 4],
+        "response_pieces": pieces,
+        "logprobs": [-0.5] * 4, "spans": [3, 1, 3, 4], "entropy": 0.1, "think": "a", "actions": ["Up"], "valid": True,
+        "effective": True, "hit_length_limit": False, "reward": 0.5, "temperature": 1.0, "info": {},
+        "values": [0.1, 0.2, 0.3, 0.4], "advantages": [1.0, -2.0, 0.0, 0.5], "returns": [1.0] * 4,
+        "loss_mask": [True] * 4, "advantage_mask": [False, True, False, True],
+    }  # fmt: skip
+    return {
+        "schema": 1, "iteration": 3, "validation_set": None, "policy": "policy", "group": group, "member": member,
+        "seed": 2**60 + 1, "status": "terminated", "success": success, "return": float(success), "difficulty": 2,
+        "error": None, "turns": [turn | {"turn": k + 1} | changes for k in range(turns)],
+        "final_images": ["images/a.png"],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    Image.fromarray(np.full((4, 4, 3), 200, np.uint8)).save(tmp_path / "images" / "a.png")
+    return tmp_path
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would run or load, and the page's data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.scripts: list[str] = []
+        self.data = ""
+        self._inside: dict[str, str | None] | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.loads += [
+            f"{tag} {name}" for name in given if name in ("src", "href") or name.startswith("on")
+        ]
+        if tag == "script":
+            self._inside = given
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._inside is None:
+            return
+        if self._inside.get("id") == "data":
+            self.data += data
+        else:
+            self.scripts.append(data)
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    return reader
+
+
+def test_the_page_holds_everything_and_loads_nothing(folder: Path) -> None:
+    page = page_html([record(0), record(1)], title="a run", images=folder)
+    reader = read(page)
+    data = json.loads(reader.data)
+    assert reader.loads == [] and len(reader.scripts) == 1
+    assert "default-src 'none'" in page and not re.search(r"(https?:)?//[a-z]+\.", page)
+    assert list(data["images"]) == ["images/a.png"]  # once, however often it is shown
+    assert data["images"]["images/a.png"].startswith("data:image/png;base64,")
+    assert data["episodes"][0]["turns"][0]["advantages"] == [1.0, -2.0, 0.0, 0.5]
+    assert data["episodes"][0]["seed"] == str(2**60 + 1)
+
+
+def test_text_of_a_response_stays_text(folder: Path) -> None:
+    page = page_html(
+        [record(0, response=NASTY, response_pieces=[NASTY, "", "", ""], prompt_text=NASTY)],
+        title=NASTY,
+        images=folder,
+    )
+    reader = read(page)
+    turn = json.loads(reader.data)["episodes"][0]["turns"][0]
+    assert (
+        reader.loads == []
+        and len(reader.scripts) == 1
+        and turn["response"] == NASTY == turn["prompt_text"]
+    )
+
+
+def test_figures_that_are_no_numbers_do_not_break_the_page(folder: Path) -> None:
+    values = [math.nan, math.inf, 1 / 3, 0.0]
+    data = json.loads(read(page_html([record(0, values=values)], title="t", images=folder)).data)
+    assert data["episodes"][0]["turns"][0]["values"] == [None, None, 0.33333, 0.0]
+
+
+def test_a_image_that_has_gone_is_left_out(tmp_path: Path) -> None:
+    data = json.loads(read(page_html([record(0)], title="t", images=tmp_path)).data)
+    assert data["images"] == {"images/a.png": None}
+
+
+def test_a_sample_keeps_groups_whole_and_says_so(folder: Path) -> None:
+    records = [record(group, member=member) for group in range(10) for member in range(4)]
+    kept = sample_groups(records, count=7)
+    assert [(one["group"], one["member"]) for one in kept] == [
+        (g, m) for g in (0, 5) for m in range(4)
+    ]
+    data = json.loads(read(page_html(records, title="t", images=folder, episodes=7)).data)
+    assert data["note"] == "8 of 40 episodes, whole groups"
+    assert json.loads(read(page_html(records, title="t", images=folder)).data)["note"] == ""
+
+
+def browse(page: Path, *arguments: str, view: str = "") -> str:
+    """Return the document after its script has run."""
+    assert CHROMIUM is not None
+    flags = [
+        "--headless",
+        "--disable-gpu",
+        f"--user-data-dir={page.parent / 'profile'}",
+        *arguments,
+    ]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        flags.append("--no-sandbox")
+    done = subprocess.run(
+        [CHROMIUM, *flags, "--dump-dom", f"{page.as_uri()}#{view}"], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.stdout
+
+
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium is not installed (Debian: apt install chromium)"
+)
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_browser_draws_the_page_and_its_filters(folder: Path) -> None:
+    records = [
+        record(0), record(0, member=1, success=False), record(1, success=False, valid=False), record(2, turns=5),
+        record(3, response=NASTY, response_pieces=[NASTY, "", "", ""]),
+    ]  # fmt: skip
+    page = write_page(records, folder / "page.html", title="a <b>run</b>")
+    drawn = browse(page)
+    assert "5 of 5 episodes" in drawn and drawn.count('<article class="episode">') == 5
+    assert "<title>a &lt;b&gt;run" in drawn and "owned" in drawn and '<img src="x"' not in drawn
+    assert "⟨U+202E⟩" in drawn and "⟨U+0007⟩" in drawn
+    assert re.search(
+        r'class="token think in-loss in-advantage"[^>]*advantage -2\.000[^>]*--minus\) 72%', drawn
+    )
+    for view, count in {
+        "outcome=success": 3, "outcome=no+success": 2, "invalid=some+invalid": 1, "least=3": 1, "most=2": 4,
+        "text=owned": 1,
+    }.items():  # fmt: skip
+        assert f"{count} of 5 episodes" in browse(page, view=view), view
+    assert '<main id="groups" class="masks-both">' in browse(page, view="masks=both")
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_browser_lets_no_script_run_but_the_pages_own(folder: Path) -> None:
+    page = write_page([record(0)], folder / "page.html", title="run")
+    text = page.read_text().replace("<main ", "<script>document.title='owned'</script><main ")
+    page.write_text(text)
+    assert "<title>run</title>" in browse(page)

@@ -1,0 +1,109 @@
+"""A run's plots: kept row by row, drawn at its end, going on after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from ragen_pl.callbacks.plots import PlotRun
+from ragen_pl.callbacks.summary import what_to_look_at
+from ragen_pl.viewing.plots import draw_plots
+
+
+class Data(pl.LightningDataModule):
+    """Knows the metrics of its last rollout, as a RolloutDataModule does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = {"success": 0.25, "episodes": 8.0, "return": float("nan")}
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(torch.ones(4, 1), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(torch.ones(2, 1), batch_size=2)
+
+
+class ScriptedPolicy(pl.LightningModule):
+    """Tells its callbacks of a rollout before each epoch, as the rollout/update loop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def on_train_epoch_start(self) -> None:
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, PlotRun):
+                callback.on_rollout_start(self.trainer, self)
+                callback.on_rollout_end(self.trainer, self, [])
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log_dict({"val/success": 0.75, "val/episodes": 400.0})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def trainer(folder: Path, plots: PlotRun, **settings: object) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", enable_model_summary=False, enable_progress_bar=False, logger=False,
+        default_root_dir=folder, num_sanity_val_steps=0, check_val_every_n_epoch=2,
+        callbacks=[plots, pl.callbacks.ModelCheckpoint(folder / "kept", save_last=True)], **settings,
+    )  # fmt: skip
+
+
+def rows_in(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "plots" / "rows.jsonl").read_text().splitlines()]
+
+
+def test_a_run_keeps_a_row_an_iteration_and_is_drawn_at_its_end(tmp_path: Path) -> None:
+    fitted = trainer(tmp_path, PlotRun(), max_epochs=3)
+    fitted.fit(ScriptedPolicy(), datamodule=Data())
+    rows = rows_in(tmp_path)
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    assert [row.get("val/success") for row in rows] == [None, 0.75, None]
+    assert rows[0]["rollout/success"] == 0.25 and "rollout/return" not in rows[0]
+    assert set(rows[1]) >= {"time/rollout_s", "time/update_s", "time/validation_s"}
+    spent = [sum(one for name, one in row.items() if name.startswith("time/")) for row in rows]
+    assert rows[-1]["elapsed_s"] == pytest.approx(sum(spent))
+    names = {file.name for file in (tmp_path / "plots").glob("*.png")}
+    assert names == {"learning_by_iteration.png", "learning_by_time.png", "time_by_phase.png"}
+    assert what_to_look_at(tmp_path) == {"plots": str(tmp_path / "plots")}
+    fitted.validate(fitted.lightning_module, datamodule=Data(), verbose=False)
+    assert rows_in(tmp_path)[-1]["val/success"] == 0.75  # the last weights, measured after the fit
+
+
+def test_curves_go_on_after_a_resume(tmp_path: Path) -> None:
+    trainer(tmp_path, PlotRun(), max_epochs=2).fit(ScriptedPolicy(), datamodule=Data())
+    before = rows_in(tmp_path)
+    again = trainer(tmp_path, PlotRun(), max_epochs=4)
+    again.fit(ScriptedPolicy(), datamodule=Data(), ckpt_path=str(tmp_path / "kept" / "last.ckpt"))
+    rows = rows_in(tmp_path)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4] and rows[0] == before[0]
+    # the checkpoint was written at the end of the second iteration's validation
+    assert rows[1]["val/success"] == 0.75 and rows[1]["time/update_s"] == before[1]["time/update_s"]
+    elapsed = [row["elapsed_s"] for row in rows]
+    assert elapsed == sorted(elapsed)
+
+
+def test_plots_are_images_of_what_the_rows_hold(tmp_path: Path) -> None:
+    row = {"iteration": 1.0, "elapsed_s": 60.0, "val/success": 0.5, "val/episodes": 64.0}
+    (first, second) = draw_plots([row, row | {"iteration": 2.0}], tmp_path, title="a $run_1")
+    for file in (first, second):
+        with Image.open(file) as image:
+            assert image.width > 600
+    assert draw_plots([], tmp_path / "none", title="t") == []
+
+
+def test_a_wrong_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="every_n_iterations=0"):
+        PlotRun(every_n_iterations=0)
