@@ -1,7 +1,8 @@
-"""Text environments, registered with gymnasium under `ragen/`; importing this makes them known.
+"""Text environments. Importing this package registers them with gymnasium under `ragen/`.
 
-The environments are plain `gymnasium.Env`s that know nothing of the trainer: parsing of responses, several
-actions a turn, the turn limit and the format penalty are not theirs. Images: `visual_envs`.
+The environments are plain `gymnasium.Env` classes and do not depend on the trainer. The trainer parses
+responses, applies several actions per turn, enforces the turn limit and adds the format penalty.
+Image environments are in `visual_envs`.
 """
 
 from gymnasium.envs.registration import register

@@ -1,9 +1,7 @@
-"""Two-armed bandit whose arms' names hint at risk: one choice, one turn.
-
-Payoffs and lists of names are here.
+"""Two-armed bandit whose arm names suggest risk. An episode is one choice in one turn.
 
 After the Bandit task of RAGEN (Wang et al. 2025, "RAGEN: Understanding Self-Evolution in LLM
-Agents via Multi-Turn Reinforcement Learning"), with name lists of this project's own.
+Agents via Multi-Turn Reinforcement Learning"), with this project's own lists of names.
 """
 
 from __future__ import annotations
@@ -15,18 +13,18 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Observation, World, check_choice, check_number
+from envs.base import TEXT_CHARSET, Environment, Observation, check_choice, check_number
 
 
 class BanditNames(StrEnum):
-    """Which pairs of names arms are drawn from."""
+    """Set of name pairs that the arms are drawn from."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
     MISLEADING = "misleading"
 
 
-# (the bold name, the calm name)
+# (bold name, calm name)
 _TRAIN = (
     ("Dragon", "Phoenix"),
     ("Gambler", "Librarian"),
@@ -47,37 +45,37 @@ _HELD_OUT = (
 NAME_PAIRS: dict[BanditNames, tuple[tuple[str, str], ...]] = {
     BanditNames.TRAIN: _TRAIN,
     BanditNames.HELD_OUT: _HELD_OUT,
-    # The calm name now belongs to the risky arm.
+    # The risky arm has the calm name.
     BanditNames.MISLEADING: tuple((calm, bold) for bold, calm in _HELD_OUT),
 }
-"""For each choice of names the pairs (name of the risky arm, name of the safe arm)."""
+"""Pairs (name of the risky arm, name of the safe arm) by set of names."""
 
 
-class Bandit(World):
-    """Pull one of two arms whose names hint at risk and reward.
+class Bandit(Environment):
+    """Pull one of two arms whose names suggest risk and reward.
 
     ## Description
-    One arm always pays `safe_reward`; the other pays `risky_reward` with probability
-    `risky_probability`, else nothing. The names suggest which is which, a bold name for the risky
-    arm and a calm one for the safe arm; with `names="misleading"` the other way round.
+    One arm always pays `safe_reward`. The other pays `risky_reward` with probability
+    `risky_probability` and 0 otherwise. The risky arm has a bold name and the safe arm a calm name;
+    with `names="misleading"` it is the reverse.
 
     ## Action Space
-    `Discrete(2)`: the arms in the order told. `action_names` are the names of this episode.
+    `Discrete(2)`: the arms in the order of the observation. `action_names` are the names of the episode.
 
     ## Observation Space
     `Text`: `arms Dragon Phoenix`; after the pull `pulled Dragon paid 1`.
 
     ## Starting State
-    A pair of names, uniform over the list, in either order.
+    A random pair of names in random order.
 
     ## Rewards
-    What the arm pays.
+    The payoff of the arm.
 
     ## Episode End
     Terminated after one pull.
 
     ## Information
-    `success`: the arm pulled has the higher expected payoff, whatever it paid this time.
+    `success`: the pulled arm has the higher expected payoff, whatever its actual payoff.
     `action_is_effective`: always true.
 
     ## Arguments
@@ -121,18 +119,18 @@ class Bandit(World):
         self.risky_is_better = risky_reward * risky_probability > safe_reward
         self.action_space = spaces.Discrete(2)
         self.observation_space = spaces.Text(max_length=80, charset=TEXT_CHARSET)
-        self._told = ""
+        self._observation = ""
         self._arms(NAME_PAIRS[self.names][0], risky=0)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a pair of names and their order."""
+        """Draw a pair of names and the order of the arms."""
         self._begin(seed=seed, options=options)
         pairs = NAME_PAIRS[self.names]
         pair, risky = divmod(int(self.np_random.integers(2 * len(pairs))), 2)
         self._arms(pairs[pair], risky=risky)
-        return self._told, {}
+        return self._observation, {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Pull an arm."""
@@ -142,38 +140,38 @@ class Bandit(World):
         paid = self.safe_reward
         if risky:
             paid = self.risky_reward * (self.np_random.random() < self.risky_probability)
-        self._told = f"pulled {self.action_names[arm]} paid {paid:g}"
+        self._observation = f"pulled {self.action_names[arm]} paid {paid:g}"
         info = {"success": risky == self.risky_is_better, "action_is_effective": True}
-        return self._told, float(paid), True, False, info
+        return self._observation, float(paid), True, False, info
 
     def expected_payoffs(self) -> tuple[float, float]:
-        """Return what each arm of this episode pays on average."""
+        """Return the expected payoff of each arm of the episode."""
         risky = self.risky_reward * self.risky_probability
         return (risky, self.safe_reward) if self.risky_arm == 0 else (self.safe_reward, risky)
 
     def state_key(self) -> str:
-        """Return the arms in order, which one is risky, and what was paid."""
-        return f"{' '.join(self.action_names)} {self.risky_arm} {self._told}"
+        """Return the arms in order, the risky arm and the last observation."""
+        return f"{' '.join(self.action_names)} {self.risky_arm} {self._observation}"
 
     def describe(self) -> str:
-        """Return the names seen: `first Dragon second Phoenix`."""
+        """Return the names of the arms: `first Dragon second Phoenix`."""
         first, second = self.action_names
         return f"first {first} second {second}"
 
     def difficulty(self) -> int:
-        """Return 1: one pull."""
+        """Return 1, the number of pulls."""
         return 1
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return the arm of the higher expected payoff."""
+        """Return the arm with the higher expected payoff."""
         return self.risky_arm if self.risky_is_better else 1 - self.risky_arm
 
     def render(self) -> str:
         """Return the last observation (`render_mode="ansi"`)."""
-        return self._told
+        return self._observation
 
     def _arms(self, pair: tuple[str, str], *, risky: int) -> None:
         bold, calm = pair
         self.risky_arm = risky
         self.action_names = (bold, calm) if risky == 0 else (calm, bold)
-        self._told = f"arms {' '.join(self.action_names)}"
+        self._observation = f"arms {' '.join(self.action_names)}"

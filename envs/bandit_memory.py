@@ -1,7 +1,6 @@
-"""A bandit that only an agent with memory plays well, with the exact best returns with and without.
+"""Bandit that requires memory, and the exact optimal returns with and without memory.
 
-One arm pays and stays the same through the episode; the observation says if the last pull paid,
-never which arm that was.
+One arm pays throughout the episode. The observation shows the last payoff but not the arm that was pulled.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Observation, World, check_number
+from envs.base import TEXT_CHARSET, Environment, Observation, check_number
 
 ARM_NAMES = ("Red", "Blue", "Green", "Yellow", "White", "Black", "Pink", "Gray")
 
 
-class BanditMemory(World):
-    """Find the one arm that pays, by remembering what was pulled before.
+class BanditMemory(Environment):
+    """Find the arm that pays by remembering earlier pulls.
 
     ## Description
-    One of the arms, drawn at each reset, pays 1 at every pull; the others pay nothing. An
-    observation tells the turn and what the last pull paid, not which arm it was: the agent's own
-    earlier responses tell that. So the best policy that sees one observation at a time
-    (`memoryless_return`) earns clearly less than one that remembers (`remembering_return`).
+    One random arm pays 1 at every pull. The other arms pay 0. An observation shows the turn and the
+    last payoff, but not the arm: only the agent's own earlier responses show it. The best memoryless
+    policy (`memoryless_return`) earns less than the best policy with memory (`remembering_return`).
 
     ## Action Space
     `Discrete(arms)`: the arms, Red, Blue, Green, Yellow, White, Black, Pink, Gray.
@@ -37,18 +35,17 @@ class BanditMemory(World):
     The paying arm is uniform over the arms.
 
     ## Rewards
-    1 for a pull of the paying arm, else 0.
+    1 for a pull of the paying arm, 0 otherwise.
 
     ## Episode End
     Terminated after `turns` pulls.
 
     ## Information
-    `success`: the last pull of the episode paid, so that the arm was known at its end; false
-    before. `action_is_effective`: always true.
+    `success`: the last pull of the episode paid; false before the last turn.
+    `action_is_effective`: always true.
 
     ## Arguments
-    - `arms`: 2 to 8. `turns`: pulls of an episode, 3 to 20: with
-      fewer, memory is worth nothing.
+    - `arms`: 2 to 8. `turns`: pulls per episode, 3 to 20. With fewer turns memory has no value.
 
     ## Version History
     - v0: first version.
@@ -70,12 +67,12 @@ class BanditMemory(World):
         self.action_space = spaces.Discrete(arms)
         self.observation_space = spaces.Text(max_length=40, charset=TEXT_CHARSET)
         self.good_arm = 0
-        self._pulls: list[tuple[int, int]] = []  # (arm, paid), what a remembering agent knows
+        self._pulls: list[tuple[int, int]] = []  # (arm, payoff)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw the arm that pays."""
+        """Draw the paying arm."""
         self._begin(seed=seed, options=options)
         self.good_arm = int(self.np_random.integers(self.arms))
         self._pulls = []
@@ -91,21 +88,21 @@ class BanditMemory(World):
         return self.render(), float(paid), self._over, False, info
 
     def state_key(self) -> str:
-        """Return the paying arm, the pulls made and what the last one paid."""
+        """Return the paying arm, the number of pulls and the last payoff."""
         return f"{self.arms} {self.turns} {self.good_arm} {len(self._pulls)} {self._last()}"
 
     def describe(self) -> str:
-        """Return what is seen: `last 0`. What it does not say: the arm pulled."""
+        """Return the last payoff: `last 0`."""
         return f"last {self._last()}"
 
     def difficulty(self) -> int:
-        """Return the arms that may still be the one that pays, from the pulls made so far."""
+        """Return the number of arms that may still be the paying arm, given the pulls so far."""
         if any(paid for _, paid in self._pulls):
             return 1
         return self.arms - len({arm for arm, _ in self._pulls})
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return the arm known to pay, else one not yet tried, from the pulls made so far."""
+        """Return the arm that is known to pay, or an arm that has not been tried."""
         for arm, paid in self._pulls:
             if paid:
                 return arm
@@ -113,7 +110,7 @@ class BanditMemory(World):
         return int(rng.choice([arm for arm in range(self.arms) if arm not in tried]))
 
     def render(self) -> str:
-        """Return the present observation (`render_mode="ansi"`)."""
+        """Return the current observation (`render_mode="ansi"`)."""
         turn = min(len(self._pulls) + 1, self.turns)
         return f"turn {turn} of {self.turns} last {self._last()}"
 
@@ -122,9 +119,9 @@ class BanditMemory(World):
 
 
 def remembering_return(*, arms: int, turns: int) -> float:
-    """Return the best expected return of an agent that remembers its pulls and their payoffs.
+    """Return the optimal expected return of an agent that remembers its pulls and their payoffs.
 
-    It tries the arms one by one and stays with the one that pays, the n-th with probability
+    The agent tries the arms one by one and stays with the paying arm. The n-th arm pays with probability
     1 / arms.
 
     >>> remembering_return(arms=4, turns=6)
@@ -134,17 +131,16 @@ def remembering_return(*, arms: int, turns: int) -> float:
 
 
 def memoryless_return(*, arms: int, turns: int) -> float:
-    """Return the best expected return of an agent that sees only the present observation.
+    """Return the optimal expected return of an agent that sees only the current observation.
 
-    Each observation (turn, last payoff) occurs at most once in an episode, so that the return is
-    linear in the choice made at each and some deterministic policy is best. Such a policy acts in
-    each of the `arms` possible environments by that environment's last payoff alone: what is to come depends
-    only on the set of environments where the last pull paid. The value of these sets follows backwards.
+    Each observation (turn, last payoff) occurs at most once in an episode. The return is linear in the
+    choice at each observation, and a deterministic policy is optimal. The future return depends only on
+    the set of paying arms for which the last pull paid. Backward induction gives the value of these sets.
 
     >>> memoryless_return(arms=4, turns=6)
     2.75
     """
-    # After a turn with actions `if_lost`, `if_paid` the paying environments are among those two arms.
+    # After a turn with actions `if_lost` and `if_paid`, only these two arms can have paid.
     sets = {frozenset(pair) for pair in product(range(arms), repeat=2)} | {frozenset[int]()}
     value = dict.fromkeys(sets, 0)
     for _ in range(turns - 1):

@@ -1,6 +1,6 @@
-"""What every environment shares: types, and the checks of arguments, actions and reset options.
+"""Base class of the environments, shared types, and checks of arguments, actions and reset options.
 
-The protocol a trainer reads off `env.unwrapped` is the public part of `Environment`. No rules here.
+A trainer reads the public members of `Environment` from `env.unwrapped`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ Observation = str | dict[str, Any]
 """Text, or `{"text": str, "image": uint8[height, width, 3]}`."""
 
 MOVES = ("Up", "Down", "Left", "Right")
-MAX_GRID = 16  # beyond it a text observation is too long to be of use
+# A text observation of a larger grid is too long to be useful.
+MAX_GRID = 16
 
 TEXT_CHARSET = frozenset(string.ascii_letters + string.digits + " ,.\n#_*")
 
 
 class TextStyle(StrEnum):
-    """How a grid is told in words."""
+    """Format of the text observation of a grid."""
 
     COORDINATES = "coordinates"
     GRID = "grid"
 
 
-class World(gymnasium.Env[Observation, np.int64]):
-    """A discrete world determined by its seed, with what agents, players and panels ask of it.
+class Environment(gymnasium.Env[Observation, np.int64]):
+    """Seeded environment with named discrete actions, state keys, state descriptions and an optimal action.
 
     Subclasses set `action_names`, `instructions`, `action_space` and `observation_space`, call
     `_begin` first in `reset` and `_take` first in `step`.
@@ -38,13 +39,13 @@ class World(gymnasium.Env[Observation, np.int64]):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (typed so by gymnasium)
     option_names: ClassVar[tuple[str, ...]] = ()
-    """Keys that `reset(options=…)` understands."""
+    """Keys accepted by `reset(options=...)`."""
 
     action_names: tuple[str, ...] = ()
-    """The name of each action, by index."""
+    """Action names, in index order."""
 
     instructions: str = ""
-    """The rules, in full sentences, told once."""
+    """Rules of the environment in full sentences."""
 
     def __init__(self, *, render_mode: str | None = None) -> None:
         modes = self.metadata["render_modes"]
@@ -54,19 +55,19 @@ class World(gymnasium.Env[Observation, np.int64]):
         self._over = True
 
     def state_key(self) -> str:
-        """Return text that two states share exactly when they are equal."""
+        """Return a text key. Two states have the same key if and only if they are equal."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Return a short true sentence on what is seen now, without a plan."""
+        """Return a short true description of the current observation, without a plan."""
         raise NotImplementedError
 
     def difficulty(self) -> int:
-        """Return how hard the present state is, -1 where success is out of reach."""
+        """Return the difficulty of the current state, or -1 if success is impossible."""
         raise NotImplementedError
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return a best action in the present state; `rng` breaks ties."""
+        """Return an optimal action for the current state. `rng` breaks ties."""
         raise NotImplementedError
 
     def _begin(self, *, seed: int | None, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -76,7 +77,7 @@ class World(gymnasium.Env[Observation, np.int64]):
         unknown = [name for name in options if name not in self.option_names]
         if unknown:
             raise ValueError(
-                f"reset(options=…) of {type(self).__name__}: found {unknown}, "
+                f"reset(options=...) of {type(self).__name__}: found {unknown}, "
                 f"expected only {list(self.option_names)}"
             )
         return options
@@ -98,8 +99,8 @@ def check_number(
     """Check an argument of an environment.
 
     Raises:
-        TypeError: not a number, or a fraction where a whole number is due.
-        ValueError: outside [`low`, `high`].
+        TypeError: If the value is not a number, or not a whole number although `whole` is set.
+        ValueError: If the value is outside [`low`, `high`].
     """
     kind = "a whole number" if whole else "a number"
     accepted = (int, np.integer) if whole else (int, float, np.integer, np.floating)
@@ -111,14 +112,14 @@ def check_number(
 
 
 def check_choice(value: str, *, name: str, choices: Collection[str]) -> None:
-    """Check that an argument is one of a closed set of words, else raise ValueError."""
+    """Raise a ValueError unless an argument is one of the choices."""
     if value not in choices:
         expected = ", ".join(str(choice) for choice in choices)
         raise ValueError(f"{name}: found {value!r}, expected one of {expected}")
 
 
 def cells_text(cells: Iterable[int], *, size: int) -> str:
-    """Return cells as row and column, as `0 1, 2 2`, or `none`.
+    """Return the row and column of each cell, such as `0 1, 2 2`, or `none`.
 
     >>> cells_text([1, 10], size=4)
     '0 1, 2 2'
@@ -127,14 +128,14 @@ def cells_text(cells: Iterable[int], *, size: int) -> str:
 
 
 def bits(mask: int) -> list[int]:
-    """Return the indices of the set bits, lowest first.
+    """Return the indices of the set bits in ascending order.
 
     >>> bits(0b1010)
     [1, 3]
     """
-    found = []
+    indices = []
     while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
+        lowest = mask & -mask
+        indices.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return indices

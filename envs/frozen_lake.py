@@ -1,4 +1,4 @@
-"""Frozen lake in words: walk to the goal past the holes. Maps come from `envs.lake_map`."""
+"""FrozenLake with text observations. Maps are drawn in `envs.frozen_lake_map`."""
 
 from __future__ import annotations
 
@@ -14,32 +14,40 @@ from envs.base import (
     MAX_GRID,
     MOVES,
     TEXT_CHARSET,
+    Environment,
     Observation,
     TextStyle,
-    World,
     bits,
     cells_text,
     check_choice,
     check_number,
 )
-from envs.lake_map import (
-    LakeMap,
+from envs.frozen_lake_map import (
+    FrozenLakeMap,
     action_values,
     draw_map,
-    neighbours,
+    neighbors,
     outcomes,
     read_map,
     walk_distance,
 )
-from envs.lake_text import SIGNS, LakeSymbols, grid_text, rules, seen_from, seen_text, truth
+from envs.frozen_lake_text import (
+    SIGNS,
+    FrozenLakeSymbols,
+    describe_state,
+    grid_text,
+    observation_rule,
+    relative_positions,
+    rules,
+)
 
 
-class FrozenLake(World):
-    """Walk over a square lake to the goal.
+class FrozenLake(Environment):
+    """Walk over a square frozen lake to the goal.
 
     ## Description
-    Every cell but start and goal is a hole with probability `hole_share`. Maps are drawn anew at
-    each reset, always with a way to the goal. A move against the edge changes nothing.
+    Every cell except start and goal is a hole with probability `hole_share`. Each reset draws a new
+    map with a path to the goal. A move against the edge has no effect.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
@@ -50,31 +58,32 @@ class FrozenLake(World):
     W (player at the goal).
 
     ## Starting State
-    Start and goal are random, `min_distance` to `max_distance` moves apart around the holes; with
-    `random_start=False` the opposite corners.
-    Reset options: `min_distance`, `max_distance`, `min_detour` (moves that the holes add to the way),
-    or `layout` (rows in gymnasium's letters SFHG).
+    Start and goal are random. The shortest path around the holes has `min_distance` to
+    `max_distance` moves. With `random_start=False` they are opposite corners.
+    Reset options: `min_distance`, `max_distance`, `min_detour` (number of moves that the holes add to
+    the shortest path), or `layout` (rows in gymnasium's letters SFHG).
 
     ## Rewards
-    1 at the goal, else 0; less `step_cost` for every move.
+    1 at the goal, 0 otherwise, minus `step_cost` for every move.
 
     ## Episode End
-    Terminated at the goal or in a hole. There is no limit on moves here.
+    Terminated at the goal or in a hole. The number of moves is not limited.
 
     ## Information
-    `success`: at the goal. `action_is_effective`: the move changed the cell.
+    `success`: the player is at the goal. `action_is_effective`: the move changed the player's cell.
 
     ## Arguments
     - `size`: rows and columns, 2 to 16.
     - `hole_share`: from 0 to 0.8.
-    - `slip_probability`: p; a move goes where it is meant to with 1 - p and to either side with
-      p / 2. 2/3 is gymnasium's `is_slippery=True`.
-    - `min_distance`, `max_distance`: fewest moves from start to goal; None is no upper bound.
+    - `slip_probability`: p. A move goes in the intended direction with probability 1 - p and to
+      either side with p / 2. 2/3 equals gymnasium's `is_slippery=True`.
+    - `min_distance`, `max_distance`: bounds of the shortest path from start to goal, in moves; None
+      means no upper bound.
     - `step_cost`: at least 0.
-    - `random_start`: whether start and goal are drawn.
+    - `random_start`: whether start and goal are random.
     - `render`: "coordinates" or "grid".
-    - `symbols`: "plain", or "other" for other words and signs of the same things (`walker 1 2 flag
-      3 0 pits 0 1`, and A . # F in the grid), to see whether a player knows more than the signs.
+    - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 flag 3 0 pits 0 1`,
+      and A . # F in the grid), to test whether a policy generalizes beyond the symbols.
 
     ## Version History
     - v0: first version.
@@ -104,21 +113,23 @@ class FrozenLake(World):
         check_number(slip_probability, name="slip_probability", low=0.0, high=1.0)
         check_number(step_cost, name="step_cost", low=0.0)
         check_choice(render, name="render", choices=list(TextStyle))
-        check_choice(symbols, name="symbols", choices=list(LakeSymbols))
+        check_choice(symbols, name="symbols", choices=list(FrozenLakeSymbols))
         self.size, self.hole_share, self.slip_probability = size, hole_share, slip_probability
         self.step_cost, self.random_start = step_cost, random_start
-        self.style, self.signs = TextStyle(render), SIGNS[LakeSymbols(symbols)]
+        self.style, self.signs = TextStyle(render), SIGNS[FrozenLakeSymbols(symbols)]
         self.min_distance, self.max_distance = self._distances(min_distance, max_distance)
-        self.instructions = rules(size, slip_probability=slip_probability, seen=self._seen())
+        self.instructions = rules(
+            size, slip_probability=slip_probability, seen=self._observation_rule()
+        )
         self.action_space = spaces.Discrete(4)
         self.observation_space = self._observation_space()
-        self.lake = LakeMap(size, 0, size * size - 1, 0, 2 * size - 2)
+        self.lake = FrozenLakeMap(size, 0, size * size - 1, 0, 2 * size - 2)
         self.cell = 0
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a lake, or take the one of `options["layout"]`, and stand at its start."""
+        """Draw a map, or use `options["layout"]`, and place the player at the start."""
         options = self._begin(seed=seed, options=options)
         if "layout" in options:
             self.lake = read_map(options["layout"], size=self.size)
@@ -145,14 +156,14 @@ class FrozenLake(World):
         return self._observe(), {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Move, or slip to a side."""
+        """Move in the given direction, or slip to a side."""
         direction = self._take(action)
         if self.slip_probability:
             draw = self.np_random.random() - (1.0 - self.slip_probability)
             if draw >= 0.0:
                 sides = (2, 3) if direction < 2 else (0, 1)
                 direction = sides[draw >= self.slip_probability / 2]
-        before, self.cell = self.cell, neighbours(self.size)[self.cell][direction]
+        before, self.cell = self.cell, neighbors(self.size)[self.cell][direction]
         success = self.cell == self.lake.goal
         self._over = success or bool(self.lake.holes >> self.cell & 1)
         self._moved(before)
@@ -162,31 +173,31 @@ class FrozenLake(World):
     def transitions(self, state: int, action: int) -> list[tuple[float, int, float, bool]]:
         """Return (probability, next cell, reward, terminated) of an action in a cell.
 
-        Goal and holes lead to themselves with reward 0. Cells that two slips reach stand twice.
+        Goal and holes are absorbing with reward 0. A cell that two outcomes reach is listed twice.
         """
         if self._final(state):
             return [(1.0, state, 0.0, True)]
-        found = []
+        transitions = []
         for probability, way in outcomes(action, slip_probability=self.slip_probability):
-            cell = neighbours(self.size)[state][way]
+            cell = neighbors(self.size)[state][way]
             reward = float(cell == self.lake.goal) - self.step_cost
-            found.append((probability, cell, reward, self._final(cell)))
-        return found
+            transitions.append((probability, cell, reward, self._final(cell)))
+        return transitions
 
     def state_key(self) -> str:
         """Return size, cell, goal and holes as text."""
         return f"{self.size} {self.cell} {self.lake.goal} {self.lake.holes:x}"
 
     def describe(self) -> str:
-        """Return own cell, goal and the moves into a hole: `me 1 2 goal 3 0 avoid Up Left`."""
-        return truth(self.lake, cell=self.cell)
+        """Return the player's cell, the goal and the moves into a hole: `me 1 2 goal 3 0 avoid Up Left`."""
+        return describe_state(self.lake, cell=self.cell)
 
     def relations(self) -> list[tuple[str, int, int]]:
-        """Return the goal and the holes that touch the own cell, by rows below and columns to the right."""
-        return seen_from(self.lake, cell=self.cell)
+        """Return the relative positions (name, rows down, columns right) of the goal and of adjacent holes."""
+        return relative_positions(self.lake, cell=self.cell)
 
     def difficulty(self) -> int:
-        """Return the fewest moves to the goal from here, were no move to slip; -1 in a hole."""
+        """Return the length of the shortest path to the goal without slips, or -1 in a hole."""
         if self.cell == self.lake.start:
             return self.lake.distance
         if self.lake.holes >> self.cell & 1:
@@ -195,12 +206,12 @@ class FrozenLake(World):
         return walk_distance(self.size, start=self.cell, goal=lake.goal, holes=lake.holes)
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return an action of highest chance to reach the goal, slips reckoned with."""
+        """Return an action with the highest probability of reaching the goal, slips included."""
         values = self._values[self.cell]
         return int(rng.choice(np.flatnonzero(values >= values.max() - 1e-7)))
 
     def blind_action(self, rng: np.random.Generator) -> int:
-        """Return a move that brings the goal nearer as if there were no holes."""
+        """Return a move towards the goal that ignores holes."""
         size, goal = self.size, self.lake.goal
         down, right = goal // size - self.cell // size, goal % size - self.cell % size
         good = [int(down > 0)] * (down != 0) + [2 + int(right > 0)] * (right != 0)
@@ -218,14 +229,14 @@ class FrozenLake(World):
         return cell == self.lake.goal or bool(self.lake.holes >> cell & 1)
 
     def _arrive(self) -> None:
-        """Prepare what stays the same for the whole episode."""
+        """Prepare the parts of the observation that are constant within the episode."""
         goal = self.lake.goal
         holes = cells_text(bits(self.lake.holes), size=self.size)
         place = f"{goal // self.size} {goal % self.size}"
         self._fixed = f" {self.signs.goal} {place} {self.signs.holes} {holes}"
 
     def _moved(self, before: int) -> None:
-        """Take note of a move; an environment with images keeps footprints here."""
+        """Record a move. The visual environment draws footprints here."""
 
     def _observe(self) -> Observation:
         if self.style is TextStyle.GRID:
@@ -245,8 +256,8 @@ class FrozenLake(World):
             )
         return low, high
 
-    def _seen(self) -> str:
-        return seen_text(self.style, signs=self.signs)
+    def _observation_rule(self) -> str:
+        return observation_rule(self.style, signs=self.signs)
 
     def _observation_space(self) -> spaces.Space[Any]:
         return spaces.Text(max_length=60 + 8 * self.size**2, charset=TEXT_CHARSET)

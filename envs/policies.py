@@ -1,7 +1,7 @@
-"""Scripted players: the ceiling, the floor, and the imperfect demonstrator between them.
+"""Scripted policies: random, optimal, and a noisy demonstrator.
 
-A player chooses one action from the world's own offers (`optimal_action`, `blind_action`); it keeps
-no state, so that one player serves many environments.
+A policy chooses an action with the help of the environment (`optimal_action`, `blind_action`). It keeps no
+state, and one policy object serves many environments.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from envs.base import check_choice, check_number
 
 
 class ScriptedPolicy(Protocol):
-    """What chooses actions in an environment."""
+    """Policy that chooses actions by rule."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
-        """Return the index of an action for the present state of `env`."""
+        """Return the index of an action for the current state of `env`."""
         ...
 
 
-class PlayerBase(StrEnum):
-    """What a noisy player does when it does not act at random."""
+class BasePolicy(StrEnum):
+    """Policy that `NoisyPolicy` follows when it does not act at random."""
 
     OPTIMAL = "optimal"
     BLIND = "blind"
 
 
 class RandomPolicy:
-    """Every action with the same probability."""
+    """Uniform policy."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
-        """Return a uniform action."""
+        """Return an action drawn uniformly."""
         return int(rng.integers(len(_environment(env).action_names)))
 
 
 class OptimalPolicy:
-    """A best action, as the environment itself knows it."""
+    """Optimal policy, given by the environment's `optimal_action`."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
-        """Return a best action; `rng` breaks ties."""
+        """Return an optimal action. `rng` breaks ties."""
         return int(_environment(env).optimal_action(rng))
 
 
 class NoisyPolicy:
-    """A demonstrator that mostly wanders, and otherwise plays well or plays blind to dangers.
+    """Demonstrator that acts at random with probability `noise` and follows a base policy otherwise.
 
     Args:
-        noise: probability of a uniform action.
-        base: what it does else: "optimal", or "blind" where the environment has a `blind_action`.
+        noise: Probability of a uniform action.
+        base: Base policy: "optimal", or "blind" if the environment has a `blind_action`.
     """
 
     def __init__(self, *, noise: float = 0.85, base: str = "blind") -> None:
         check_number(noise, name="noise", low=0.0, high=1.0)
-        check_choice(base, name="base", choices=list(PlayerBase))
+        check_choice(base, name="base", choices=list(BasePolicy))
         self.noise = noise
-        self.base = PlayerBase(base)
+        self.base = BasePolicy(base)
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
-        """Return a uniform or a base action."""
+        """Return a uniform action or an action of the base policy."""
         environment = _environment(env)
         if rng.random() < self.noise:
             return int(rng.integers(len(environment.action_names)))
-        if self.base is PlayerBase.OPTIMAL:
+        if self.base is BasePolicy.OPTIMAL:
             return int(environment.optimal_action(rng))
         if not hasattr(environment, "blind_action"):
             raise TypeError(
@@ -76,5 +76,5 @@ class NoisyPolicy:
 
 
 def _environment(env: gymnasium.Env[Any, Any]) -> Any:
-    # The environments' own members are no part of gymnasium's interface.
+    # These members are not part of gymnasium's interface.
     return env.unwrapped

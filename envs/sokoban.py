@@ -1,4 +1,4 @@
-"""Sokoban in words: push every box onto a target. The rules live in `envs.sokoban_rules`."""
+"""Sokoban with text observations. The rules are in `envs.sokoban_rules`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from envs.base import (
     MAX_GRID,
     MOVES,
     TEXT_CHARSET,
+    Environment,
     Observation,
     TextStyle,
-    World,
     check_choice,
     check_number,
 )
 from envs.sokoban_rules import Room, State, draw_start, least_pushes, move, shortest_way
 from envs.sokoban_text import (
     coordinates_text,
+    describe_state,
     grid_text,
+    observation_rule,
     read_room,
+    relative_positions,
     rules,
-    seen_from,
-    seen_text,
-    truth,
 )
 
-_ANY = 10_000  # pushes; no room needs as many
+# More pushes than any room needs.
+_MAX_PUSHES = 10_000
 
 
-class Sokoban(World):
+class Sokoban(Environment):
     """Push every box onto a target.
 
     ## Description
-    A square room closed by walls, with `walls` more inside. Walking into a box pushes it, if the
-    cell behind it is free; boxes cannot be pulled. Rooms are drawn anew at each reset by playing
-    backwards from the solution, so that each can be solved.
+    A square room with outer walls and `walls` inner walls. Walking into a box pushes it if the cell
+    behind it is free. Boxes cannot be pulled. Each reset draws a new solvable room by playing
+    backwards from the solution.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
@@ -49,17 +50,17 @@ class Sokoban(World):
     O (target), X (box), B (box on a target), P (player), S (player on a target).
 
     ## Starting State
-    Random room, boxes and player with a least number of pushes from `min_pushes` to `max_pushes`.
+    Random room, boxes and player. The shortest solution has `min_pushes` to `max_pushes` pushes.
     Reset options: `min_pushes`, `max_pushes`, or `layout` (rows of the symbols above).
 
     ## Rewards
-    `solved_reward` when all boxes stand on targets, `box_reward` for each box moved onto a target
-    and its negative for each moved off, less `step_cost` for every move. RAGEN's and VAGEN's
-    scheme is `step_cost=0.1, box_reward=1, solved_reward=10`.
+    `solved_reward` when all boxes are on targets, `box_reward` for each box moved onto a target and
+    `-box_reward` for each box moved off a target, minus `step_cost` for every move. RAGEN and VAGEN
+    use `step_cost=0.1, box_reward=1, solved_reward=10`.
 
     ## Episode End
-    Terminated when solved; with `end_on_deadlock` also when it can no longer be solved. There is
-    no limit on moves here.
+    Terminated when solved, and with `end_on_deadlock` when it can no longer be solved. The number of
+    moves is not limited.
 
     ## Information
     `success`: solved. `action_is_effective`: the move changed the state.
@@ -67,8 +68,8 @@ class Sokoban(World):
     ## Arguments
     - `size`: rows and columns, border walls included, 4 to 16.
     - `boxes`: at least 1. `walls`: number of walls inside the border.
-    - `min_pushes`, `max_pushes`: bounds of the least number of pushes; None is no upper bound.
-      Rooms of many boxes are searched up to 4,000 states, which bounds it too.
+    - `min_pushes`, `max_pushes`: bounds of the number of pushes in the shortest solution; None means
+      no upper bound. The search stops after 4,000 states, which also bounds it.
     - `step_cost`, `box_reward`, `solved_reward`: at least 0.
     - `end_on_deadlock`: whether an unsolvable state ends the episode.
     - `render`: "coordinates" or "grid".
@@ -110,17 +111,17 @@ class Sokoban(World):
         self.end_on_deadlock = end_on_deadlock
         self.style = TextStyle(render)
         self.min_pushes, self.max_pushes = self._pushes(min_pushes, max_pushes)
-        self.instructions = rules(size, boxes=boxes, seen=self._seen())
+        self.instructions = rules(size, boxes=boxes, seen=self._observation_rule())
         self.action_space = spaces.Discrete(4)
         self.observation_space = self._observation_space()
         self.room, self.state = Room(size, 0, 0), State(0, 1)
-        self._known = (self.state, 0)
-        self._way: dict[State, int] = {}
+        self._pushes_of_state = (self.state, 0)
+        self._solution: dict[State, int] = {}
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a room, or take the one of `options["layout"]`."""
+        """Draw a room, or use `options["layout"]`."""
         options = self._begin(seed=seed, options=options)
         if "layout" in options:
             self.room, self.state = read_room(options["layout"], size=self.size)
@@ -137,12 +138,12 @@ class Sokoban(World):
                 least=low,
                 most=high,
             )
-        self._known = (self.state, pushes)
-        self._way = {}
+        self._pushes_of_state = (self.state, pushes)
+        self._solution = {}
         return self._observe(), {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Walk, and push the box in the way."""
+        """Move the player and push a box if there is one."""
         before = self.state
         self.state = after = move(self.room, before, action=self._take(action))
         targets = self.room.targets
@@ -163,24 +164,24 @@ class Sokoban(World):
         return f"{room.size} {room.floor:x} {room.targets:x} {state.boxes:x} {player}"
 
     def describe(self) -> str:
-        """Return the cells seen and the walls at hand, as `me 1 2 box 2 3 target 4 4 walls Up`."""
-        return truth(self.room, self.state)
+        """Return all cells and the adjacent walls: `me 1 2 box 2 3 target 4 4 walls Up`."""
+        return describe_state(self.room, self.state)
 
     def relations(self) -> list[tuple[str, int, int]]:
-        """Return boxes and targets, by rows below the player and columns to the right."""
-        return seen_from(self.room, self.state)
+        """Return the relative positions (name, rows down, columns right) of boxes and targets."""
+        return relative_positions(self.room, self.state)
 
     def difficulty(self) -> int:
-        """Return the least number of pushes that solves the present state, -1 if none does."""
-        if self._known[0] != self.state:
-            self._known = (self.state, least_pushes(self.room, self.state))
-        return self._known[1]
+        """Return the number of pushes in the shortest solution of the current state, or -1 without one."""
+        if self._pushes_of_state[0] != self.state:
+            self._pushes_of_state = (self.state, least_pushes(self.room, self.state))
+        return self._pushes_of_state[1]
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return the next move of a way of fewest moves; a random one where there is none."""
-        if self.state not in self._way:
-            self._way |= dict(shortest_way(self.room, self.state))
-        action = self._way.get(self.state)
+        """Return the next move of a shortest solution, or a random move if there is none."""
+        if self.state not in self._solution:
+            self._solution |= dict(shortest_way(self.room, self.state))
+        action = self._solution.get(self.state)
         return int(rng.integers(4)) if action is None else action
 
     def render(self) -> str:
@@ -193,13 +194,13 @@ class Sokoban(World):
         return coordinates_text(self.room, self.state)
 
     def _pushes(self, low: int, high: int | None) -> tuple[int, int]:
-        high = _ANY if high is None else high
-        check_number(low, name="min_pushes", low=1, high=_ANY, whole=True)
-        check_number(high, name="max_pushes", low=low, high=_ANY, whole=True)
+        high = _MAX_PUSHES if high is None else high
+        check_number(low, name="min_pushes", low=1, high=_MAX_PUSHES, whole=True)
+        check_number(high, name="max_pushes", low=low, high=_MAX_PUSHES, whole=True)
         return low, high
 
-    def _seen(self) -> str:
-        return seen_text(self.style)
+    def _observation_rule(self) -> str:
+        return observation_rule(self.style)
 
     def _observation_space(self) -> spaces.Space[Any]:
         return spaces.Text(max_length=80 + 8 * self.size**2, charset=TEXT_CHARSET)

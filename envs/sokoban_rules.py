@@ -1,7 +1,7 @@
-"""The rules of Sokoban on bit sets, and searches over them: pushes needed, moves needed, starts.
+"""Sokoban rules on bit sets, searches for shortest solutions, and random solvable rooms.
 
-Cells are numbered row by row and a set of cells is an int whose bit i is cell i. A room is closed
-by a border of walls, so that no shift of a floor cell leaves it. Episodes live in `envs.sokoban`.
+Cells are numbered row by row. A set of cells is an int whose bit i is cell i. The border consists of walls,
+and no shift of a floor cell leaves the room. Episodes are in `envs.sokoban`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _ROOM_TRIES = 500
 
 
 class Room(NamedTuple):
-    """What does not move."""
+    """Static part of a Sokoban state."""
 
     size: int
-    floor: int  # bit set of the cells that are no wall
-    targets: int  # bit set, as many as boxes
+    floor: int  # bit set of the cells without a wall
+    targets: int  # bit set, one target per box
 
 
 class State(NamedTuple):
-    """What moves."""
+    """Dynamic part of a Sokoban state."""
 
     boxes: int  # bit set
     player: int  # bit set of the player's one cell
 
 
 def steps(size: int) -> tuple[int, int, int, int]:
-    """Return how far Up, Down, Left and Right shift a cell's number."""
+    """Return the offsets of a cell's number for Up, Down, Left and Right."""
     return -size, size, -1, 1
 
 
 def shift(mask: int, by: int) -> int:
-    """Return a bit set moved by `by` cells.
+    """Return a bit set shifted by `by` cells.
 
     >>> shift(0b0100, -2), shift(0b0100, 1)
     (1, 8)
@@ -48,7 +48,7 @@ def shift(mask: int, by: int) -> int:
 
 
 def move(room: Room, state: State, *, action: int) -> State:
-    """Return the state after a move; against a wall or a box that cannot give way, the same one."""
+    """Return the state after a move. A move against a wall or an immovable box returns the same state."""
     by = steps(room.size)[action]
     ahead = shift(state.player, by)
     if not ahead & room.floor:
@@ -62,7 +62,7 @@ def move(room: Room, state: State, *, action: int) -> State:
 
 
 def region(room: Room, *, boxes: int, player: int) -> int:
-    """Return the cells the player can walk to without a push."""
+    """Return the cells that the player can reach without a push."""
     size, free = room.size, room.floor & ~boxes
     reached = player
     while True:
@@ -74,7 +74,7 @@ def region(room: Room, *, boxes: int, player: int) -> int:
 
 
 def least_pushes(room: Room, state: State) -> int:
-    """Return the fewest pushes to put every box on a target, -1 where it cannot be done."""
+    """Return the number of pushes in the shortest solution, or -1 without a solution."""
     first = (state.boxes, region(room, boxes=state.boxes, player=state.player))
     queue, depth = deque([first]), {first: 0}
     while queue:
@@ -95,7 +95,7 @@ def least_pushes(room: Room, state: State) -> int:
 
 
 def shortest_way(room: Room, state: State) -> list[tuple[State, int]]:
-    """Return (state, action) along a way of fewest moves to the solution, empty where none is."""
+    """Return the (state, action) pairs of a solution with the fewest moves, empty without a solution."""
     came: dict[State, tuple[State, int] | None] = {state: None}
     queue = deque([state])
     while queue:
@@ -115,10 +115,10 @@ def shortest_way(room: Room, state: State) -> list[tuple[State, int]]:
 
 
 def pulled_states(room: Room, *, most: int) -> list[list[tuple[int, int]]]:
-    """Return by number of least pushes, 0 to `most`, the (boxes, region) that so many solve.
+    """Return the (boxes, region) states by the number of pushes in their shortest solution, 0 to `most`.
 
-    Plays backwards from the solved room, pulling; breadth first, so that a state's depth is its
-    least number of pushes. Stops after `MAX_STATES` states with the layers found until then.
+    A breadth-first search pulls boxes backwards from the solved room. The depth of a state is the number of
+    pushes in its shortest solution. The search stops after `MAX_STATES` states.
     """
     layer: list[tuple[int, int]] = []
     left = room.floor & ~room.targets
@@ -146,13 +146,13 @@ def pulled_states(room: Room, *, most: int) -> list[list[tuple[int, int]]]:
 def draw_start(
     rng: np.random.Generator, *, size: int, boxes: int, walls: int, least: int, most: int
 ) -> tuple[Room, State, int]:
-    """Draw a room and a start that `least` to `most` pushes solve; also return that number.
+    """Draw a room, a start state whose shortest solution has `least` to `most` pushes, and that number.
 
-    A room's inner walls and targets are uniform among those that leave the floor in one piece;
-    its start is uniform over box positions and the parts of the floor they leave.
+    Inner walls and targets are uniform over those with a connected floor. The start state is uniform over
+    box positions and the regions of the floor that the boxes leave.
 
     Raises:
-        RuntimeError: 500 rooms in a row had no such start.
+        RuntimeError: If 500 rooms in a row had no such start state.
     """
     inner = inner_cells(size)
     for _ in range(_ROOM_TRIES):
@@ -183,7 +183,7 @@ def draw_start(
 
 @cache
 def inner_cells(size: int) -> tuple[int, ...]:
-    """Return the cells within the border.
+    """Return the cells inside the border.
 
     >>> inner_cells(4)
     (5, 6, 9, 10)

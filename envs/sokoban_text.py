@@ -1,4 +1,4 @@
-"""The words of Sokoban: its rules, coordinates, grid of symbols and true sentences on a state."""
+"""Texts of Sokoban: rules, coordinates, grid of symbols and state description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SYMBOLS = "#_OXBPS"
 
 
 def rules(size: int, *, boxes: int, seen: str) -> str:
-    """Return the rules of a room, closed by `seen`, a sentence on what is observed."""
+    """Return the rules, followed by `seen`, a sentence about the observation."""
     things = "the box onto the target" if boxes == 1 else f"the {boxes} boxes onto the targets"
     return (
         f"You are in a walled room of {size} rows and {size} columns, the outer walls counted. "
@@ -31,30 +31,30 @@ def rules(size: int, *, boxes: int, seen: str) -> str:
     )
 
 
-def seen_text(style: TextStyle) -> str:
-    """Return the sentence on what a text observation of this style holds."""
+def observation_rule(style: TextStyle) -> str:
+    """Return the sentence that explains a text observation of this style."""
     return _SEEN[style]
 
 
 def coordinates_text(room: Room, state: State) -> str:
-    """Return the room as `me 1 2 box 2 3 target 4 4 walls 2 2, 3 1`, border walls left out."""
+    """Return the room as `me 1 2 box 2 3 target 4 4 walls 2 2, 3 1`, without the border walls."""
     inside = sum(1 << cell for cell in inner_cells(room.size))
     walls = cells_text(bits(inside & ~room.floor), size=room.size)
     return f"{_things(room, state)} walls {walls}"
 
 
-def truth(room: Room, state: State) -> str:
-    """Return own cell, boxes, targets and the moves that face a wall."""
-    at_hand = [
+def describe_state(room: Room, state: State) -> str:
+    """Return the cells of player, boxes and targets, and the moves that lead into a wall."""
+    adjacent_walls = [
         f" {name}"
         for name, by in zip(MOVES, steps(room.size), strict=True)
         if not shift(state.player, by) & room.floor
     ]
-    return f"{_things(room, state)} walls{''.join(at_hand)}"
+    return f"{_things(room, state)} walls{''.join(adjacent_walls)}"
 
 
-def seen_from(room: Room, state: State) -> list[tuple[str, int, int]]:
-    """Return (thing, rows below, columns to the right) of every box and target, seen from the player."""
+def relative_positions(room: Room, state: State) -> list[tuple[str, int, int]]:
+    """Return (name, rows down, columns right) of every box and target relative to the player."""
     row, column = divmod(state.player.bit_length() - 1, room.size)
     return [
         (name, cell // room.size - row, cell % room.size - column)
@@ -71,9 +71,9 @@ def grid_text(room: Room, state: State) -> str:
 
 
 def tile_codes(room: Room, state: State) -> list[int]:
-    """Return what each cell shows: wall, floor, target, box, placed box, player, player on target.
+    """Return a code from 0 to 6 per cell.
 
-    The codes 0 to 6 follow that order.
+    The codes stand for wall, floor, target, box, box on target, player and player on target, in this order.
     """
     codes = [room.floor >> cell & 1 for cell in range(room.size * room.size)]
     for cell in bits(room.targets):
@@ -85,11 +85,11 @@ def tile_codes(room: Room, state: State) -> list[int]:
 
 
 def read_room(rows: Sequence[str], *, size: int) -> tuple[Room, State]:
-    """Return the room and state of rows of the grid's symbols, blanks ignored.
+    """Read a room and a state from rows of grid symbols. Blanks are ignored.
 
     Raises:
-        ValueError: not `size` rows of `size` symbols within a border of walls, not one player, or
-            not as many boxes as targets.
+        ValueError: If there are not `size` rows of `size` symbols within a border of walls, not exactly one
+            player, or not as many boxes as targets.
     """
     rows = [row.replace(" ", "") for row in rows]
     text = "".join(rows)

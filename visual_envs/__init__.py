@@ -1,7 +1,7 @@
-"""Environments seen as images, registered with gymnasium under `ragen/`.
+"""Image environments. Importing this package registers them with gymnasium under `ragen/`.
 
-Each is an environment of `envs` whose state is shown only as an RGB image, laid out from tiles that
-`visual_envs.tiles` draws. Rules live in `envs`.
+Each class shows the state of an environment in `envs` as an RGB image, composed of tiles. The rules are in
+`envs`.
 """
 
 from gymnasium.envs.registration import register

@@ -1,4 +1,4 @@
-"""Frozen lake seen as an image; rules and maps are those of `envs.frozen_lake`."""
+"""FrozenLake with image observations. Rules and maps are those of `envs.frozen_lake`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from numpy.typing import NDArray
 
 from envs.base import TEXT_CHARSET, Observation, bits, check_choice
 from envs.frozen_lake import FrozenLake
-from visual_envs.lake_tiles import WITH_PLAYER, LakeTheme, LakeTile, lake_tiles
+from visual_envs.frozen_lake_tiles import (
+    WITH_PLAYER,
+    FrozenLakeTheme,
+    FrozenLakeTile,
+    frozen_lake_tiles,
+)
 from visual_envs.tiles import TILE, lay_out
 
 _TEXT = "reach the goal"
 _SEEN = {
-    LakeTheme.DAY: (
+    FrozenLakeTheme.DAY: (
         "Each turn shows a picture of the lake from above: you are the figure in red, holes are dark "
         "water, the goal is a green flag on a yellow field."
     ),
-    LakeTheme.NIGHT: (
+    FrozenLakeTheme.NIGHT: (
         "Each turn shows a picture of the lake from above, by night: you are the figure in white, holes "
         "are black water, the goal is a blue flag on an orange field."
     ),
@@ -28,10 +33,10 @@ _SEEN_TRAIL = " Footprints mark the cells where you have been."
 
 
 class FrozenLakeVisual(FrozenLake):
-    """Walk over a frozen lake seen from above.
+    """Walk over a frozen lake, shown as an image from above.
 
     ## Description
-    `FrozenLake` whose state is shown only in the picture, `16 * size` pixels square.
+    `FrozenLake` whose state is visible only in the image, a square of `16 * size` pixels.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
@@ -44,7 +49,7 @@ class FrozenLakeVisual(FrozenLake):
     As in `FrozenLake`, reset options included.
 
     ## Rewards
-    As in `FrozenLake`: 1 at the goal, less `step_cost` for every move.
+    As in `FrozenLake`: 1 at the goal, minus `step_cost` for every move.
 
     ## Episode End
     Terminated at the goal or in a hole.
@@ -53,10 +58,10 @@ class FrozenLakeVisual(FrozenLake):
     `success`, `action_is_effective`.
 
     ## Arguments
-    Those of `FrozenLake` but `render` and `symbols`, and
-    - `trail`: whether the picture keeps footprints on the ice walked over, so that a player who
-      sees one picture at a time can tell that it goes in circles.
-    - `tiles`: "day", or "night" for the same shapes in other colours.
+    Those of `FrozenLake` except `render` and `symbols`, and
+    - `trail`: whether visited cells show footprints. They let a policy that sees one image at a time
+      detect that it walks in circles.
+    - `tiles`: "day", or "night" for the same shapes in different colors.
 
     ## Version History
     - v0: first version.
@@ -78,8 +83,8 @@ class FrozenLakeVisual(FrozenLake):
         tiles: str = "day",
         render_mode: str | None = None,
     ) -> None:
-        check_choice(tiles, name="tiles", choices=list(LakeTheme))
-        self.trail, self.theme = trail, LakeTheme(tiles)
+        check_choice(tiles, name="tiles", choices=list(FrozenLakeTheme))
+        self.trail, self.theme = trail, FrozenLakeTheme(tiles)
         super().__init__(
             size=size,
             hole_share=hole_share,
@@ -98,23 +103,23 @@ class FrozenLakeVisual(FrozenLake):
 
     def _arrive(self) -> None:
         self._codes = np.zeros(self.size * self.size, dtype=np.intp)
-        self._codes[bits(self.lake.holes)] = LakeTile.HOLE
-        self._codes[self.lake.goal] = LakeTile.GOAL
+        self._codes[bits(self.lake.holes)] = FrozenLakeTile.HOLE
+        self._codes[self.lake.goal] = FrozenLakeTile.GOAL
 
     def _moved(self, before: int) -> None:
         if self.trail:
-            self._codes[before] = LakeTile.TRAIL
+            self._codes[before] = FrozenLakeTile.TRAIL
 
     def _observe(self) -> Observation:
         return {"text": _TEXT, "image": self._image()}
 
     def _image(self) -> NDArray[np.uint8]:
         self._codes[self.cell] += WITH_PLAYER
-        image = lay_out(lake_tiles(self.theme), self._codes, size=self.size)
+        image = lay_out(frozen_lake_tiles(self.theme), self._codes, size=self.size)
         self._codes[self.cell] -= WITH_PLAYER
         return image
 
-    def _seen(self) -> str:
+    def _observation_rule(self) -> str:
         return _SEEN[self.theme] + _SEEN_TRAIL * self.trail
 
     def _observation_space(self) -> spaces.Space[Any]:

@@ -1,4 +1,4 @@
-"""Sokoban seen as an image; the rules are those of `envs.sokoban`."""
+"""Sokoban with image observations. The rules are those of `envs.sokoban`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SEEN = (
 
 
 class SokobanVisual(Sokoban):
-    """Push every box onto a target, seen from above.
+    """Push every box onto a target, shown as an image from above.
 
     ## Description
-    `Sokoban` whose state is shown only in the image, `16 * size` pixels square.
+    `Sokoban` whose state is visible only in the image, a square of `16 * size` pixels.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
@@ -47,7 +47,7 @@ class SokobanVisual(Sokoban):
     `success`, `action_is_effective`.
 
     ## Arguments
-    Those of `Sokoban` but `render`.
+    Those of `Sokoban` except `render`.
 
     ## Version History
     - v0: first version.
@@ -93,7 +93,7 @@ class SokobanVisual(Sokoban):
         codes = np.array(tile_codes(self.room, self.state), dtype=np.intp)
         return lay_out(sokoban_tiles(), codes, size=self.size)
 
-    def _seen(self) -> str:
+    def _observation_rule(self) -> str:
         return _SEEN
 
     def _observation_space(self) -> spaces.Space[Any]:

@@ -1,4 +1,4 @@
-"""The tiles of Sokoban, in the order of `envs.sokoban_text.tile_codes`."""
+"""Sokoban tiles, in the order of `envs.sokoban_text.tile_codes`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from visual_envs.tiles import Canvas, Colour, pack
+from visual_envs.tiles import Canvas, Color, pack
 
-_BRICK: Colour = (118, 72, 58)
-_MORTAR: Colour = (74, 44, 38)
-_FLOOR: Colour = (236, 226, 200)
-_DUST: Colour = (214, 202, 172)
-_TARGET: Colour = (206, 36, 92)
-_WOOD: Colour = (216, 146, 50)
-_EDGE: Colour = (128, 76, 16)
-_DONE: Colour = (64, 172, 88)
-_DONE_EDGE: Colour = (20, 96, 44)
-_COAT: Colour = (36, 84, 204)
-_SKIN: Colour = (250, 208, 168)
-_DARK: Colour = (24, 28, 64)
+_BRICK: Color = (118, 72, 58)
+_MORTAR: Color = (74, 44, 38)
+_FLOOR: Color = (236, 226, 200)
+_DUST: Color = (214, 202, 172)
+_TARGET: Color = (206, 36, 92)
+_WOOD: Color = (216, 146, 50)
+_EDGE: Color = (128, 76, 16)
+_DONE: Color = (64, 172, 88)
+_DONE_EDGE: Color = (20, 96, 44)
+_COAT: Color = (36, 84, 204)
+_SKIN: Color = (250, 208, 168)
+_DARK: Color = (24, 28, 64)
 
 
 @cache
 def sokoban_tiles() -> NDArray[np.int64]:
-    """Return wall, floor, target, box, placed box, player, player on target, packed."""
+    """Return the packed tiles: wall, floor, target, box, box on target, player, player on target."""
     canvases = [
         _wall(),
         _floor(),
@@ -55,7 +55,7 @@ def _target() -> Canvas:
     return canvas.ellipse((6, 6, 10, 10), _TARGET)
 
 
-def _box(wood: Colour, edge: Colour) -> Canvas:
+def _box(wood: Color, edge: Color) -> Canvas:
     canvas = _floor().rectangle((1, 1, 15, 15), edge).rectangle((2.5, 2.5, 13.5, 13.5), wood)
     canvas.line((3, 3, 13, 13), edge, width=1.5)
     return canvas.line((3, 13, 13, 3), edge, width=1.5)

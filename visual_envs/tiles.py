@@ -1,7 +1,7 @@
-"""Drawing square tiles with Pillow, once, and laying images out of them with numpy.
+"""Square tiles drawn once with Pillow, and images composed of them with numpy.
 
-Tiles are drawn large and scaled down, so that their edges are smooth at 16 pixels. What the tiles
-of an environment look like stands in `visual_envs.lake_tiles` and `visual_envs.sokoban_tiles`.
+Tiles are drawn at a larger scale and reduced, which smooths their edges. The tiles of each environment are in
+`visual_envs.frozen_lake_tiles` and `visual_envs.sokoban_tiles`.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ TILE = 16
 
 _SCALE = 8
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 Box = tuple[float, float, float, float]
 
 
 class Canvas:
-    """A tile in the making, measured in pixels of the finished tile; drawing calls chain."""
+    """Drawing surface of one tile. Coordinates are pixels of the finished tile; calls can be chained."""
 
-    def __init__(self, ground: Colour) -> None:
+    def __init__(self, ground: Color) -> None:
         self._image = Image.new("RGB", (TILE * _SCALE, TILE * _SCALE), ground)
         self._draw = ImageDraw.Draw(self._image)
 
-    def rectangle(self, box: Box, color: Colour) -> Self:
-        """Fill left, top, right, bottom."""
+    def rectangle(self, box: Box, color: Color) -> Self:
+        """Fill the rectangle (left, top, right, bottom)."""
         left, top, right, bottom = (side * _SCALE for side in box)
         self._draw.rectangle((left, top, right - 1, bottom - 1), fill=color)
         return self
 
-    def ellipse(self, box: Box, color: Colour) -> Self:
-        """Fill the ellipse inside left, top, right, bottom."""
+    def ellipse(self, box: Box, color: Color) -> Self:
+        """Fill the ellipse inside the rectangle (left, top, right, bottom)."""
         left, top, right, bottom = (side * _SCALE for side in box)
         self._draw.ellipse((left, top, right - 1, bottom - 1), fill=color)
         return self
 
-    def polygon(self, points: Sequence[tuple[float, float]], color: Colour) -> Self:
+    def polygon(self, points: Sequence[tuple[float, float]], color: Color) -> Self:
         """Fill a polygon of (x, y) points."""
         self._draw.polygon([(x * _SCALE, y * _SCALE) for x, y in points], fill=color)
         return self
 
-    def line(self, box: Box, color: Colour, *, width: float = 1.0) -> Self:
+    def line(self, box: Box, color: Color, *, width: float = 1.0) -> Self:
         """Draw a line between two points."""
         ends = [side * _SCALE for side in box]
         self._draw.line(ends, fill=color, width=round(width * _SCALE))
@@ -58,20 +58,20 @@ class Canvas:
 
 
 def pack(tiles: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
-    """Return tiles as `[kinds, TILE, TILE * 3 / 8]` words of eight bytes, for `lay_out`.
+    """Return the tiles as eight-byte words, `[kinds, TILE, TILE * 3 / 8]`, for `lay_out`.
 
-    Words, because numpy copies element by element where memory is not contiguous.
+    numpy copies non-contiguous memory element by element, and larger elements make it faster.
     """
     return np.stack(tiles).reshape(len(tiles), TILE, TILE * 3).view(np.int64)
 
 
 def lay_out(packed: NDArray[np.int64], codes: NDArray[np.intp], *, size: int) -> NDArray[np.uint8]:
-    """Return the image of a square grid of tiles, a new array.
+    """Return a new image of a square grid of tiles.
 
     Args:
-        packed: from `pack`.
-        codes: the kind of tile of each cell, row by row, `[size * size]`.
-        size: rows and columns.
+        packed: Tiles returned by `pack`.
+        codes: Tile code of each cell, row by row, `[size * size]`.
+        size: Number of rows and columns.
 
     Returns:
         RGB, `[size * TILE, size * TILE, 3]`.

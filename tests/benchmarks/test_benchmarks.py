@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 def load(name: str) -> ModuleType:
-    """Import a script, which finds its neighbours as it does when it is run."""
+    """Import a script, which finds its neighbors as it does when it is run."""
     sys.path.insert(0, str(FOLDER))
     try:
         __import__(name)

@@ -11,7 +11,7 @@ import pytest
 
 import envs.bandit_memory
 import envs.base
-import envs.lake_map
+import envs.frozen_lake_map
 import envs.sokoban_rules
 from envs.bandit import NAME_PAIRS, Bandit, BanditNames
 from envs.bandit_memory import BanditMemory, memoryless_return, remembering_return
@@ -173,7 +173,7 @@ def test_wrong_arguments_of_the_memory_bandit_are_told(arms: int, turns: int) ->
 
 
 @pytest.mark.parametrize(
-    "module", [envs.base, envs.bandit_memory, envs.lake_map, envs.sokoban_rules]
+    "module", [envs.base, envs.bandit_memory, envs.frozen_lake_map, envs.sokoban_rules]
 )
 def test_examples_of_docstrings_hold(module: Any) -> None:
     outcome = doctest.testmod(module)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.frozen_lake import FrozenLake
-from envs.lake_map import draw_map, walk_distance
+from envs.frozen_lake_map import draw_map, walk_distance
 from envs.policies import OptimalPolicy, RandomPolicy
 from visual_envs.frozen_lake import FrozenLakeVisual
-from visual_envs.lake_tiles import LakeTheme, lake_tiles
+from visual_envs.frozen_lake_tiles import FrozenLakeTheme, frozen_lake_tiles
 
 GYMNASIUM_ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 ROWS = ["SFFF", "FHFH", "FFFH", "HFFG"]
@@ -266,9 +266,9 @@ def test_night_tiles_show_the_same_lake_in_other_colours() -> None:
         FrozenLakeVisual(tiles="dawn")
 
 
-@pytest.mark.parametrize("theme", list(LakeTheme))
-def test_all_tiles_of_the_lake_differ_clearly(theme: LakeTheme) -> None:
-    tiles = lake_tiles(theme).view(np.uint8).reshape(8, -1).astype(float)
+@pytest.mark.parametrize("theme", list(FrozenLakeTheme))
+def test_all_tiles_of_the_lake_differ_clearly(theme: FrozenLakeTheme) -> None:
+    tiles = frozen_lake_tiles(theme).view(np.uint8).reshape(8, -1).astype(float)
     for one in range(8):
         for other in range(one):
             assert np.abs(tiles[one] - tiles[other]).mean() > 5

@@ -175,7 +175,7 @@ def test_the_stem_is_its_formula(bundle, images):
          for r in range(4) for c in range(4)]
     ).view(4, 4, -1)  # fmt: skip
     around = functional.conv2d(
-        cells.permute(2, 0, 1)[None], stem.neighbours.weight, stem.neighbours.bias, padding=1
+        cells.permute(2, 0, 1)[None], stem.neighbors.weight, stem.neighbors.bias, padding=1
     )[0].permute(1, 2, 0)
     expected = (
         cells * stem.gain[:4, :4] + stem.rows[:4] + stem.columns[:, :4] + functional.gelu(around)

@@ -2,7 +2,7 @@
 
 With additive positions alone a small encoder takes thousands of steps before it can tell *where*
 something is. Here each cell's patch is multiplied by a learned gain of its own, which ties content to
-place from the first step; a 3x3 convolution over the cells, not gated, tells about neighbours.
+place from the first step; a 3x3 convolution over the cells, not gated, tells about neighbors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CellStem(nn.Module):
         self.cell, self.most_cells = patch_size, most_cells
         self.patch = nn.Linear(in_chans * patch_size**2, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
-        self.neighbours = nn.Conv2d(embed_dim, embed_dim, 3, padding=1)
+        self.neighbors = nn.Conv2d(embed_dim, embed_dim, 3, padding=1)
         self.gain = nn.Parameter(torch.empty(most_cells, most_cells, embed_dim))
         self.rows = nn.Parameter(torch.empty(most_cells, 1, embed_dim))
         self.columns = nn.Parameter(torch.empty(1, most_cells, embed_dim))
@@ -69,7 +69,7 @@ class CellStem(nn.Module):
         cells = cells.to(self.patch.weight.dtype) / 127.5 - 1.0
         cells = self.norm(self.patch(cells))
         placed = cells * self.gain[:rows, :columns] + self.rows[:rows] + self.columns[:, :columns]
-        around = functional.gelu(self.neighbours(cells.permute(0, 3, 1, 2)))
+        around = functional.gelu(self.neighbors(cells.permute(0, 3, 1, 2)))
         return (placed + around.permute(0, 2, 3, 1)).flatten(1, 2)
 
 

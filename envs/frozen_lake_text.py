@@ -1,4 +1,4 @@
-"""The words of the frozen lake: its rules, its grid of symbols and the true sentence on a state."""
+"""Texts of FrozenLake: rules, grid of symbols and state description."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from envs.base import MOVES, TextStyle
-from envs.lake_map import LakeMap, neighbours
+from envs.frozen_lake_map import FrozenLakeMap, neighbors
 
 Grid = tuple[str, str, str, str, str, str]
 
 
-class LakeSymbols(StrEnum):
-    """By what words and signs a lake is told: those of training, or others for the same things."""
+class FrozenLakeSymbols(StrEnum):
+    """Vocabulary of the observation: the one used in training, or a different one."""
 
     PLAIN = "plain"
     OTHER = "other"
 
 
 class Signs(NamedTuple):
-    """The words of a coordinate text, and the signs of a grid."""
+    """Words of the coordinate format and symbols of the grid format."""
 
     you: str
     goal: str
@@ -28,8 +28,8 @@ class Signs(NamedTuple):
 
 
 SIGNS = {
-    LakeSymbols.PLAIN: Signs("me", "goal", "holes", ("P", "_", "O", "G", "X", "W")),
-    LakeSymbols.OTHER: Signs("walker", "flag", "pits", ("A", ".", "#", "F", "T", "E")),
+    FrozenLakeSymbols.PLAIN: Signs("me", "goal", "holes", ("P", "_", "O", "G", "X", "W")),
+    FrozenLakeSymbols.OTHER: Signs("walker", "flag", "pits", ("A", ".", "#", "F", "T", "E")),
 }
 
 
@@ -44,7 +44,7 @@ def _grid_rule(signs: Signs) -> str:
 def _coordinates_rule(signs: Signs) -> str:
     words = (
         ""
-        if signs is SIGNS[LakeSymbols.PLAIN]
+        if signs is SIGNS[FrozenLakeSymbols.PLAIN]
         else f" You are called {signs.you}, the goal {signs.goal} and the holes {signs.holes}."
     )
     return (
@@ -54,7 +54,7 @@ def _coordinates_rule(signs: Signs) -> str:
 
 
 def rules(size: int, *, slip_probability: float, seen: str) -> str:
-    """Return the rules of a lake, closed by `seen`, a sentence on what is observed."""
+    """Return the rules, followed by `seen`, a sentence about the observation."""
     slips = (
         f" The ice is slippery: with probability {slip_probability:.2f} a move goes to one of the "
         "two sides at right angles instead."
@@ -68,13 +68,13 @@ def rules(size: int, *, slip_probability: float, seen: str) -> str:
     )
 
 
-def seen_text(style: TextStyle, *, signs: Signs) -> str:
-    """Return the sentence on what a text observation of this style holds."""
+def observation_rule(style: TextStyle, *, signs: Signs) -> str:
+    """Return the sentence that explains a text observation of this style."""
     return _grid_rule(signs) if style is TextStyle.GRID else _coordinates_rule(signs)
 
 
-def grid_text(lake: LakeMap, *, cell: int, grid: Grid) -> str:
-    """Return the lake as rows of symbols with the player in `cell`; `grid` is `Signs.grid`."""
+def grid_text(lake: FrozenLakeMap, *, cell: int, grid: Grid) -> str:
+    """Return the map as rows of symbols with the player in `cell`. `grid` is `Signs.grid`."""
     size = lake.size
     you, ice, hole, goal, sunk, there = grid
     symbols = [hole if lake.holes >> each & 1 else ice for each in range(size * size)]
@@ -83,10 +83,10 @@ def grid_text(lake: LakeMap, *, cell: int, grid: Grid) -> str:
     return "\n".join(" ".join(symbols[row * size : (row + 1) * size]) for row in range(size))
 
 
-def truth(lake: LakeMap, *, cell: int) -> str:
-    """Return own cell, goal and the moves into a hole, as `me 1 2 goal 3 0 avoid Up Left`."""
+def describe_state(lake: FrozenLakeMap, *, cell: int) -> str:
+    """Return the player's cell, the goal and the moves into a hole: `me 1 2 goal 3 0 avoid Up Left`."""
     size, goal, holes = lake.size, lake.goal, lake.holes
-    leads = neighbours(size)[cell]
+    leads = neighbors(size)[cell]
     avoid = "".join(
         [
             f" {name}"
@@ -97,17 +97,17 @@ def truth(lake: LakeMap, *, cell: int) -> str:
     return f"me {cell // size} {cell % size} goal {goal // size} {goal % size} avoid{avoid}"
 
 
-def seen_from(lake: LakeMap, *, cell: int) -> list[tuple[str, int, int]]:
-    """Return (thing, rows below, columns to the right) of the goal and of the holes that touch a cell.
+def relative_positions(lake: FrozenLakeMap, *, cell: int) -> list[tuple[str, int, int]]:
+    """Return (name, rows down, columns right) of the goal and of the holes in and around a cell.
 
-    A hole that the cell itself is counts as touching it. Holes are in the order of their cells.
+    Holes are in the order of their cells.
     """
     size = lake.size
     row, column = divmod(cell, size)
-    found = [("goal", lake.goal // size - row, lake.goal % size - column)]
+    positions = [("goal", lake.goal // size - row, lake.goal % size - column)]
     for rows in (-1, 0, 1):
         for columns in (-1, 0, 1):
             inside = 0 <= row + rows < size and 0 <= column + columns < size
             if inside and lake.holes >> (cell + rows * size + columns) & 1:
-                found.append(("hole", rows, columns))
-    return found
+                positions.append(("hole", rows, columns))
+    return positions

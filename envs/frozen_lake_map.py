@@ -1,7 +1,7 @@
-"""Maps of a frozen lake: drawing solvable ones, reading them from rows, distances and slips.
+"""FrozenLake maps: random solvable maps, maps from text rows, distances and transition outcomes.
 
-Cells are numbered row by row; a set of cells is an int whose bit i is cell i, which makes a breadth
-first search a few shifts. Episodes live in `envs.frozen_lake`.
+Cells are numbered row by row. A set of cells is an int whose bit i is cell i, and a breadth-first search
+takes a few shifts per step. Episodes are in `envs.frozen_lake`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 _TRIES = 20_000
-_DISCOUNT = 0.99  # of value iteration: prefers short ways, and makes it converge
+# Discount of the value iteration: it prefers short paths and makes the iteration converge.
+_DISCOUNT = 0.99
 
 
-class LakeMap(NamedTuple):
-    """A lake without its walker."""
+class FrozenLakeMap(NamedTuple):
+    """Static part of a FrozenLake state."""
 
     size: int
     start: int
     goal: int
     holes: int  # bit set of cells
-    distance: int  # fewest moves from start to goal around the holes
+    distance: int  # length of the shortest path from start to goal, in moves
 
 
 @cache
-def neighbours(size: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Return for each cell where Up, Down, Left and Right lead; at an edge one stays.
+def neighbors(size: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Return the cells that Up, Down, Left and Right lead to from each cell; a move off the edge stays.
 
-    >>> neighbours(2)[1]
+    >>> neighbors(2)[1]
     (1, 3, 0, 1)
     """
     return tuple(
@@ -55,15 +56,15 @@ def draw_map(
     max_distance: int,
     random_start: bool,
     min_detour: int = 0,
-) -> LakeMap:
-    """Draw start, goal and holes until the goal lies `min_distance` to `max_distance` moves away.
+) -> FrozenLakeMap:
+    """Draw start, goal and holes until the shortest path has `min_distance` to `max_distance` moves.
 
-    Every cell but start and goal is a hole with probability `hole_share`; what is drawn has the
-    distribution of all such lakes given the condition on the distance, and that the way round the
-    holes is `min_detour` moves longer than it would be without any.
+    Every cell except start and goal is a hole with probability `hole_share`. Rejection sampling keeps the
+    distribution of such maps conditioned on the distance, and on holes that lengthen the shortest path
+    by at least `min_detour` moves.
 
     Raises:
-        RuntimeError: 20,000 lakes in a row were refused.
+        RuntimeError: If 20,000 maps in a row were rejected.
     """
     cells = size * size
     marks = _marks(size)
@@ -79,7 +80,7 @@ def draw_map(
         distance = walk_distance(size, start=start, goal=goal, holes=holes)
         direct = abs(start // size - goal // size) + abs(start % size - goal % size)
         if min_distance <= distance <= max_distance and distance - direct >= min_detour:
-            return LakeMap(size, start, goal, holes, distance)
+            return FrozenLakeMap(size, start, goal, holes, distance)
     raise RuntimeError(
         f"{_TRIES} lakes of size {size} with hole_share {hole_share} in a row had no goal "
         f"{min_distance} to {max_distance} moves from the start, {min_detour} of them a detour; set a "
@@ -87,11 +88,11 @@ def draw_map(
     )
 
 
-def read_map(rows: Sequence[str], *, size: int) -> LakeMap:
-    """Return the lake of rows in gymnasium's letters: S start, F ice, H hole, G goal.
+def read_map(rows: Sequence[str], *, size: int) -> FrozenLakeMap:
+    """Read a map from rows of gymnasium's letters: S start, F ice, H hole, G goal.
 
     Raises:
-        ValueError: not `size` rows of `size` such letters, or not one S and one G.
+        ValueError: If there are not `size` rows of `size` such letters, or not one S and one G.
     """
     text = "".join(rows)
     square = len(rows) == size and all(len(row) == size for row in rows)
@@ -102,13 +103,13 @@ def read_map(rows: Sequence[str], *, size: int) -> LakeMap:
         )
     start, goal = text.index("S"), text.index("G")
     holes = sum(1 << cell for cell, letter in enumerate(text) if letter == "H")
-    return LakeMap(
+    return FrozenLakeMap(
         size, start, goal, holes, walk_distance(size, start=start, goal=goal, holes=holes)
     )
 
 
 def walk_distance(size: int, *, start: int, goal: int, holes: int) -> int:
-    """Return the fewest moves from `start` to `goal` around `holes`, -1 where there is no way."""
+    """Return the length of the shortest path from `start` to `goal` around `holes`, or -1 without a path."""
     open_cells, not_left, not_right = _masks(size)
     open_cells &= ~holes
     target = 1 << goal
@@ -125,7 +126,7 @@ def walk_distance(size: int, *, start: int, goal: int, holes: int) -> int:
 
 
 def outcomes(action: int, *, slip_probability: float) -> list[tuple[float, int]]:
-    """Return (probability, direction really taken): the one meant, and the two at right angles."""
+    """Return (probability, actual direction): the intended direction and the two perpendicular ones."""
     if slip_probability == 0.0:
         return [(1.0, action)]
     sides = (2, 3) if action < 2 else (0, 1)
@@ -133,10 +134,10 @@ def outcomes(action: int, *, slip_probability: float) -> list[tuple[float, int]]
     return [(1.0 - slip_probability, action), (side, sides[0]), (side, sides[1])]
 
 
-def action_values(lake: LakeMap, *, slip_probability: float) -> NDArray[np.float64]:
-    """Return the best discounted chance of the goal, `[cell, action]`, by value iteration."""
+def action_values(lake: FrozenLakeMap, *, slip_probability: float) -> NDArray[np.float64]:
+    """Return the optimal discounted probability of reaching the goal, `[cell, action]`, by value iteration."""
     cells = lake.size * lake.size
-    leads = np.array(neighbours(lake.size))
+    leads = np.array(neighbors(lake.size))
     walkable = np.array([not lake.holes >> cell & 1 for cell in range(cells)])
     mixing = np.zeros((4, 4))
     for action in range(4):
