@@ -1,7 +1,7 @@
-"""The advantage functions and losses alone, in a bare PyTorch loop: neither Lightning nor transformers.
+"""Advantage functions and losses in a plain PyTorch loop, without Lightning and transformers.
 
-The policy is a table that picks two tokens in each of two turns; a turn pays 1 where both are right.
-`python examples/advantages_only.py`
+The policy is a table of logits that samples two tokens in each of two turns. A turn has reward 1 if both
+tokens are right. Run `python examples/advantages_only.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.algorithms.whitening import whiten
 
 EPISODES, VOCABULARY = 64, 4
-TURN = torch.tensor([0, 0, 1, 1])  # of each token
+TURN = torch.tensor([0, 0, 1, 1])  # turn index of each token
 RIGHT = torch.tensor([2, 1, 3, 0])
 
 
 def main(*, updates: int = 60) -> list[float]:
-    """Train the table; return the mean return of each iteration, 2 at most."""
+    """Train the table. Return the mean return of each iteration; the maximum is 2."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.zeros(len(TURN), VOCABULARY, requires_grad=True)
     values = torch.zeros(len(TURN), requires_grad=True)
@@ -33,12 +33,14 @@ def main(*, updates: int = 60) -> list[float]:
     turn, mask = TURN.expand(EPISODES, -1), torch.ones(EPISODES, len(TURN), dtype=torch.bool)
     curve: list[float] = []
     for _ in range(updates):
-        with torch.no_grad():  # rollout
-            old = logits.log_softmax(-1)
-            tokens = torch.multinomial(old.exp(), EPISODES, replacement=True, generator=generator).T
-            behavior = old[torch.arange(len(TURN)), tokens]
+        with torch.no_grad():  # rollout phase
+            behavior_distribution = logits.log_softmax(-1)
+            tokens = torch.multinomial(
+                behavior_distribution.exp(), EPISODES, replacement=True, generator=generator
+            ).T
+            behavior = behavior_distribution[torch.arange(len(TURN)), tokens]
             turn_rewards = (tokens == RIGHT).view(EPISODES, 2, 2).all(-1).float()
-            found = estimator(
+            estimates = estimator(
                 Credit(
                     rewards=place_turn_rewards(turn_rewards, turn, mask),
                     values=values.expand(EPISODES, -1),
@@ -50,14 +52,14 @@ def main(*, updates: int = 60) -> list[float]:
                     returns=turn_rewards.sum(1),
                 )
             )
-            advantages = whiten(found.advantages, mask)
+            advantages = whiten(estimates.advantages, mask)
             curve.append(float(turn_rewards.sum(1).mean()))
-        for _ in range(2):  # update
-            now = logits.log_softmax(-1)[torch.arange(len(TURN)), tokens]
+        for _ in range(2):  # update phase
+            logprobs = logits.log_softmax(-1)[torch.arange(len(TURN)), tokens]
             surrogate = clipped_surrogate(
-                now, behavior, advantages, mask, clip_low=0.2, clip_high=0.28
+                logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.28
             )
-            error = value_loss(values.expand(EPISODES, -1), found.returns, mask)
+            error = value_loss(values.expand(EPISODES, -1), estimates.returns, mask)
             count = {"how": Aggregation.TOKEN_MEAN, "denominator": float(mask.sum())}
             loss = aggregate(surrogate.losses, mask, **count)
             loss = loss + 0.5 * aggregate(error.losses, mask, **count)

@@ -1,6 +1,6 @@
-"""A plain Lightning project: the policy module learns conversations of one's own by cross-entropy.
+"""PolicyModule in a plain Lightning project: it learns your own conversations by cross-entropy.
 
-No environment, no rollout, no config: `python examples/own_conversations.py`
+This needs no environment, no rollout and no config. Run `python examples/own_conversations.py`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CONVERSATIONS = [
 
 
 class MyConversations(pl.LightningDataModule):
-    """Four short conversations; put your own here."""
+    """DataModule of four short conversations."""
 
     def __init__(self, context: ContextManager, *, epochs: int) -> None:
         super().__init__()
         self.batch, self.epochs = conversation_batch(CONVERSATIONS, context), epochs
 
     def train_dataloader(self) -> MinibatchLoader:
-        """Return the loader."""
+        """Return a loader over all conversations."""
         return MinibatchLoader(self.batch, epochs=self.epochs, minibatches=1)
 
 
@@ -52,14 +52,14 @@ def main(*, epochs: int = 60) -> tuple[float, float]:
     policy = PolicyModule(bundle, optimizer=partial(torch.optim.AdamW, lr=3e-3))
     losses: list[float] = []
 
-    class Note(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *rest: object) -> None:
+    class RecordLoss(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
             losses.append(float(trainer.callback_metrics["train/loss"]))
 
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        callbacks=[Note()],
+        callbacks=[RecordLoss()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

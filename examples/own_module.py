@@ -1,6 +1,7 @@
-"""The rollout loop and the DataModule with a LightningModule of one's own: REINFORCE in forty lines.
+"""REINFORCE as a LightningModule of your own, with the rollout loop and the DataModule of ragen_pl.
 
-The module offers `rollout_engine` and `prepare`; all else is plain Lightning: `python examples/own_module.py`
+The module implements `rollout_engine` and `prepare`. Everything else is plain Lightning.
+Run `python examples/own_module.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ QUIET = {
 }
 
 
-class NameTheColour(gymnasium.Env[str, np.int64]):
-    """One turn: the color shown is the right answer."""
+class NameTheColor(gymnasium.Env[str, np.int64]):
+    """Answer with the color that is shown. An episode has one turn."""
 
     action_names = ("Red", "Blue", "Green")
     instructions = "Answer with the color you see."
@@ -55,13 +56,13 @@ class NameTheColour(gymnasium.Env[str, np.int64]):
         return self.action_names[self.color], {}
 
     def step(self, action: int | np.int64) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Pay 1 for the color."""
+        """Return reward 1 for the right color."""
         right = int(action) == self.color
         return "over", float(right), True, False, {"success": right}
 
 
-class PoorPlayer:
-    """Demonstrates the form of a response, and knows the answer a third of the time."""
+class PoorDemonstrator:
+    """Demonstrator that gives the right answer with probability 1/3 and a random one otherwise."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
         """Return an action."""
@@ -70,19 +71,19 @@ class PoorPlayer:
 
 
 class Reinforce(pl.LightningModule):
-    """The log-probability of what was sampled, times how much better it did than the others."""
+    """REINFORCE with the mean return of the iteration as baseline."""
 
     def __init__(self, policy: PolicyModule) -> None:
         super().__init__()
         self.policy = policy
-        self.returns: list[float] = []  # of each iteration, in the mean
+        self.returns: list[float] = []  # mean return of each iteration
 
     def rollout_engine(self) -> TransformersEngine:
-        """Return what responses for the policy as it now is."""
+        """Return an engine that samples from the current policy."""
         return TransformersEngine(self.policy.bundle)
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Give every sampled token its episode's return, against the mean of the iteration."""
+        """Set the advantage of every sampled token to the return of its episode minus the mean return."""
         returns = batch.episodes.turn_rewards.sum(1)
         self.returns.append(float(returns.mean()))
         batch.samples.advantages = (returns - returns.mean())[
@@ -91,7 +92,7 @@ class Reinforce(pl.LightningModule):
         return batch
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Return the loss."""
+        """Return the REINFORCE loss."""
         scores = self.policy.score(batch.samples, batch.images)
         return -(scores.logprobs * batch.samples.advantages).sum() / batch.sequences
 
@@ -101,28 +102,28 @@ class Reinforce(pl.LightningModule):
 
 
 def main(*, iterations: int = 20) -> list[float]:
-    """Show the form of a response, then reinforce; return the mean return of each iteration."""
+    """Train on demonstrations, then by REINFORCE. Return the mean return of each iteration."""
     pl.seed_everything(0, verbose=False)
     bundle = build_small_lm(text={"hidden_size": 64, "intermediate_size": 128})
-    playing = {
+    rollout_settings = {
         "environments": EnvironmentManager(target=f"{__name__}.NameTheColor", max_turns=1),
         "context": ContextManager(bundle, window=1, system_prompt=None),
         "max_response_tokens": 12,
     }
     policy = PolicyModule(bundle, optimizer=partial(torch.optim.AdamW, lr=3e-3))
-    shown = DemonstrationDataModule(
-        ScriptedProxy(**playing, scripted_policy=PoorPlayer()),
+    demonstrations = DemonstrationDataModule(
+        ScriptedProxy(**rollout_settings, scripted_policy=PoorDemonstrator()),
         episodes=512, batch_size=64, steps=120, gamma=1.0, seed=0,
     )  # fmt: skip
-    pl.Trainer(**QUIET, max_steps=120).fit(policy, datamodule=shown)
+    pl.Trainer(**QUIET, max_steps=120).fit(policy, datamodule=demonstrations)
 
     module = Reinforce(policy)
-    played = RolloutDataModule(
-        AgentProxy(**playing), groups=96, epochs=1, minibatches=4, held_out=False
+    datamodule = RolloutDataModule(
+        AgentProxy(**rollout_settings), groups=96, epochs=1, minibatches=4, held_out=False
     )
     trainer = pl.Trainer(**QUIET, max_epochs=iterations, callbacks=[RolloutUpdate()])
-    trainer.fit(module, datamodule=played)
-    # by chance 0.33, after the demonstrations about 0.5
+    trainer.fit(module, datamodule=datamodule)
+    # A random policy has 0.33; after the demonstrations it is about 0.5.
     print(f"return {module.returns[0]:.2f} -> {module.returns[-1]:.2f}")
     return module.returns
 

@@ -1,7 +1,7 @@
-"""Checking an invoice against the order it bills: a small environment scored by rules.
+"""Environment for checking an invoice against its order, scored by rules.
 
-It is an example of a workflow made into an environment, and knows nothing of the trainer. What it stands
-for, and why its rewards are what they are, is told in docs/environments.md.
+It is an example of a workflow as an environment and does not depend on the trainer. docs/environments.md
+explains its rewards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIELDS = ("count", "price", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of an invoice: what was ordered and what is billed."""
+    """Line of an invoice, with the ordered and the billed values."""
 
     ordered: int
     agreed: int
@@ -28,30 +28,30 @@ class Line:
     sum: int
 
     @classmethod
-    def honest(cls, ordered: int, agreed: int) -> Line:
-        """Return a line that bills what was ordered."""
+    def correct(cls, ordered: int, agreed: int) -> Line:
+        """Return a line that bills the order correctly."""
         return cls(ordered, agreed, count=ordered, price=agreed, sum=ordered * agreed)
 
     def wrong(self) -> tuple[str, ...]:
-        """Return the fields that do not agree: a sum is count times price, whatever these are."""
-        agrees = (self.count == self.ordered, self.price == self.agreed)
-        agrees += (self.sum == self.count * self.price,)
-        return tuple(name for name, right in zip(FIELDS, agrees, strict=True) if not right)
+        """Return the names of the wrong fields. A sum is right if it is count times price."""
+        is_right = (self.count == self.ordered, self.price == self.agreed)
+        is_right += (self.sum == self.count * self.price,)
+        return tuple(name for name, right in zip(FIELDS, is_right, strict=True) if not right)
 
 
 class InvoiceCheck(gymnasium.Env[str, np.int64]):
-    """Read an invoice line by line; accept it, or name the field that is wrong.
+    """Read an invoice line by line, then accept it or name the wrong field.
 
     ## Rewards
-    1 for the right verdict; `-false_accept` for accepting a wrong invoice (money is lost), 0 for refusing
-    a right one or for the wrong reason (somebody looks once more); each line read costs `read_cost`.
+    1 for the right verdict, `-false_accept` for accepting a wrong invoice (a loss of money), 0 for refusing
+    a right one or for the wrong reason (a second check). Each line read costs `read_cost`.
 
     ## Episode End
-    Terminated by a verdict. `Next` on the last line changes nothing and costs the same.
+    Terminated by a verdict. `Next` on the last line has no effect and costs the same.
 
     ## Arguments
-    - `lines`: of an invoice. `wrong_share`: of the invoices, with one wrong field each.
-    - `most`: the largest count and price. `false_accept`, `read_cost`: see Rewards.
+    - `lines`: number of lines. `wrong_share`: share of invoices with one wrong field.
+    - `most`: largest count and price. `false_accept`, `read_cost`: see Rewards.
     """
 
     action_names = ("Next", "Accept", "Count", "Price", "Sum")
@@ -85,18 +85,18 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Draw an order, and an invoice that bills it rightly or with one wrong field."""
+        """Draw an order, and an invoice that is right or has one wrong field."""
         super().reset(seed=seed)
         draw = self.np_random
         orders = draw.integers(1, self.most + 1, (self.lines, 2)).tolist()
-        self.invoice, self.at = [Line.honest(*order) for order in orders], 0
+        self.invoice, self.at = [Line.correct(*order) for order in orders], 0
         if draw.random() < self.wrong_share:
             place = int(draw.integers(self.lines))
-            self.invoice[place] = self._spoilt(self.invoice[place])
+            self.invoice[place] = self._with_error(self.invoice[place])
         return self._page(), {}
 
     def step(self, action: int | np.int64) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Read on, or give the verdict."""
+        """Read the next line, or give the verdict."""
         name = self.action_names[action].lower()
         if name == "next":
             moved = self.at + 1 < self.lines
@@ -110,22 +110,22 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
         return self._page(), 1.0 if right else -loss, True, False, info
 
     def describe(self) -> str:
-        """Return what is seen on this line: which fields agree. Not what to do about it."""
+        """Describe the current line: which fields are right."""
         wrong = self.invoice[self.at].wrong()
-        found = " ".join(f"{name} {'off' if name in wrong else 'ok'}" for name in FIELDS)
-        return f"{found}{' last' if self.at + 1 == self.lines else ''}"
+        fields = " ".join(f"{name} {'off' if name in wrong else 'ok'}" for name in FIELDS)
+        return f"{fields}{' last' if self.at + 1 == self.lines else ''}"
 
     def state_key(self) -> str:
-        """Return the invoice and the line that is open."""
+        """Return the invoice and the index of the current line."""
         return f"{self.at} {[astuple(line) for line in self.invoice]}"
 
     def difficulty(self) -> int:
-        """Return the lines that a careful reader has to read: up to the first wrong one."""
+        """Return the number of lines up to the first wrong one, or all lines."""
         wrong = [number for number, line in enumerate(self.invoice, 1) if line.wrong()]
         return wrong[0] if wrong else self.lines
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return the careful reader's action: name what is wrong, else read on, at the end accept."""
+        """Return the wrong field if it has been read, else Next, and Accept on the last line."""
         seen = [field for line in self.invoice[: self.at + 1] for field in line.wrong()]
         if seen:
             return self.action_names.index(seen[0].capitalize())
@@ -138,21 +138,25 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
             f"bill {line.count} at {line.price} sum {line.sum}"
         )
 
-    def _spoilt(self, line: Line) -> Line:
+    def _with_error(self, line: Line) -> Line:
         field = FIELDS[int(self.np_random.integers(len(FIELDS)))]
         value = getattr(line, field)
         most = self.most**2 if field == "sum" else self.most
         other = int(self.np_random.choice([n for n in range(1, most + 1) if n != value]))
-        spoilt = replace(line, **{field: other})
-        # one field is wrong, not two: the sum follows from what is billed
-        return spoilt if field == "sum" else replace(spoilt, sum=spoilt.count * spoilt.price)
+        wrong_line = replace(line, **{field: other})
+        # The sum follows from the billed values, so exactly one field is wrong.
+        return (
+            wrong_line
+            if field == "sum"
+            else replace(wrong_line, sum=wrong_line.count * wrong_line.price)
+        )
 
 
 class HastyClerk:
-    """The warm start's demonstrator: careful now and then, else any action at all.
+    """Demonstrator that acts optimally with probability `care` and at random otherwise.
 
     Args:
-        care: share of the steps at which the line is really looked at.
+        care: Probability of an optimal action.
     """
 
     def __init__(self, *, care: float = 0.3) -> None:

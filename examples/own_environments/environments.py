@@ -1,4 +1,4 @@
-"""Two environments of one's own, one told in words and one shown as an image; nothing is registered.
+"""Two environments of your own, one with text and one with images. They need no registration.
 
 cd examples/own_environments
 python -m ragen_pl.fit --config-dir conf env=guess
@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 
 class GuessTheNumber(gymnasium.Env):
-    """Find a number from 0 to 9 by the answers lower and higher."""
+    """Find a number from 0 to 9 with the feedback lower and higher."""
 
     action_names = tuple(str(number) for number in range(10))
     instructions = "Guess the number from 0 to 9. After each guess you hear lower, higher or right."
@@ -27,7 +27,7 @@ class GuessTheNumber(gymnasium.Env):
         return "guess", {}
 
     def step(self, action):
-        """Compare a guess with it."""
+        """Compare a guess with the number."""
         right = action == self.number
         text = "right" if right else "lower" if self.number < action else "higher"
         return f"{action} {text}", float(right), bool(right), False, {"success": bool(right)}
@@ -46,7 +46,7 @@ class BrightSide(gymnasium.Env):
         self.observation_space = spaces.Dict(text=spaces.Text(max_length=20), image=image)
 
     def reset(self, *, seed=None, options=None):
-        """Draw an image and make one of its halves brighter."""
+        """Draw a random image and make one half brighter."""
         super().reset(seed=seed)
         self.side = int(self.np_random.integers(2))
         self.image = self.np_random.integers(0, 256 - self.contrast, (32, 32, 3)).astype(np.uint8)
@@ -54,11 +54,11 @@ class BrightSide(gymnasium.Env):
         return {"text": "look", "image": self.image}, {}
 
     def step(self, action):
-        """Pay 1 for the brighter side."""
+        """Return reward 1 for the brighter side."""
         right = action == self.side
-        shown = {"text": "over", "image": self.image}
-        return shown, float(right), True, False, {"success": bool(right)}
+        observation = {"text": "over", "image": self.image}
+        return observation, float(right), True, False, {"success": bool(right)}
 
     def describe(self):
-        """Say what is seen, for the demonstrations' think block."""
+        """Describe the state. Demonstrations write this text in their think block."""
         return f"bright {'left' if self.side == 0 else 'right'}"

@@ -35,7 +35,7 @@ rollout, update, timing = load("rollout"), load("update"), load("timing")
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_both_sides_play_the_same_dialogue(images):
+def test_both_engines_generate_the_same_dialogue(images):
     made = (build_small_vlm if images else build_small_lm)(text=TEXT)
     made.model.generation_config.eos_token_id = list(
         range(200, 400)
@@ -62,20 +62,20 @@ def test_both_sides_play_the_same_dialogue(images):
     assert engine.prefilled_tokens < sum(sum(lengths) for lengths, _ in shapes[0])
 
 
-def test_the_exponent_of_a_power_law_is_its_power():
+def test_growth_exponent_of_a_power_law():
     assert rollout.exponent([4, 8, 16, 32], [3 * n**1.5 for n in (4, 8, 16, 32)]) == pytest.approx(
         1.5
     )
     assert rollout.exponent([4, 8], [1.0, 2.0]) == pytest.approx(1.0)
 
 
-def test_padding_is_counted_over_all_minibatches():
+def test_padding_share_covers_all_minibatches():
     two = [torch.tensor([2, 10]), torch.tensor([10, 10])]
     assert update.padding(two, 1) == pytest.approx(8 / 40)
     assert update.padding(two, 2) == pytest.approx(0.0)
 
 
-def test_a_stopwatch_adds_up_and_starts_again():
+def test_stopwatch_accumulates_and_resets():
     times = iter([1.0, 3.0, 10.0, 10.5])
     watch = timing.Stopwatch(lambda: next(times))
     box = ModuleType("box")
@@ -85,7 +85,7 @@ def test_a_stopwatch_adds_up_and_starts_again():
     assert watch.take() == {"work": 2.5} and watch.take() == {}
 
 
-def test_rollout_prints_both_tables(monkeypatch, capsys):
+def test_rollout_benchmark_prints_both_tables(monkeypatch, capsys):
     monkeypatch.setattr(rollout, "TURNS_OF_FIT", (1, 2))
     monkeypatch.setattr(rollout, "MODELS", {"default, text": partial(build_small_lm, text=TEXT)})
     arguments = "rollout.py --environments 2 --turns 2 --response-tokens 3 --rounds 1"
@@ -95,7 +95,7 @@ def test_rollout_prints_both_tables(monkeypatch, capsys):
     assert "tokens/s" in printed and "exponent" in printed and printed.count("default, text") == 2
 
 
-def test_update_prints_both_windows(monkeypatch, capsys):
+def test_update_benchmark_prints_both_windows(monkeypatch, capsys):
     arguments = "update.py --iterations 2 rollout.groups=8 validation.episodes=4"
     monkeypatch.setattr(sys, "argv", arguments.split())
     update.main()
@@ -104,7 +104,7 @@ def test_update_prints_both_windows(monkeypatch, capsys):
     assert printed.count("as configured (6)") == 2
 
 
-def test_the_comparison_tells_means_over_seeds(tmp_path: Path) -> None:
+def test_comparison_reports_means_over_seeds(tmp_path: Path) -> None:
     comparison, report = load("comparison"), load("comparison_report")
     folders = {}
     for seed, last in enumerate((0.4, 0.6)):
@@ -126,7 +126,7 @@ def test_the_comparison_tells_means_over_seeds(tmp_path: Path) -> None:
     assert (tmp_path / "results_frozenlake_visual.png").stat().st_size > 1000
 
 
-def test_the_collapse_page_tells_which_alarm_was_first(tmp_path: Path) -> None:
+def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     collapse = load("collapse")
     columns = ("success", "true_thoughts_ratio", "valid_actions", "entropy")
     alone = [

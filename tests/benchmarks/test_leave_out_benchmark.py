@@ -29,14 +29,14 @@ def episode(*prompts: int, success: bool) -> Trajectory:
     )
 
 
-def test_a_row_holds_success_and_tokens_by_turn() -> None:
+def test_row_contains_success_and_tokens_per_turn() -> None:
     row = leave_out.line(
         [episode(10, 20, success=True), episode(30, success=False)], what="half", how="chance"
     )
     assert row.startswith("| half | chance | 0.500 ± ") and row.endswith("| 20.0 | 3.0 |")
 
 
-def test_chance_scores_every_part_and_repeats_itself() -> None:
+def test_random_scores_are_reproducible() -> None:
     prompts = [Prompt(ids=np.zeros(5, np.int64))] * 2
     parts = [[np.array([1])] * 3, []]
     first, again = (

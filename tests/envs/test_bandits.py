@@ -18,7 +18,7 @@ from envs.bandit_memory import BanditMemory, memoryless_return, remembering_retu
 from envs.policies import OptimalPolicy, RandomPolicy
 
 
-def test_arms_pay_what_they_say() -> None:
+def test_arm_payoffs() -> None:
     environment = Bandit()
     paid: dict[bool, list[float]] = {True: [], False: []}
     for seed in range(4000):
@@ -32,7 +32,7 @@ def test_arms_pay_what_they_say() -> None:
     assert np.mean(paid[True]) == pytest.approx(0.25, abs=0.05)  # 5 deviations of the mean
 
 
-def test_names_are_told_in_shuffled_order_and_are_the_actions() -> None:
+def test_arm_names_are_shuffled_and_name_the_actions() -> None:
     environment, orders = Bandit(), set()
     for seed in range(200):
         text, _ = environment.reset(seed=seed)
@@ -44,7 +44,7 @@ def test_names_are_told_in_shuffled_order_and_are_the_actions() -> None:
     assert len(orders) == 2 * len(NAME_PAIRS[BanditNames.TRAIN])
 
 
-def test_name_lists_are_disjoint_and_misleading_names_are_turned_round() -> None:
+def test_name_sets_are_disjoint_and_misleading_pairs_are_swapped() -> None:
     train, held_out, misleading = (NAME_PAIRS[names] for names in BanditNames)
     assert not {name for pair in train for name in pair} & {n for pair in held_out for n in pair}
     assert {pair[::-1] for pair in misleading} == set(held_out)
@@ -55,7 +55,7 @@ def test_name_lists_are_disjoint_and_misleading_names_are_turned_round() -> None
         assert environment.action_names[environment.risky_arm] not in bold
 
 
-def test_success_follows_the_expected_payoff() -> None:
+def test_success_depends_on_the_expected_payoff() -> None:
     environment = Bandit(safe_reward=0.5)
     environment.reset(seed=0)
     assert environment.step(1 - environment.risky_arm)[4]["success"]
@@ -69,7 +69,7 @@ def test_success_follows_the_expected_payoff() -> None:
         ({"safe_reward": 0.25}, "set another safe_reward"),
     ],
 )
-def test_wrong_arguments_of_the_bandit_are_told(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_bandit_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Bandit(**arguments)
 
@@ -83,7 +83,7 @@ def episode_return(environment: BanditMemory, policy: Any, *, seed: int | None) 
     return total
 
 
-def test_observations_hide_the_arm_pulled() -> None:
+def test_observations_hide_the_pulled_arm() -> None:
     environment = BanditMemory()
     observation, _ = environment.reset(seed=0)
     assert observation == "turn 1 of 6 last none"
@@ -96,7 +96,7 @@ def test_observations_hide_the_arm_pulled() -> None:
     assert (observation, reward) == ("turn 3 of 6 last 1", 1.0)
 
 
-def test_success_is_the_last_pull() -> None:
+def test_success_is_that_of_the_last_pull() -> None:
     environment = BanditMemory(arms=3, turns=3)
     environment.reset(seed=0)
     assert not environment.step(environment.good_arm)[4]["success"]
@@ -105,7 +105,7 @@ def test_success_is_the_last_pull() -> None:
     assert terminated and info["success"]
 
 
-def test_the_remembering_return_is_reached_by_the_optimal_player() -> None:
+def test_optimal_policy_reaches_the_remembering_return() -> None:
     rng, environment = np.random.default_rng(0), BanditMemory()
     returns = [
         episode_return(environment, lambda _: environment.optimal_action(rng), seed=seed)
@@ -116,7 +116,7 @@ def test_the_remembering_return_is_reached_by_the_optimal_player() -> None:
 
 
 @pytest.mark.parametrize(("arms", "turns"), [(2, 3), (2, 5), (3, 3), (3, 4), (4, 3)])
-def test_no_memoryless_policy_beats_the_computed_return(arms: int, turns: int) -> None:
+def test_no_memoryless_policy_exceeds_the_computed_return(arms: int, turns: int) -> None:
     """Play every deterministic map from observation to arm in every environment."""
     environment = BanditMemory(arms=arms, turns=turns)
     seeds = {}
@@ -142,7 +142,7 @@ def test_no_memoryless_policy_beats_the_computed_return(arms: int, turns: int) -
     assert best < remembering_return(arms=arms, turns=turns) - 0.1
 
 
-def test_the_best_memoryless_return_is_reached_in_play() -> None:
+def test_best_memoryless_policy_reaches_the_computed_return() -> None:
     """A policy that wins 6, 3 and 2 pulls where arm 0, 1 or 2 pays: 11 over 4 environments."""
     environment = BanditMemory()
 
@@ -156,7 +156,7 @@ def test_the_best_memoryless_return_is_reached_in_play() -> None:
     assert np.mean(returns) == pytest.approx(memoryless_return(arms=4, turns=6), abs=0.15)
 
 
-def test_random_play_of_the_memory_bandit_is_worse_than_memoryless() -> None:
+def test_random_policy_is_worse_than_memoryless() -> None:
     rng, environment = np.random.default_rng(0), BanditMemory()
     player = RandomPolicy()
     returns = [
@@ -167,7 +167,7 @@ def test_random_play_of_the_memory_bandit_is_worse_than_memoryless() -> None:
 
 
 @pytest.mark.parametrize(("arms", "turns"), [(1, 6), (9, 6), (4, 2), (4, 21)])
-def test_wrong_arguments_of_the_memory_bandit_are_told(arms: int, turns: int) -> None:
+def test_invalid_memory_bandit_arguments_raise(arms: int, turns: int) -> None:
     with pytest.raises(ValueError, match=r"(arms|turns): found \d+, expected"):
         BanditMemory(arms=arms, turns=turns)
 
@@ -175,6 +175,6 @@ def test_wrong_arguments_of_the_memory_bandit_are_told(arms: int, turns: int) ->
 @pytest.mark.parametrize(
     "module", [envs.base, envs.bandit_memory, envs.frozen_lake_map, envs.sokoban_rules]
 )
-def test_examples_of_docstrings_hold(module: Any) -> None:
+def test_doctests(module: Any) -> None:
     outcome = doctest.testmod(module)
     assert outcome.attempted > 0 and outcome.failed == 0

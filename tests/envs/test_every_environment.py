@@ -68,13 +68,13 @@ def same(left: Any, right: Any) -> bool:
     return bool(np.array_equal(left, right))
 
 
-def test_passes_gymnasiums_checker_without_a_warning(env: gymnasium.Env[Any, Any]) -> None:
+def test_gymnasium_checker_passes_without_warning(env: gymnasium.Env[Any, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(env.unwrapped)
 
 
-def test_an_episode_follows_from_seed_and_actions_alone(env_id: str) -> None:
+def test_seed_and_actions_determine_the_episode(env_id: str) -> None:
     fresh, used = gymnasium.make(env_id), gymnasium.make(env_id)
     for seed in range(20):
         play(used, seed=1000 + seed)
@@ -83,7 +83,7 @@ def test_an_episode_follows_from_seed_and_actions_alone(env_id: str) -> None:
         assert all(same(left, right) for left, right in zip(first, second, strict=True))
 
 
-def test_a_pickled_environment_plays_on_alike(env: gymnasium.Env[Any, Any]) -> None:
+def test_pickled_environment_continues_identically(env: gymnasium.Env[Any, Any]) -> None:
     env.reset(seed=3)
     copy = pickle.loads(pickle.dumps(env.unwrapped))
     assert copy.state_key() == env.unwrapped.state_key()
@@ -91,7 +91,7 @@ def test_a_pickled_environment_plays_on_alike(env: gymnasium.Env[Any, Any]) -> N
     assert all(same(one, other) for one, other in zip(left, right, strict=True))
 
 
-def test_different_seeds_give_different_starts(env: gymnasium.Env[Any, Any]) -> None:
+def test_different_seeds_give_different_initial_states(env: gymnasium.Env[Any, Any]) -> None:
     keys = set()
     for seed in range(40):
         env.reset(seed=seed)
@@ -99,7 +99,7 @@ def test_different_seeds_give_different_starts(env: gymnasium.Env[Any, Any]) -> 
     assert len(keys) >= (4 if "Bandit" in env.spec.id else 30)
 
 
-def test_observations_lie_in_the_space_and_the_protocol_answers(
+def test_observations_are_in_the_space_and_protocol_members_work(
     env: gymnasium.Env[Any, Any],
 ) -> None:
     environment, rng = env.unwrapped, np.random.default_rng(0)
@@ -125,7 +125,7 @@ def test_observations_lie_in_the_space_and_the_protocol_answers(
         assert observation in env.observation_space
 
 
-def test_a_step_after_the_end_and_a_wrong_action_are_told(env: gymnasium.Env[Any, Any]) -> None:
+def test_step_after_the_end_and_invalid_action_raise(env: gymnasium.Env[Any, Any]) -> None:
     environment = env.unwrapped
     environment.reset(seed=0)
     with pytest.raises(ValueError, match="found action 9"):
@@ -137,7 +137,7 @@ def test_a_step_after_the_end_and_a_wrong_action_are_told(env: gymnasium.Env[Any
         environment.step(0)
 
 
-def test_unknown_options_and_render_modes_are_told(env_id: str) -> None:
+def test_unknown_options_and_render_modes_raise(env_id: str) -> None:
     env = gymnasium.make(env_id).unwrapped
     with pytest.raises(ValueError, match="found \\['min_distanc'\\]"):
         env.reset(seed=0, options={"min_distanc": 3})
@@ -145,7 +145,7 @@ def test_unknown_options_and_render_modes_are_told(env_id: str) -> None:
         type(env)(render_mode="human")
 
 
-def test_the_optimal_player_wins_and_the_random_one_less_often(
+def test_optimal_policy_succeeds_more_often_than_random(
     env: gymnasium.Env[Any, Any], env_id: str
 ) -> None:
     slippery = "Slippery" in env_id
@@ -155,7 +155,7 @@ def test_the_optimal_player_wins_and_the_random_one_less_often(
     assert random < best - 0.25
 
 
-def test_the_demonstrator_stands_between_them(env: gymnasium.Env[Any, Any]) -> None:
+def test_demonstrator_is_between_random_and_optimal(env: gymnasium.Env[Any, Any]) -> None:
     base = "blind" if hasattr(env.unwrapped, "blind_action") else "optimal"
     random = success(env, RandomPolicy(), episodes=300, limit=LIMIT)
     noisy = success(env, NoisyPolicy(noise=0.5, base=base), episodes=300, limit=LIMIT)
@@ -163,7 +163,7 @@ def test_the_demonstrator_stands_between_them(env: gymnasium.Env[Any, Any]) -> N
     assert random < noisy < best
 
 
-def test_a_player_blind_to_a_environment_without_blindness_is_told() -> None:
+def test_blind_base_policy_without_blind_action_raises() -> None:
     env = gymnasium.make("ragen/Bandit-v0")
     env.reset(seed=0)
     with pytest.raises(TypeError, match='set base="optimal"'):

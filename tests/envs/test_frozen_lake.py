@@ -55,7 +55,7 @@ def rows_of(environment: FrozenLake) -> list[str]:
 
 @pytest.mark.parametrize("slippery", [False, True])
 @pytest.mark.parametrize("size", [4, 6])
-def test_transitions_agree_with_gymnasiums(slippery: bool, size: int) -> None:
+def test_transitions_equal_gymnasium(slippery: bool, size: int) -> None:
     for seed in range(5):
         rows = generate_random_map(size=size, p=0.75, seed=seed)
         reference = FrozenLakeEnv(desc=rows, is_slippery=slippery)
@@ -69,7 +69,7 @@ def test_transitions_agree_with_gymnasiums(slippery: bool, size: int) -> None:
                 assert all(found[key] == pytest.approx(expected[key]) for key in found)
 
 
-def test_steps_follow_the_transition_probabilities() -> None:
+def test_step_frequencies_match_transition_probabilities() -> None:
     environment = FrozenLake(slip_probability=0.5)
     counts: dict[int, int] = defaultdict(int)
     environment.reset(seed=0, options={"layout": ROWS})
@@ -90,7 +90,7 @@ def test_steps_follow_the_transition_probabilities() -> None:
     share=st.floats(0.0, 0.5),
     random_start=st.booleans(),
 )
-def test_every_lake_has_a_way_of_the_wanted_length(
+def test_every_map_has_a_path_of_the_requested_length(
     seed: int, size: int, share: float, random_start: bool
 ) -> None:
     low = min(2, 2 * size - 2)
@@ -107,7 +107,7 @@ def test_every_lake_has_a_way_of_the_wanted_length(
     assert again.lake == environment.lake and again.state_key() == environment.state_key()
 
 
-def test_distances_are_bounded_by_arguments_and_options() -> None:
+def test_arguments_and_options_bound_the_distance() -> None:
     environment = FrozenLake(min_distance=3, max_distance=4)
     distances = set()
     for seed in range(100):
@@ -120,7 +120,7 @@ def test_distances_are_bounded_by_arguments_and_options() -> None:
     assert environment.difficulty() in (3, 4)
 
 
-def test_maps_have_the_distribution_of_plain_rejection() -> None:
+def test_map_distribution_equals_plain_rejection_sampling() -> None:
     """Mean holes and distance equal those of maps drawn in another way, within 5 deviations."""
     rng = np.random.default_rng(0)
     plain = []
@@ -150,7 +150,7 @@ def test_every_pair_of_start_and_goal_occurs() -> None:
     assert len(pairs) == 9 * 8
 
 
-def test_a_random_player_solves_less_than_three_in_ten_of_the_main_environment() -> None:
+def test_random_policy_success_is_below_30_percent() -> None:
     env = gymnasium.make("ragen/FrozenLake-v0")
     rng, player, episodes, wins = np.random.default_rng(0), RandomPolicy(), 2000, 0
     for seed in range(episodes):
@@ -164,7 +164,7 @@ def test_a_random_player_solves_less_than_three_in_ten_of_the_main_environment()
     assert 0.1 < wins / episodes < 0.30
 
 
-def test_walking_by_hand() -> None:
+def test_fixed_actions_give_expected_transitions() -> None:
     environment = FrozenLake(step_cost=0.1)
     text, _ = environment.reset(options={"layout": ROWS})
     assert text == "me 0 0 goal 3 3 holes 1 1, 1 3, 2 3, 3 0"
@@ -192,7 +192,7 @@ def test_walking_by_hand() -> None:
     assert environment.difficulty() == 0
 
 
-def test_grid_of_symbols() -> None:
+def test_grid_format() -> None:
     environment = FrozenLake(render="grid")
     text, _ = environment.reset(options={"layout": ROWS})
     assert text == "P _ _ _\n_ O _ O\n_ _ _ O\nO _ _ G"
@@ -200,7 +200,7 @@ def test_grid_of_symbols() -> None:
     assert str(environment.step(DOWN)[0]).splitlines()[1] == "_ X _ O"
 
 
-def test_the_slippery_optimum_reckons_with_slips() -> None:
+def test_optimal_action_accounts_for_slips() -> None:
     """On gymnasium's standard 4x4 map its known best policy walks into the wall at the start."""
     environment = FrozenLake(slip_probability=2 / 3)
     environment.reset(options={"layout": ROWS})
@@ -211,7 +211,7 @@ def test_the_slippery_optimum_reckons_with_slips() -> None:
     )
 
 
-def test_blind_action_heads_for_the_goal_over_holes() -> None:
+def test_blind_action_ignores_holes() -> None:
     environment, rng = FrozenLake(), np.random.default_rng(0)
     environment.reset(options={"layout": ["SHFF", "HFFF", "FFFF", "FFFG"]})
     seen = {environment.blind_action(rng) for _ in range(50)}
@@ -219,7 +219,7 @@ def test_blind_action_heads_for_the_goal_over_holes() -> None:
     assert walk_distance(4, start=0, goal=15, holes=environment.lake.holes) == -1
 
 
-def test_the_image_shows_the_whole_state() -> None:
+def test_image_determines_the_state() -> None:
     environment = FrozenLakeVisual()
     images: dict[bytes, str] = {}
     for seed in range(300):
@@ -231,7 +231,7 @@ def test_the_image_shows_the_whole_state() -> None:
     assert len(images) == len(set(images.values()))
 
 
-def test_moving_changes_two_tiles_and_footprints_stay() -> None:
+def test_move_changes_two_tiles_and_keeps_footprints() -> None:
     for trail in (False, True):
         environment = FrozenLakeVisual(trail=trail)
         start, _ = environment.reset(options={"layout": ROWS})
@@ -244,7 +244,7 @@ def test_moving_changes_two_tiles_and_footprints_stay() -> None:
         assert np.array_equal(start["image"], again["image"])
 
 
-def test_other_symbols_tell_the_same_lake() -> None:
+def test_other_symbols_describe_the_same_map() -> None:
     layout = {"layout": ["SFFF", "FHFH", "FFFH", "HFFG"]}
     plain, other = FrozenLake(), FrozenLake(symbols="other")
     assert plain.reset(options=layout)[0] == "me 0 0 goal 3 3 holes 1 1, 1 3, 2 3, 3 0"
@@ -257,7 +257,7 @@ def test_other_symbols_tell_the_same_lake() -> None:
     assert grid.observation_space.contains(grid.reset(options=layout)[0])
 
 
-def test_night_tiles_show_the_same_lake_in_other_colours() -> None:
+def test_night_theme_changes_only_colors() -> None:
     day, night = FrozenLakeVisual(), FrozenLakeVisual(tiles="night")
     seen = [environment.reset(options={"layout": ROWS})[0]["image"] for environment in (day, night)]
     assert np.abs(seen[0].astype(float) - seen[1]).mean() > 30
@@ -267,7 +267,7 @@ def test_night_tiles_show_the_same_lake_in_other_colours() -> None:
 
 
 @pytest.mark.parametrize("theme", list(FrozenLakeTheme))
-def test_all_tiles_of_the_lake_differ_clearly(theme: FrozenLakeTheme) -> None:
+def test_tiles_differ_clearly(theme: FrozenLakeTheme) -> None:
     tiles = frozen_lake_tiles(theme).view(np.uint8).reshape(8, -1).astype(float)
     for one in range(8):
         for other in range(one):
@@ -289,12 +289,12 @@ def test_all_tiles_of_the_lake_differ_clearly(theme: FrozenLakeTheme) -> None:
         ({"symbols": "new"}, "symbols: found 'new', expected one of plain, other"),
     ],
 )
-def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         FrozenLake(**arguments)
 
 
-def test_wrong_options_are_told() -> None:
+def test_invalid_options_raise() -> None:
     environment = FrozenLake()
     with pytest.raises(ValueError, match="min_distance: found 9"):
         environment.reset(options={"min_distance": 9})
@@ -304,7 +304,7 @@ def test_wrong_options_are_told() -> None:
         FrozenLake(size=10, hole_share=0.8, min_distance=18).reset(seed=0)
 
 
-def test_starts_with_a_detour_can_be_asked_for():
+def test_min_detour_option():
     env = FrozenLake()
     for seed in range(50):
         env.reset(seed=seed, options={"min_detour": 2})

@@ -8,7 +8,7 @@ import visual_envs  # noqa: F401
 
 
 @pytest.mark.parametrize("name", ["FrozenLake", "FrozenLakeVisual"])
-def test_the_lake_tells_the_goal_and_the_holes_at_hand(name):
+def test_frozen_lake_relations_are_goal_and_adjacent_holes(name):
     environment = gymnasium.make(f"ragen/{name}-v0").unwrapped
     environment.reset(seed=0, options={"layout": ["FHFF", "FSHF", "FFFF", "HFFG"]})
     assert environment.relations() == [("goal", 2, 2), ("hole", -1, 0), ("hole", 0, 1)]
@@ -18,7 +18,7 @@ def test_the_lake_tells_the_goal_and_the_holes_at_hand(name):
 
 
 @pytest.mark.parametrize("name", ["Sokoban", "SokobanVisual"])
-def test_the_room_tells_boxes_and_targets(name):
+def test_sokoban_relations_are_boxes_and_targets(name):
     environment = gymnasium.make(f"ragen/{name}-v0", size=5).unwrapped
     environment.reset(seed=0, options={"layout": ["#####", "#P__#", "#_X_#", "#_O_#", "#####"]})
     assert environment.relations() == [("box", 1, 1), ("target", 2, 1)]

@@ -75,7 +75,7 @@ def grid(environment: Sokoban) -> str:
     boxes=st.integers(1, 2),
     walls=st.integers(0, 3),
 )
-def test_rules_and_least_pushes_agree_with_a_plain_solver(
+def test_rules_and_push_counts_equal_a_plain_solver(
     seed: int, size: int, boxes: int, walls: int
 ) -> None:
     environment = Sokoban(size=size, boxes=boxes, walls=walls, max_pushes=4)
@@ -100,7 +100,7 @@ def test_rules_and_least_pushes_agree_with_a_plain_solver(
     assert environment.difficulty() == plain.least(pushes=True)
 
 
-def test_the_optimal_player_needs_the_fewest_moves() -> None:
+def test_optimal_policy_uses_the_fewest_moves() -> None:
     rng = np.random.default_rng(0)
     environment = Sokoban(boxes=2, max_pushes=4)
     for seed in range(15):
@@ -111,7 +111,7 @@ def test_the_optimal_player_needs_the_fewest_moves() -> None:
         assert environment.difficulty() == 0
 
 
-def test_pushes_are_bounded_by_arguments_and_options() -> None:
+def test_arguments_and_options_bound_the_pushes() -> None:
     environment = Sokoban(min_pushes=2, max_pushes=3)
     found = set()
     for seed in range(60):
@@ -122,7 +122,7 @@ def test_pushes_are_bounded_by_arguments_and_options() -> None:
     assert environment.difficulty() == 5
 
 
-def test_playing_by_hand_with_ragens_rewards() -> None:
+def test_fixed_actions_with_ragen_rewards() -> None:
     environment = Sokoban(step_cost=0.1, box_reward=1.0, solved_reward=10.0)
     text, _ = environment.reset(options={"layout": ROWS})
     assert text == "me 1 1 box 2 2 target 3 3 walls none"
@@ -140,14 +140,14 @@ def test_playing_by_hand_with_ragens_rewards() -> None:
     assert terminated and info["success"] and reward == pytest.approx(10.9)
 
 
-def test_a_box_moved_off_its_target_costs_what_it_gave() -> None:
+def test_moving_a_box_off_its_target_costs_its_reward() -> None:
     rows = ["#######", "#PB___#", "#_X_O_#", "#_____#", "#_____#", "#_____#", "#######"]
     environment = Sokoban(size=7, boxes=2, box_reward=1.0)
     environment.reset(options={"layout": rows})
     assert environment.step(RIGHT)[1] == pytest.approx(-1.0)
 
 
-def test_a_deadlock_ends_the_episode_only_where_asked() -> None:
+def test_deadlock_ends_the_episode_only_if_configured() -> None:
     rows = ["######", "#____#", "#_X__#", "#_P_O#", "#____#", "######"]
     for ends in (False, True):
         environment = Sokoban(end_on_deadlock=ends)
@@ -157,14 +157,14 @@ def test_a_deadlock_ends_the_episode_only_where_asked() -> None:
         assert environment.difficulty() == -1
 
 
-def test_grid_of_symbols() -> None:
+def test_grid_format() -> None:
     environment = Sokoban(render="grid")
     rows = ["######", "#S___#", "#_X_X#", "#__B_#", "#O___#", "######"]
     text, _ = environment.reset(options={"layout": rows})
     assert str(text).replace(" ", "").split("\n") == rows
 
 
-def test_the_image_shows_the_whole_state() -> None:
+def test_image_determines_the_state() -> None:
     environment = SokobanVisual(boxes=2, max_pushes=3)
     images: dict[bytes, str] = {}
     for seed in range(200):
@@ -175,7 +175,7 @@ def test_the_image_shows_the_whole_state() -> None:
     assert len(images) == len(set(images.values()))
 
 
-def test_text_and_image_environments_are_the_same_environment() -> None:
+def test_text_and_image_environments_have_the_same_dynamics() -> None:
     text, image = gymnasium.make("ragen/Sokoban-v0"), gymnasium.make("ragen/SokobanVisual-v0")
     text.reset(seed=7)
     image.reset(seed=7)
@@ -194,19 +194,19 @@ def test_text_and_image_environments_are_the_same_environment() -> None:
         ({"render": "image"}, "render: found 'image'"),
     ],
 )
-def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Sokoban(**arguments)
 
 
-def test_impossible_rooms_and_layouts_are_told() -> None:
+def test_impossible_rooms_and_layouts_raise() -> None:
     with pytest.raises(RuntimeError, match="set fewer walls"):
         Sokoban(size=4, walls=0, min_pushes=50).reset(seed=0)
     with pytest.raises(ValueError, match="layout: found"):
         Sokoban().reset(options={"layout": ["######", "#P__O#"]})
 
 
-def test_a_box_does_not_push_another() -> None:
+def test_box_does_not_push_another_box() -> None:
     rows = ["######", "#PXX_#", "#____#", "#OO__#", "#____#", "######"]
     environment = Sokoban(boxes=2)
     environment.reset(options={"layout": rows})

@@ -1,4 +1,4 @@
-"""The examples do what they say: they are run for real, and what came of it is looked at."""
+"""Run every example and check its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = (
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Import a script as the module of its own name, which class paths in it lead to."""
+    """Import a script under its own module name, which its class paths refer to."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, path.stem, module)
@@ -47,7 +47,7 @@ def call(*command: str, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
-def test_advantages_and_losses_alone_learn_without_lightning_or_transformers():
+def test_advantages_only_learns_without_lightning_and_transformers():
     code = (
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
         "import advantages_only\ncurve = advantages_only.main(updates=60)\n"
@@ -58,14 +58,14 @@ def test_advantages_and_losses_alone_learn_without_lightning_or_transformers():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_policy_alone_learns_conversations_of_ones_own(monkeypatch):
+def test_own_conversations_learns(monkeypatch):
     first, last = load(EXAMPLES / "own_conversations.py", monkeypatch).main(epochs=25)
     assert first > 5 and last < 1
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_module_of_ones_own_learns_by_rollouts(monkeypatch):
+def test_own_module_learns(monkeypatch):
     returns = load(EXAMPLES / "own_module.py", monkeypatch).main(iterations=15)
     assert sum(returns[:3]) / 3 < 0.65 and sum(returns[-3:]) / 3 > 0.75
 
@@ -75,7 +75,7 @@ def test_a_module_of_ones_own_learns_by_rollouts(monkeypatch):
     ("folder", "env"),
     [("own_environments", "guess"), ("own_environments", "bright_side"), ("invoice", "invoice")],
 )
-def test_a_environment_of_ones_own_is_run_from_ones_own_folder(tmp_path, folder, env):
+def test_own_environment_runs_from_its_own_folder(tmp_path, folder, env):
     arguments = ("-m", "ragen_pl.fit", "--config-dir", "conf", f"env={env}", *TINY)
     call(*arguments, f"paths.run_dir={tmp_path}", cwd=EXAMPLES / folder)
     metrics = json.loads((tmp_path / "figures.json").read_text())
@@ -88,7 +88,7 @@ def invoice(monkeypatch):
     return load(EXAMPLES / "invoice" / "invoice.py", monkeypatch)
 
 
-def test_an_invoice_has_at_most_one_wrong_field_and_says_what_is_seen(invoice):
+def test_invoice_has_at_most_one_wrong_field_and_describes_it(invoice):
     environment, wrong = invoice.InvoiceCheck(), []
     for seed in range(300):
         text, _ = environment.reset(seed=seed)
@@ -96,16 +96,16 @@ def test_an_invoice_has_at_most_one_wrong_field_and_says_what_is_seen(invoice):
         first = environment.invoice[0]
         assert text.startswith(f"line 1 of 3 order {first.ordered} at {first.agreed} bill ")
         for field in invoice.FIELDS:
-            said = f"{field} off" if field in first.wrong() else f"{field} ok"
-            assert said in environment.describe()
+            text_of_field = f"{field} off" if field in first.wrong() else f"{field} ok"
+            assert text_of_field in environment.describe()
     assert {len(fields) for fields in wrong} == {0, 1}
     assert 0.4 < np.mean([len(fields) for fields in wrong]) < 0.6
     assert {field for fields in wrong for field in fields} == set(invoice.FIELDS)
 
 
-def test_an_invoice_is_scored_by_rule(invoice):
+def test_invoice_rewards(invoice):
     environment = invoice.InvoiceCheck(read_cost=0.25)
-    right = [invoice.Line.honest(2, 3)] * 3
+    right = [invoice.Line.correct(2, 3)] * 3
     name = environment.action_names.index
 
     def play(lines, *actions):
@@ -117,16 +117,16 @@ def test_an_invoice_is_scored_by_rule(invoice):
         assert over
         return total, info["success"]
 
-    dear = invoice.Line(2, 3, count=2, price=4, sum=8)
-    assert dear.wrong() == ("price",)
+    overpriced = invoice.Line(2, 3, count=2, price=4, sum=8)
+    assert overpriced.wrong() == ("price",)
     assert play(right, "Next", "Next", "Accept") == (0.5, True)
-    assert play([right[0], dear, right[0]], "Next", "Price") == (0.75, True)
-    assert play([right[0], dear, right[0]], "Price") == (0.0, False)  # not read yet: a guess
-    assert play([right[0], dear, right[0]], "Accept") == (-1.0, False)
+    assert play([right[0], overpriced, right[0]], "Next", "Price") == (0.75, True)
+    assert play([right[0], overpriced, right[0]], "Price") == (0.0, False)  # a guess: the line has not been read
+    assert play([right[0], overpriced, right[0]], "Accept") == (-1.0, False)
     assert play(right, "Sum") == (0.0, False)
 
 
-def test_reading_pays_better_than_any_blind_habit(invoice):
+def test_reading_the_invoice_beats_blind_policies(invoice):
     environment, rng = invoice.InvoiceCheck(), np.random.default_rng(0)
 
     def mean_return(choose):

@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_thirty_iterations_of_the_main_job_double_the_warm_starts_success(tmp_path):
+def test_thirty_iterations_double_the_success_of_the_warm_start(tmp_path):
     overrides = [
         "env=frozenlake_visual",
         "trainer.max_epochs=30",

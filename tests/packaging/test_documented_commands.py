@@ -105,7 +105,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_work_as_written(
+def test_documented_commands_succeed(
     page: Path, trained: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "work"
@@ -121,14 +121,14 @@ def test_commands_work_as_written(
                 run(smaller(command), folder, environment)
 
 
-def test_only_what_cannot_be_run_is_left_out() -> None:
+def test_only_marked_commands_are_skipped() -> None:
     reasons = [
         (page.name, block.reason) for page in PAGES for block in blocks(page) if block.reason
     ]
     assert [found for found in reasons if not found[1].startswith(REASONS)] == []
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_resolve() -> None:
     missing = []
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):

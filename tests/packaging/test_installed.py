@@ -59,7 +59,7 @@ def call(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_fit_runs_from_a_strangers_folder(installed, tmp_path):
+def test_fit_runs_outside_the_checkout(installed, tmp_path):
     strangers = tmp_path / "envs"
     strangers.mkdir()
     (strangers / "__init__.py").write_text("raise SystemExit('a stranger was imported')")
@@ -87,7 +87,7 @@ def test_fit_runs_from_a_strangers_folder(installed, tmp_path):
     assert "package 'envs' is another project's" in done.stderr
 
 
-def test_the_doctor_and_a_users_environment_are_found(installed, tmp_path):
+def test_doctor_and_user_environment_work_when_installed(installed, tmp_path):
     done = call(installed / "python", "-m", "ragen_pl.doctor", "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert found["configuration"]["found"].startswith(str(installed.parent))
@@ -104,7 +104,7 @@ def test_the_doctor_and_a_users_environment_are_found(installed, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_is_quick(installed, tmp_path):
+def test_import_is_fast(installed, tmp_path):
     """The package itself in far less than the three seconds it may take; the algorithms load torch only."""
     code = "import time; t = time.perf_counter(); import ragen_pl; print(time.perf_counter() - t)"
     done = call(installed / "python", "-c", code, cwd=tmp_path)

@@ -38,7 +38,7 @@ def imported() -> set[str]:
     return names - set(sys.stdlib_module_names) - set(PACKAGES)
 
 
-def test_what_is_imported_is_declared(project: dict[str, object]) -> None:
+def test_imports_are_declared_dependencies(project: dict[str, object]) -> None:
     required = [re.split(r"[<>=!~\[ ]", line)[0] for line in project["dependencies"]]
     declared = {IMPORTED_AS.get(name, name) for name in required}
     assert imported() - declared - OPTIONAL == set()
@@ -54,7 +54,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
     assert set(extras) == {"lora", "vllm", "dev"}
 
 
-def test_the_front_door_imports_nothing_heavy() -> None:
+def test_top_level_import_is_light() -> None:
     code = (
         "import sys, ragen_pl.config, ragen_pl.run.tracking\n"
         "print(sorted({'torch', 'lightning', 'transformers', 'mlflow', 'numpy'} & set(sys.modules)))"
@@ -66,7 +66,7 @@ def test_the_front_door_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_packages_configuration_and_types(tmp_path: Path) -> None:
+def test_wheel_contains_packages_configuration_and_types(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -96,7 +96,7 @@ def test_a_wheel_holds_packages_configuration_and_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_configuration_is_found_from_a_wheel(tmp_path: Path) -> None:
+def test_configuration_is_found_in_a_wheel(tmp_path: Path) -> None:
     """The unpacked wheel comes before the checkout on the path, as if it had been installed."""
     command = [
         sys.executable,
