@@ -10,9 +10,9 @@ import argparse
 
 import torch
 
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.credit import Credit
-from ragen_pl.algorithms.estimators import BilevelGAE
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.algorithms.rewards import place_turn_rewards
 from ragen_pl.algorithms.value_loss import value_loss

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.turns import nearest_in_turn
+from ragen_pl.algorithms.whitening import AllReduce
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,6 +79,32 @@ class Advantages:
 
     advantages: Tensor  # float32 [trajectories, tokens], 0 off the loss mask
     returns: Tensor  # float32 [trajectories, tokens], the critic's target, 0 off the advantage mask
+
+
+class Estimator(Protocol):
+    """Advantage estimator: a callable that a config names by class path.
+
+    Subclasses live next to their formula in `ragen_pl.algorithms.advantages`. Whitening is a separate step
+    (`whitening.whiten` over M_loss), except in REINFORCE++, which includes it.
+
+    Attributes:
+        needs_values: the estimator reads the values of a critic.
+        needs_states: the estimator reads the states that turns start in (`Credit.state`).
+        needs_groups: the estimator compares the trajectories of a group, so a group needs several.
+    """
+
+    needs_values: ClassVar[bool] = False
+    needs_states: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = False
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Estimate the advantages of a batch of trajectories.
+
+        Args:
+            credit: the trajectories of this rank.
+            all_reduce: sums a tensor over the ranks; None on one rank.
+        """
+        ...
 
 
 def finish(advantages: Tensor, returns: Tensor, credit: Credit) -> Advantages:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from ragen_pl.algorithms.estimators import Estimator
+from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.validation import ValidationChunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.estimators import Estimator
+from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.algorithms.rewards import place_turn_rewards
 from ragen_pl.algorithms.turns import nearest_in_turn

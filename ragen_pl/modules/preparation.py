@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.estimators import Estimator
+from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.algorithms.estimators import Estimator
+from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import ValidationSet
@@ -45,9 +45,7 @@ def assemble(cfg: DictConfig) -> RunComponents:
     policy = PolicyModule(bundle, length_buckets=cfg["update"].length_buckets)
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     proxy = AgentProxy(
-        environments=build_environments(
-            cfg, record_states=getattr(estimator, "needs_states", False)
-        ),
+        environments=build_environments(cfg, record_states=estimator.needs_states),
         context=ContextManager(bundle, **plain(cfg.context)),
         **rollout_settings(cfg),
     )

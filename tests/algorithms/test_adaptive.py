@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_pl.algorithms.adaptive import AdaptiveBilevelGAE, turn_progress
+from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE, turn_progress
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.credit import Credit
-from ragen_pl.algorithms.estimators import BilevelGAE
 
 
 def credit(seed: int = 0, rows: int = 4, turns: int = 5) -> Credit:

@@ -4,18 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.advantages.gae import masked_gae
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
+from ragen_pl.algorithms.advantages.gae import MaskedGAE, masked_gae
+from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
+from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, ReinforcePlusPlus
+from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.credit import Credit, spread_to_loss_tokens
-from ragen_pl.algorithms.estimators import (
-    BatchRelative,
-    BilevelGAE,
-    GroupRelative,
-    LeaveOneOut,
-    MaskedGAE,
-    RawReturn,
-    ReinforcePlusPlus,
-    TurnGAE,
-)
 
 ALL = [
     MaskedGAE(gamma=0.9, lam=0.8),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import envs  # noqa: F401
 from ragen_pl.algorithms.advantages.bilevel import bilevel_gae
 from ragen_pl.algorithms.advantages.gae import masked_gae
 from ragen_pl.algorithms.advantages.group import grpo

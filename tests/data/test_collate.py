@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_pl.algorithms.estimators import BilevelGAE, MaskedGAE
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
+from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import all_but_action, sampled
 from ragen_pl.data.batch import credit_layout, from_tensors, tensors
 from ragen_pl.data.collate import collate
@@ -222,7 +223,7 @@ def test_select_takes_rows_and_cuts_them_to_the_longest(lm, make_trajectory):
     assert len(samples.select(torch.tensor([], dtype=torch.int64))) == 0
 
 
-@pytest.mark.parametrize("ending", [EpisodeStatus.TERMINATED, EpisodeStatus.TRUNCATED])
+@pytest.mark.parametrize("status", [EpisodeStatus.TERMINATED, EpisodeStatus.TRUNCATED])
 def test_a_batch_survives_being_taken_apart(vlm, make_trajectory, tmp_path, status):
     batch = collate([make_trajectory(vlm, [2, 3], images=True, status=status)], vlm)
     batch.reference = torch.randn(5)

@@ -10,7 +10,7 @@ import torch
 
 from ragen_pl.algorithms.filters import AboveDeviation, TopFraction
 from ragen_pl.algorithms.selection import GroupFilter
-from ragen_pl.data import choosing
+from ragen_pl.data import group_selection
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.trajectory import EpisodeStatus
 
@@ -48,16 +48,16 @@ def choices(monkeypatch, make_trajectory, lm):
 
     def run(ranks, groups, group_filter, **options):
         meeting = Ranks(ranks)
-        monkeypatch.setattr(choosing, "gather_over_ranks", meeting.gather)
-        monkeypatch.setattr(choosing, "world_size", lambda: ranks)
-        monkeypatch.setattr(choosing, "rank", lambda: meeting.local.rank)
+        monkeypatch.setattr(group_selection, "gather_over_ranks", meeting.gather)
+        monkeypatch.setattr(group_selection, "world_size", lambda: ranks)
+        monkeypatch.setattr(group_selection, "rank", lambda: meeting.local.rank)
         played = [
             make_trajectory(lm, [3], group=group, member=member, rewards=[value])
             for group, values in groups.items()
             for member, value in enumerate(values)
         ]
         return meeting.run(
-            lambda rank: choosing.select_groups(
+            lambda rank: group_selection.select_groups(
                 [one for one in played if one.group % ranks == rank],
                 group_filter,
                 returns=lambda one: one.reward,
@@ -115,7 +115,7 @@ def test_no_more_groups_than_wanted(choices):
 def test_failed_episodes_are_not_judged(make_trajectory, lm):
     good = [make_trajectory(lm, [3], member=member, rewards=[member]) for member in range(2)]
     failed = replace(good[0], group=1, status=EpisodeStatus.FAILED)
-    choice = choosing.select_groups([*good, failed], GroupFilter(), returns=lambda one: one.reward)
+    choice = group_selection.select_groups([*good, failed], GroupFilter(), returns=lambda one: one.reward)
     assert choice.trajectories == good
 
 

@@ -73,7 +73,7 @@ def test_a_validation_needs_environments_that_can_name_their_state(lm):
             return "see", {}
 
     gymnasium.register(id="test/Nameless-v0", entry_point=Nameless)
-    with pytest.raises(ValueError, match=r"no state_key\(\); set validation set\.held_out=false"):
+    with pytest.raises(ValueError, match=r"no state_key\(\); set validation\.held_out=false"):
         ValidationSet(
             "held_out", proxy_of(lm, target="test/Nameless-v0", kwargs={}), episodes=2
         ).state_keys()

@@ -58,7 +58,7 @@ class Iteration:
     """What an iteration left behind."""
 
     weights: torch.Tensor
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 def compose_config(*overrides: str):
@@ -90,7 +90,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
     samples = batch.samples
     totals = agent.statistics.figures(steps=4)
     trained = samples.loss_mask
-    figures = data.metrics | {
+    metrics = data.metrics | {
         "episodes_trained": float(len(batch.episodes.turns)),
         "trained": float(trained.sum()),
         "weight": float(samples.loss_weight.sum()),
@@ -106,7 +106,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
         "kl_loss": totals["kl_loss"], "loss": totals["loss"],
     }  # fmt: skip
     flat = torch.cat([one.detach().flatten() for one in agent.policy.parameters()])
-    return Iteration(flat, figures)
+    return Iteration(flat, metrics)
 
 
 @pytest.fixture(scope="session")

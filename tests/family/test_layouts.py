@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ragen_pl.algorithms import estimators
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
+from ragen_pl.algorithms.advantages.gae import MaskedGAE
+from ragen_pl.algorithms.advantages.gigpo import GroupInGroup
+from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
+from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, ReinforcePlusPlus
+from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.masks import until_action
 from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
 from ragen_pl.data.batch import TrajectoryBatch
@@ -19,16 +24,16 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 ESTIMATORS = [
-    estimators.MaskedGAE(gamma=0.9, lam=0.8),
-    estimators.BilevelGAE(gamma_turn=0.9, lam_turn=0.8, gamma_token=0.95, lam_token=0.7),
-    estimators.TurnGAE(gamma=0.9, lam=0.8),
-    estimators.GroupRelative(),
-    estimators.GroupRelative(scale_by_std=False),
-    estimators.GroupInGroup(gamma=0.9),
-    estimators.LeaveOneOut(),
-    estimators.BatchRelative(),
-    estimators.RawReturn(),
-    estimators.ReinforcePlusPlus(gamma=0.9),
+    MaskedGAE(gamma=0.9, lam=0.8),
+    BilevelGAE(gamma_turn=0.9, lam_turn=0.8, gamma_token=0.95, lam_token=0.7),
+    TurnGAE(gamma=0.9, lam=0.8),
+    GroupRelative(),
+    GroupRelative(scale_by_std=False),
+    GroupInGroup(gamma=0.9),
+    LeaveOneOut(),
+    BatchRelative(),
+    RawReturn(),
+    ReinforcePlusPlus(gamma=0.9),
 ]
 TEXT = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
 
@@ -107,10 +112,10 @@ def test_the_order_of_episodes_does_not_matter(bundle, estimator) -> None:
 
 
 def test_normalized_rewards_sum_to_the_normalized_return(bundle) -> None:
-    raw = credited(bundle, window=1, estimator=estimators.RawReturn())
+    raw = credited(bundle, window=1, estimator=RawReturn())
     normalizer = RewardNormalizer(by=ByGroup(), clip_high=0.5)
-    bounded = credited(bundle, window=1, estimator=estimators.RawReturn(), normalizer=normalizer)
-    relative = credited(bundle, window=1, estimator=estimators.GroupRelative())
+    bounded = credited(bundle, window=1, estimator=RawReturn(), normalizer=normalizer)
+    relative = credited(bundle, window=1, estimator=GroupRelative())
     expected = relative.samples.advantages.clamp(max=0.5)
     torch.testing.assert_close(bounded.samples.advantages, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(raw.samples.advantages, expected)

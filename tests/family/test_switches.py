@@ -16,7 +16,7 @@ MASK = f"algorithm.masks.loss._target_={ALGORITHMS}.masks"
 CREDIT = f"algorithm.masks.advantage._target_={ALGORITHMS}.masks"
 HELD = f"algorithm.loss.kl.mask._target_={ALGORITHMS}.masks"
 LOSS = "algorithm.loss.policy._target_=ragen_pl.modules.policy_losses"
-BY = f"algorithm.normalize.by._target_={ALGORITHMS}.normalize"
+BY = f"algorithm.normalize.by._target_={ALGORITHMS}.normalization"
 MISMATCH = f"+algorithm.loss.mismatch._target_={ALGORITHMS}.mismatch"
 NO_SCALE = "+algorithm.normalize.by.scale_by_std=false"
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 import envs  # noqa: F401
 from envs.policies import NoisyPolicy
-from ragen_pl.algorithms.estimators import BilevelGAE
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.masks import until_action
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule

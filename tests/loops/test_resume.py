@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from ragen_pl.algorithms.estimators import GroupRelative
+from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.filters import AboveDeviation
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
 from ragen_pl.algorithms.selection import GroupFilter

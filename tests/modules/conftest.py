@@ -13,7 +13,7 @@ import torch
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401
-from ragen_pl.algorithms.estimators import BilevelGAE
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
@@ -38,19 +38,19 @@ TEXT = {
 }
 
 
-def build_bundle(*, seed: int = 0, pixel_values: bool = False) -> ModelBundle:
-    if pixel_values:
+def build_bundle(*, seed: int = 0, images: bool = False) -> ModelBundle:
+    if images:
         return build_small_vlm(seed=seed, text=TEXT, vision={"width": 32, "heads": 2})
     return build_small_lm(seed=seed, text=TEXT)
 
 
 def build_agent(
-    *, own_critic: bool = False, seed: int = 0, pixel_values: bool = False, **changes
+    *, own_critic: bool = False, seed: int = 0, images: bool = False, **changes
 ) -> AgentModule:
     """An agent attached to a Trainer that does not run."""
     torch.manual_seed(seed)
-    bundle = build_bundle(seed=seed, pixel_values=pixel_values)
-    backbone = build_bundle(seed=seed + 1, pixel_values=pixel_values) if own_critic else None
+    bundle = build_bundle(seed=seed, images=images)
+    backbone = build_bundle(seed=seed + 1, images=images) if own_critic else None
     settings = {
         "estimator": BilevelGAE(gamma_turn=0.9),
         "masks": Masks(),

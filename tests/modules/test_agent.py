@@ -7,7 +7,8 @@ import functools
 import pytest
 import torch
 
-from ragen_pl.algorithms.estimators import BilevelGAE, GroupRelative
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
+from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.collate import collate
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule

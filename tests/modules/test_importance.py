@@ -37,8 +37,8 @@ def test_top_in_turn_is_what_sorting_each_turn_gives(seed, share, tokens) -> Non
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_the_score_is_the_change_when_a_position_fades(make, pixel_values) -> None:
-    agent = make.agent(pixel_values=pixel_values)
+def test_the_score_is_the_change_when_a_position_fades(make, images) -> None:
+    agent = make.agent(images=images)
     batch = collate(make.play(agent, groups=2, members=1), agent.policy.bundle)
     samples = batch.samples
     rows = torch.tensor([1])
@@ -106,7 +106,7 @@ def test_a_rank_that_no_group_fell_to_has_nothing_to_choose(make) -> None:
 
 
 def test_patches_are_averaged_image_by_image(make) -> None:
-    agent = make.agent(pixel_values=True)
+    agent = make.agent(images=True)
     batch = collate(make.play(agent, groups=2, members=1), agent.policy.bundle)
     slot = agent.policy.bundle.image_token_id
     patches = int((batch.samples.input_ids[0] == slot).sum())

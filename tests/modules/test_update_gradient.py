@@ -103,7 +103,7 @@ def test_however_samples_are_spread_over_ranks(make, aggregation):
 
 def test_whole_conversations_and_single_turns_of_images(make):
     for window in (1, "all"):
-        agent = make.agent(loss=loss_settings(), pixel_values=True)
+        agent = make.agent(loss=loss_settings(), images=True)
         batch = make.batch(agent, window=window, groups=3)
         assert len(batch.pixel_values) > 1
         nudge(agent)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ragen_pl.algorithms.estimators import MaskedGAE
+from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import sampled
 from ragen_pl.data.collate import collate
 from ragen_pl.modules.credit import assign_credit

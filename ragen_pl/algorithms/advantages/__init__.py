@@ -1,1 +1,1 @@
-"""Advantage estimators as pure functions; `algorithms.estimators` wraps them for Hydra."""
+"""Advantage estimators, one idea a file: a formula as a pure function, and the class that a config names."""

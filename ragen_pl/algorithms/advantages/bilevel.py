@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import masked_gae
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, check_unit, finish
 from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
+from ragen_pl.algorithms.whitening import AllReduce
 
 
 def bilevel_gae(
@@ -64,3 +69,38 @@ def bilevel_gae(
     scanned = reverse_scan(torch.where(mask, delta, 0.0), decay=decay)
     advantages = torch.where(mask, scanned, 0.0)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BilevelGAE(Estimator):
+    """GAE across turns, then inside each turn (VAGEN; TRICO).
+
+    `gamma_turn` defaults below 1: with all four at 1 this is `MaskedGAE`.
+    """
+
+    needs_values: ClassVar[bool] = True
+    gamma_turn: float = 0.95
+    gamma_token: float = 1.0
+    lam_turn: float = 1.0
+    lam_token: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_unit(self, "gamma_turn", "gamma_token", "lam_turn", "lam_token")
+
+    def discounts(self, credit: Credit) -> float | Tensor:
+        """Return gamma_turn, or one for each turn at its end, `[trajectories, tokens]`."""
+        return self.gamma_turn
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `bilevel_gae` to the tokens of M_adv."""
+        pair = bilevel_gae(
+            credit.rewards,
+            credit.need_values(self),
+            torch.where(credit.advantage_mask, credit.turn, -1),
+            gamma_turn=self.discounts(credit),
+            lam_turn=self.lam_turn,
+            gamma_token=self.gamma_token,
+            lam_token=self.lam_token,
+            bootstrap=credit.bootstrap,
+        )
+        return finish(*pair, credit)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, check_unit, finish
 from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
+from ragen_pl.algorithms.whitening import AllReduce
 
 
 def masked_gae(
@@ -52,3 +57,22 @@ def masked_gae(
     decay = torch.where(mask, (discount * lam).float().expand_as(values), 1.0)
     advantages = torch.where(mask, reverse_scan(delta, decay=decay), 0.0)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedGAE(Estimator):
+    """Token-level GAE over M_adv (StarPO with a critic)."""
+
+    needs_values: ClassVar[bool] = True
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_unit(self, "gamma", "lam")
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `masked_gae` to the tokens of M_adv."""
+        mask, values = credit.advantage_mask, credit.need_values(self)
+        parameters = {"gamma": self.gamma, "lam": self.lam}
+        pair = masked_gae(credit.rewards, values, mask, bootstrap=credit.bootstrap, **parameters)
+        return finish(*pair, credit)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, grpo
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast, check_unit
 from ragen_pl.algorithms.scan import reverse_scan
+from ragen_pl.algorithms.whitening import AllReduce
 
 
 def step_returns(turn_rewards: Tensor, *, gamma: float) -> Tensor:
@@ -82,3 +87,44 @@ def gigpo(
     steps[known] = relative(from_here, anchor_groups(state, group))
     episode = relative(returns, group)[:, None]
     return torch.where(known, episode + step_weight * steps, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupInGroup(Estimator):
+    """The episode against its group, and each turn against turns from the same state (GiGPO).
+
+    Attributes:
+        gamma: discount per turn of the step returns.
+        step_weight: weight of the step advantage.
+        scale_by_std: divide both advantages by their deviation.
+    """
+
+    needs_groups: ClassVar[bool] = True
+    needs_states: ClassVar[bool] = True
+    gamma: float = 0.95
+    step_weight: float = 1.0
+    scale_by_std: bool = True
+
+    def __post_init__(self) -> None:
+        check_unit(self, "gamma")
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `gigpo` to the returns and to the rewards of the turns."""
+        if credit.state is None:
+            raise ValueError(
+                "found no anchor states, expected those of the environment's state_key(); GroupInGroup compares "
+                "turns from the same state: choose an environment that has it, or algorithm=grpo"
+            )
+        state, turn = credit.state, credit.turn.clamp(min=0)
+        turn_rewards = torch.zeros(state.shape, device=state.device)
+        inside = torch.where(credit.turn >= 0, credit.rewards.float(), 0.0)
+        if state.shape[1]:
+            turn_rewards = turn_rewards.scatter_add(1, turn, inside)
+        settings = {"step_weight": self.step_weight, "scale_by_std": self.scale_by_std}
+        of_turn = gigpo(
+            credit.returns, credit.group, turn_rewards, state, gamma=self.gamma, **settings
+        )
+        of_token = of_turn.gather(1, turn) if state.shape[1] else torch.zeros_like(inside)
+        result = broadcast(credit.returns, credit)
+        result.advantages = torch.where(credit.loss_mask, of_token, 0.0)
+        return result

@@ -1,12 +1,18 @@
 """Baselines from the other trajectories of a group: GRPO, Dr. GRPO, RLOO.
 
-A group is the trajectories that began from the same environment seed. Its members are counted as
-trajectories, never as turns or rows, and a group must be whole when it comes here.
+A group is the trajectories that started from the same environment seed. Its members are counted as
+trajectories, never as turns or rows. A group must be complete.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from torch import Tensor
+
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast
+from ragen_pl.algorithms.whitening import AllReduce
 
 
 def _same_group(group: Tensor) -> Tensor:
@@ -93,3 +99,27 @@ def rloo(returns: Tensor, group: Tensor) -> Tensor:
     same = _same_group(group)
     count = same.sum(1)
     return _deviation(returns.float(), same) * count / (count - 1).clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRelative(Estimator):
+    """Returns centred in their group, divided by its deviation (GRPO) or not (Dr. GRPO)."""
+
+    needs_groups: ClassVar[bool] = True
+    scale_by_std: bool = True
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `grpo` or `dr_grpo` to the returns."""
+        relative = grpo if self.scale_by_std else dr_grpo
+        return broadcast(relative(credit.returns, credit.group), credit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOut(Estimator):
+    """Returns against the mean of the group's other members (RLOO)."""
+
+    needs_groups: ClassVar[bool] = True
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `rloo` to the returns."""
+        return broadcast(rloo(credit.returns, credit.group), credit)

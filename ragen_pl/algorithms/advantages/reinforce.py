@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms.credit import (
+    Advantages,
+    Credit,
+    Estimator,
+    broadcast,
+    check_unit,
+    finish,
+)
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments, whiten
 
@@ -87,3 +97,37 @@ def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = 
     everywhere = torch.ones_like(returns, dtype=torch.bool)
     mean, variance = masked_moments(returns, everywhere, all_reduce=all_reduce)
     return (returns.float() - mean) / (variance.sqrt() + eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlus(Estimator):
+    """Discounted returns-to-go, whitened over the whole batch (REINFORCE++)."""
+
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_unit(self, "gamma")
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `reinforce_plus_plus` to the tokens of M_adv."""
+        mask = credit.advantage_mask
+        pair = reinforce_plus_plus(credit.rewards, mask, gamma=self.gamma, all_reduce=all_reduce)
+        return finish(*pair, credit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawReturn(Estimator):
+    """Returns as they are (ARPO)."""
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `raw` to the returns."""
+        return broadcast(raw(credit.returns), credit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRelative(Estimator):
+    """Returns standardized over the whole batch, all ranks included (BRPO)."""
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `batch` to the returns."""
+        return broadcast(batch(credit.returns, all_reduce=all_reduce), credit)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import masked_gae
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, check_unit, finish
 from ragen_pl.algorithms.scan import index_from
 from ragen_pl.algorithms.turns import nearest_in_turn, sum_at_turn_end, turn_ends, turn_starts
+from ragen_pl.algorithms.whitening import AllReduce
 
 
 def turn_gae(
@@ -48,3 +53,22 @@ def turn_gae(
     source = nearest_in_turn(starts, turn=turn).clamp(min=0)
     advantages, returns = (torch.where(mask, step.gather(1, source), 0.0) for step in steps)
     return advantages, returns
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnGAE(Estimator):
+    """GAE with one step per turn, shared by the turn's tokens (turn-level PPO)."""
+
+    needs_values: ClassVar[bool] = True
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_unit(self, "gamma", "lam")
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `turn_gae` to the tokens of M_adv."""
+        turn, values = torch.where(credit.advantage_mask, credit.turn, -1), credit.need_values(self)
+        parameters = {"gamma": self.gamma, "lam": self.lam}
+        pair = turn_gae(credit.rewards, values, turn, bootstrap=credit.bootstrap, **parameters)
+        return finish(*pair, credit)

@@ -1,7 +1,7 @@
-"""Bi-level GAE whose discount per turn follows the progress of the episode; off unless a config names it.
+"""Bi-level GAE whose discount per turn follows the progress of the episode.
 
-The discount of a turn depends on what was known at it and on nothing later. A discount that is a function
-of the state keeps the Bellman equation sound (White, 2017, "Unifying task specification in RL").
+The discount of a turn depends on values and rewards up to that turn only. A discount that is a function
+of the state keeps the Bellman equation valid (White, 2017, "Unifying task specification in RL").
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.credit import Credit, check_unit
-from ragen_pl.algorithms.estimators import BilevelGAE
 from ragen_pl.algorithms.scan import next_on_mask
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 
@@ -20,18 +20,18 @@ from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 def turn_progress(
     rewards: Tensor, values: Tensor, turn: Tensor, *, window: int, feedback: float
 ) -> Tensor:
-    """Measure how the episode went over the last turns, as it was known at each turn.
+    """Measure the progress of the episode over the last turns, as known at each turn.
 
     With V_k the value at the end of turn k and r_k its reward, the step into turn k is
-    `c_k = V_k - V_{k-1} + feedback r_{k-1}` and the progress at k is the mean of the last `window` steps
-    up to c_k; 0 at the first turn, which nothing is known before.
+    `c_k = V_k - V_{k-1} + feedback r_{k-1}`. The progress at k is the mean of the last `window` steps
+    up to c_k. It is 0 at the first turn.
 
     Args:
         rewards: `[trajectories, tokens]`.
         values: `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
-        window: steps looked back upon.
-        feedback: weight of the environment's rewards against the critic's changes.
+        window: number of steps to average.
+        feedback: weight of the environment's rewards relative to the changes of the value.
 
     Returns:
         float32 `[trajectories, tokens]`, 0 off the turn ends.
@@ -44,15 +44,17 @@ def turn_progress(
     ends = turn_ends(turn)
     nothing = torch.zeros_like(values[:, 0], dtype=torch.float32)
 
-    def before(x: Tensor) -> Tensor:  # x at the end of the turn before
+    def before(x: Tensor) -> Tensor:
+        """Return x at the end of the previous turn."""
         return next_on_mask(x.flip(1), mask=ends.flip(1), last=nothing).flip(1)
 
-    number = ends.long().cumsum(1) - 1  # a turn's place among the turns that have tokens
+    # the index of a turn among the turns that have tokens
+    number = ends.long().cumsum(1) - 1
     earned = sum_at_turn_end(rewards.float(), turn=turn)
     steps = values.float() - before(values.float()) + feedback * before(earned)
     steps = torch.where(ends & (number > 0), steps, 0.0)
     total = steps.cumsum(1)
-    # the sum up to the turn that lies `window` turns back is what falls out of the window
+    # the sum up to the turn `window` turns back lies outside the window
     sums = torch.zeros_like(total).scatter_add(
         1, number.clamp(min=0), torch.where(ends, total, 0.0)
     )
@@ -66,19 +68,25 @@ def turn_progress(
 class AdaptiveBilevelGAE(BilevelGAE):
     """Bi-level GAE with `gamma_k = clip(gamma_turn + beta progress_k, low, high)` in place of one gamma_turn.
 
-    After success the future counts for more, after a setback for less; progress is that of `turn_progress`.
-    With `beta=0` this is `BilevelGAE`, number for number.
+    Progress is that of `turn_progress`: the future counts more after a success, less after a setback.
+    With `beta=0` the result equals `BilevelGAE` bit for bit.
+
+    Attributes:
+        beta: change of the discount per unit of progress.
+        low: lowest discount.
+        high: highest discount.
+        window: number of turns that progress is measured over.
+        feedback: weight of the turns' rewards relative to the changes of the value.
     """
 
     beta: float = 0.1
     low: float = 0.8
     high: float = 0.99
-    window: int = 2  # turns that progress is measured over
-    feedback: float = 1.0  # weight of turn rewards against the critic's changes
+    window: int = 2
+    feedback: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        BilevelGAE.__post_init__(self)
+        super().__post_init__()
         check_unit(self, "low", "high")
         if not self.low <= self.gamma_turn <= self.high:
             raise ValueError(
