@@ -145,7 +145,7 @@ def run_ours(args: argparse.Namespace) -> IterationTimer:
     clock = CLOCKS[args.clock]
     watch = Stopwatch(clock)
     agent, datamodule = build_agent(parts), build_datamodule(parts)
-    watch.wrap(agent.rollout_engine(), "generate", part="rollout: engine")
+    watch.wrap(agent.rollout_engine(), "collect", part="rollout: engine")
     watch.wrap(parts.proxy.environments, "open", part="rollout: environments")
     watch.wrap(parts.proxy.environments, "step", part="rollout: environments")
     watch.wrap(agent, "prepare", part="prepare")

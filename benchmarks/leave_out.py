@@ -21,8 +21,7 @@ from ragen_pl.rollout import proxy as turn_loop
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.run.build import assemble
+from ragen_pl.run.build import assemble, engine_factory
 from ragen_pl.run.train import quieten
 from ragen_pl.run.weights import load_weights
 from ragen_pl.trajectory import Trajectory
@@ -41,7 +40,7 @@ def play(cfg: DictConfig, weights: Path, rule: LeaveOut, *, look: Look | None) -
         parts.bundle, window=context.window, system_prompt=context.system_prompt,
         turn_template=context.turn_template, max_tokens=context.max_tokens, leave_out=rule,
     )  # fmt: skip
-    engine = TransformersEngine(parts.bundle)
+    engine = engine_factory(cfg)(parts.policy)
     engine.load_weights(0)
     with mock.patch.object(turn_loop, "look", look or turn_loop.look):
         return validation_set.proxy.rollout(

@@ -25,10 +25,11 @@ import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.engine import GenerationRequest, Prompt, RolloutEngine, generate
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.seeding import uniforms
+from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Observation
 
 LARGER = {
@@ -102,17 +103,17 @@ def observations(world_id: str, turn: int, slots: int) -> tuple[str, list[np.nda
 
 
 def engine_response(
-    engine: TransformersEngine, tokens: int, turn: int, prompts: list[Prompt]
+    engine: RolloutEngine, tokens: int, turn: int, prompts: list[Prompt]
 ) -> list[np.ndarray]:
     """Response with the engine, its caches kept between turns."""
     requests = [
         GenerationRequest(
             session=slot, prompt=prompt, max_tokens=tokens, temperature=1.0,
-            uniforms=uniforms("benchmark", slot, turn, count=tokens),
+            seed=derive_seed("benchmark", slot, turn),
         )
         for slot, prompt in enumerate(prompts)
     ]  # fmt: skip
-    return [generation.ids for generation in engine.generate(requests, keep=True)]
+    return [generation.ids for generation in generate(engine, requests, keep=True)]
 
 
 @torch.inference_mode()
@@ -145,7 +146,7 @@ def compare(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
     """Print the row of one model: engine, generate, ratio."""
     larger = name.startswith("larger")
     slots, rounds = (max(1, args.slots // 16), 1) if larger else (args.slots, args.rounds)
-    engine = TransformersEngine(bundle)
+    engine = TransformersEngine(PolicyModule(bundle))
     tokens = args.response_tokens
     dialogue = Dialogue(slots=slots, turns=args.turns, rules=args.rules)
 
@@ -175,7 +176,7 @@ def compare(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
 
 def fit(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
     """Print seconds of a dialogue by its number of turns, and the exponent of the log-log line."""
-    engine, seconds = TransformersEngine(bundle), []
+    engine, seconds = TransformersEngine(PolicyModule(bundle)), []
     for turns in TURNS_OF_FIT:
 
         def action(turns: int = turns) -> None:

@@ -80,7 +80,7 @@ class Reinforce(pl.LightningModule):
 
     def rollout_engine(self) -> TransformersEngine:
         """Return an engine that samples from the current policy."""
-        return TransformersEngine(self.policy.bundle)
+        return TransformersEngine(self.policy)
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Set the advantage of every sampled token to the return of its episode minus the mean return."""
@@ -93,7 +93,7 @@ class Reinforce(pl.LightningModule):
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Return the REINFORCE loss."""
-        scores = self.policy.score(batch.samples, batch.images)
+        scores = self.policy.score(batch.samples, batch.pixel_values)
         return -(scores.logprobs * batch.samples.advantages).sum() / batch.sequences
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

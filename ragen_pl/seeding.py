@@ -23,9 +23,9 @@ def derive_seed(*key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
-def uniforms(*key: int | str, count: int) -> np.ndarray:
-    """Return `count` float64 draws from [0, 1) determined by the counters of `key`."""
-    return np.random.Generator(np.random.Philox(key=derive_seed(*key))).random(count)
+def uniforms(seed: int, *, count: int) -> np.ndarray:
+    """Return `count` float64 draws from [0, 1) determined by a seed of `derive_seed`."""
+    return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
 @contextlib.contextmanager

@@ -30,8 +30,14 @@ from ragen_pl.trajectory import Trajectory
 class RollsOut(Protocol):
     """What the DataModule asks of the module that it collects for."""
 
+    @property
+    def global_step(self) -> int:
+        """Number of optimizer steps taken, the version of the weights."""
+        ...
+
     def rollout_engine(self) -> RolloutEngine:
-        """Return the engine that responses for the present policy."""
+        """Return the engine that samples with the policy's weights."""
+        ...
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Assign credit: fill masks, values, advantages and returns."""
@@ -130,7 +136,7 @@ class RolloutDataModule(pl.LightningDataModule):
         What the filter drops is returned and counted too, but not trained on.
         """
         engine = module.rollout_engine()
-        engine.load_weights(iteration)
+        engine.load_weights(module.global_step)
         self.proxy.progress = progress
         trajectories: list[Trajectory] = []
         for attempt in range(1 + self.group_filter.resample):

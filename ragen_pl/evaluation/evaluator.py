@@ -22,11 +22,11 @@ from ragen_pl.evaluation.report import print_tables, write_report
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import by_difficulty, figures
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedProxy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.run.build import build_environments, plain, rollout_settings
+from ragen_pl.run.build import build_environments, engine_factory, plain, rollout_settings
 from ragen_pl.run.weights import load_bundle, load_weights
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.page import PAGE, write_page
@@ -61,7 +61,7 @@ class Evaluator:
 
     def __init__(self, cfg: DictConfig, bundle: ModelBundle, *, folder: Path) -> None:
         self.cfg, self.bundle, self.folder = cfg, bundle, folder
-        self.engine = TransformersEngine(bundle)
+        self.engine = engine_factory(cfg)(PolicyModule(bundle))
         self.context = ContextManager(bundle, **plain(cfg.context))
         self.greedy, self.pass_ks = is_greedy(cfg), pass_ks(cfg)
         self.evaluation = Evaluation(about=_about(cfg, greedy=self.greedy))
@@ -149,6 +149,7 @@ def evaluate(cfg: DictConfig) -> Evaluation:
         evaluator.add(settings, policy_name, trajectories)
         if policy_name == POLICY and cfg.trajectories:
             evaluator.write(settings, trajectories)
+    evaluator.engine.close()
     evaluation = evaluator.evaluation
     evaluation.validation_sets = {
         one.name: evaluation.validation_sets[one.name] for one in validation_sets

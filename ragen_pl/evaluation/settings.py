@@ -25,7 +25,7 @@ from ragen_pl.evaluation.validation_sets import environment
 from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
 
 _SETTLED = ("ckpt", "env", "model")
-_ROLLOUT = ("temperature", "max_response_tokens", "num_envs")
+_ROLLOUT = ("engine", "temperature", "max_response_tokens", "num_envs")
 _PLAIN_CHECKPOINT = (
     "ckpt={0}: no run's config.yaml beside it; set paths.run_dir=… of the run, or env=… and model=…"
 )

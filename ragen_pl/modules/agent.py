@@ -28,7 +28,7 @@ from ragen_pl.modules.losses import LossSettings, Masks
 from ragen_pl.modules.objective import objective
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
-from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 
 OptimizerFactory = Callable[[Iterable[dict[str, object]]], torch.optim.Optimizer]
 
@@ -44,6 +44,7 @@ class AgentModule(pl.LightningModule):
         loss: what the update minimises.
         normalizer: of the episodes' returns; None to leave them.
         optimizer: makes one optimizer from the named parameter groups `policy` and `critic`.
+        engine: Rollout engine of the policy.
         learning_rate_end: the rate's share at the last iteration, reached linearly by iteration.
         critic_rate: the critic's learning rate as a multiple of the policy's.
         tokens_per_forward: padded tokens scored at once before an update.
@@ -58,6 +59,7 @@ class AgentModule(pl.LightningModule):
         masks: Masks,
         loss: LossSettings,
         optimizer: OptimizerFactory,
+        engine: EngineFactory,
         normalizer: RewardNormalizer | None = None,
         learning_rate_end: float = 0.1,
         critic_rate: float = 1.0,
@@ -78,7 +80,8 @@ class AgentModule(pl.LightningModule):
         self.importance = None if masks.importance is None else ImportanceStatistics()
         self.validation_statistics: dict[str, RolloutStatistics] = {}
         self.gradient_norms: dict[str, float] = {}
-        self._engine: TransformersEngine | None = None
+        self.engine_factory = engine
+        self._engine: RolloutEngine | None = None
 
     def train(self, mode: bool = True) -> AgentModule:
         """Set the mode of policy and critic; the reference never trains."""
@@ -89,13 +92,17 @@ class AgentModule(pl.LightningModule):
 
     # ---- rollout phase
 
-    def rollout_engine(self) -> TransformersEngine:
-        """Return the in-process engine on the policy's present weights."""
+    def rollout_engine(self) -> RolloutEngine:
+        """Return the rollout engine, which is built on the first call."""
         if self._engine is None:
-            self._engine = TransformersEngine(
-                self.policy.bundle, forward_context=self._forward_context
-            )
+            self._engine = self.engine_factory(self.policy, forward_context=self._forward_context)
         return self._engine
+
+    def teardown(self, stage: str) -> None:
+        """Close the rollout engine; a later rollout builds it again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _forward_context(self) -> Any:
         return self.trainer.precision_plugin.forward_context()

@@ -30,6 +30,7 @@ class _Exchange:
     """A turn of a conversation: what was shown, what was replied."""
 
     shown_ids: np.ndarray  # the user's block and the header of the response, image slots expanded
+    unexpanded_ids: np.ndarray  # the same with one image token for each image
     text: str
     images: list[np.ndarray]
     response_ids: np.ndarray | None = None
@@ -121,10 +122,10 @@ class ContextManager:
     ) -> Prompt:
         """Add an observation and return the prompt of the response to it."""
         text = self._fill(conversation, observation, max_turns)
+        shown_ids, unexpanded_ids = self._shown_ids(text, observation.images)
         exchange = _Exchange(
-            shown_ids=self._shown_ids(text, observation.images)
-            if self.template.keeps_prefix
-            else _NO_IDS,
+            shown_ids=shown_ids,
+            unexpanded_ids=unexpanded_ids,
             text=text,
             images=observation.images,
         )
@@ -215,10 +216,16 @@ class ContextManager:
         shown = [exchange for number, exchange in enumerate(window) if number not in out]
         images = [image for exchange in shown for image in exchange.images]
         if not self.template.keeps_prefix:
-            return Prompt(ids=self._render(conversation, shown), images=images)
+            unexpanded_ids = self._render(conversation, shown)
+            ids = self.bundle.expand_image_slots(unexpanded_ids, images)
+            return Prompt(ids=ids, unexpanded_ids=unexpanded_ids, images=images)
+        unexpanded = [self._block(exchange, exchange.unexpanded_ids) for exchange in shown]
         first = len(conversation.exchanges) - len(window)
         return Prompt(
-            ids=np.concatenate([conversation.head_ids, *map(self._block, shown)]),
+            ids=np.concatenate(
+                [conversation.head_ids, *(self._block(turn, turn.shown_ids) for turn in shown)]
+            ),
+            unexpanded_ids=np.concatenate([conversation.head_ids, *unexpanded]),
             images=images,
             patches=self._patches(shown),
             left_out=tuple(first + number for number in sorted(out)),
@@ -226,17 +233,18 @@ class ContextManager:
 
     def _places(self, conversation: Conversation) -> list[np.ndarray]:
         """Return the positions in the prompt of each turn in the window."""
-        sizes = [len(self._block(exchange)) for exchange in self._shown(conversation)]
+        window = self._shown(conversation)
+        sizes = [len(self._block(exchange, exchange.shown_ids)) for exchange in window]
         ends = len(conversation.head_ids) + np.cumsum(sizes)
         return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
-    def _block(self, exchange: _Exchange) -> np.ndarray:
+    def _block(self, exchange: _Exchange, shown_ids: np.ndarray) -> np.ndarray:
         """Return the ids of a turn: what was shown and, of an old one, the response and what closes it."""
         if exchange.response_ids is None:
-            return exchange.shown_ids
+            return shown_ids
         ended = len(exchange.response_ids) and int(exchange.response_ids[-1]) in self._ends
         close = self._close_after_end if ended else self._close_after_length_limit
-        return np.concatenate([exchange.shown_ids, exchange.response_ids, close])
+        return np.concatenate([shown_ids, exchange.response_ids, close])
 
     def _patches(self, shown: Sequence[_Exchange]) -> list[np.ndarray] | None:
         if all(exchange.patches is None for exchange in shown):
@@ -248,7 +256,7 @@ class ContextManager:
         return patches
 
     def _render(self, conversation: Conversation, shown: Sequence[_Exchange]) -> np.ndarray:
-        """Render the window afresh, for a template that rewrites its history."""
+        """Return the unexpanded ids of the window, rendered afresh for a template that rewrites its history."""
         messages: list[Message] = self.template.system_messages(conversation.system)
         for exchange in shown:
             messages.append(user_message(self._plain(exchange.text), images=len(exchange.images)))
@@ -256,10 +264,7 @@ class ContextManager:
                 messages.append(
                     {"role": "assistant", "content": self._plain(exchange.response_text)}
                 )
-        ids = self._encode_markup(self.template.render(messages))
-        return self.bundle.expand_image_slots(
-            ids, [image for exchange in shown for image in exchange.images]
-        )
+        return self._encode_markup(self.template.render(messages))
 
     def _plain(self, text: str) -> str:
         """Take the tokenizer's control tokens out of a text that must not contain any."""
@@ -270,10 +275,15 @@ class ContextManager:
                 text = text.replace(token, "")
         return text
 
-    def _shown_ids(self, text: str, images: Sequence[np.ndarray]) -> np.ndarray:
+    def _shown_ids(self, text: str, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a user's block with image slots expanded, and with one token for each image."""
+        if not self.template.keeps_prefix:
+            return _NO_IDS, _NO_IDS
         before, after = self.template.around_user(len(images))
-        before_ids = self.bundle.expand_image_slots(self._encode_markup(before), images)
-        return np.concatenate([before_ids, self._encode_words(text), self._encode_markup(after)])
+        slots = self._encode_markup(before)
+        rest = [self._encode_words(text), self._encode_markup(after)]
+        expanded = self.bundle.expand_image_slots(slots, images)
+        return np.concatenate([expanded, *rest]), np.concatenate([slots, *rest])
 
     def _encode_markup(self, text: str) -> np.ndarray:
         return self._cached("markup:" + text, text, split_special_tokens=False)

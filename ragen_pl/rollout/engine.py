@@ -1,60 +1,148 @@
-"""What the turn loop asks of a rollout engine: token ids and images in, sampled ids and log-probs out."""
+"""The rollout engine's protocol: token ids and images in, sampled ids and their log-probabilities out.
+
+Another engine is one module with a class that follows `RolloutEngine` and one file in `conf/rollout/engine/`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
 
 
 @dataclass(kw_only=True, slots=True)
 class Prompt:
-    """The exact ids a policy is shown, image slots expanded, and the images of those slots in order."""
+    """The ids that a policy is shown, and the images of their image slots in order."""
 
-    ids: np.ndarray  # int64 [prompt]
-    images: list[np.ndarray] = field(default_factory=list)  # each uint8 [height, width, 3]
-    patches: list[np.ndarray] | None = None  # int64: those that each image shows; None for all
-    left_out: tuple[int, ...] = ()  # numbers of the window's turns that are not shown
+    ids: np.ndarray
+    """int64 `[prompt]`, one image token for each feature of an image."""
+    unexpanded_ids: np.ndarray
+    """int64, the same prompt with one image token for each image; equal to `ids` without images."""
+    images: list[np.ndarray] = field(default_factory=list)
+    """RGB images, each uint8 `[height, width, 3]`."""
+    patches: list[np.ndarray] | None = None
+    """int64, the indices of the patches that each image shows; None for all."""
+    left_out: tuple[int, ...] = ()
+    """Numbers of the turns in the window that are not shown."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GenerationRequest:
-    """One response to sample.
-
-    `session` names the environment: an engine may keep what it computed for a session's earlier prompt and
-    use it where the new prompt starts with the same ids. The ids alone decide what is generated.
-    """
+    """One response to sample. Only the prompt, the sampling parameters and the seed decide what is generated."""
 
     session: int
+    """Number of the environment. An engine may reuse the session's earlier keys and values for a common prefix."""
     prompt: Prompt
     max_tokens: int
-    temperature: float  # 0 is greedy
-    uniforms: np.ndarray  # float64 [max_tokens] in [0, 1): the response's only source of randomness
+    temperature: float
+    """Sampling temperature; 0 is greedy."""
+    seed: int
+    """The only source of randomness of the response."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
     """A sampled response."""
 
-    ids: np.ndarray  # int64 [response], the end-of-turn token included where it was sampled
-    logprobs: np.ndarray  # float32 [response], of the distribution sampled from
-    entropy: float  # nats, mean over the response's tokens
-    hit_length_limit: bool  # the length limit came before an end-of-turn token
+    ids: np.ndarray
+    """int64 `[response]`, with the end-of-turn token where it was sampled."""
+    logprobs: np.ndarray
+    """float32 `[response]`, of the distribution that was sampled from; at temperature 1 for a greedy response."""
+    entropy: float | None
+    """Mean over the response's tokens in nats; None where the engine cannot compute it."""
+    hit_length_limit: bool
+    """Whether the response reached `max_tokens` without an end-of-turn token."""
+    version: int
+    """Version of the weights that sampled it, see `RolloutEngine.load_weights`."""
 
 
 class RolloutEngine(Protocol):
     """Generates responses for many environments at once."""
 
-    def generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
-        """Return a response for each request, in order. `keep` says that sessions will go on from here."""
+    def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
+        """Queue requests, at most one for each session.
+
+        Args:
+            requests: Responses to sample.
+            keep: Whether the sessions will continue from these prompts and responses.
+        """
+        ...
+
+    def collect(self) -> list[tuple[int, Generation]]:
+        """Return the responses that finished since the last call, each with its session.
+
+        Blocks until at least one response has finished. Returns an empty list only if nothing is pending.
+        """
         ...
 
     def load_weights(self, version: int) -> None:
-        """Use the policy's weights of this version from now on, and void every cache."""
+        """Use the policy's present weights and drop every cache.
+
+        Args:
+            version: Number of optimizer steps that the weights have taken. It labels the generations. An engine
+                must load again for an equal version: a rollback can put other weights at the same step.
+        """
         ...
 
     def release(self) -> None:
-        """Forget all sessions and give back what they held."""
+        """Forget all sessions and free their memory."""
         ...
+
+    def close(self) -> None:
+        """End the engine and free what it holds. It is not used again."""
+        ...
+
+
+class EnginePolicy(Protocol):
+    """What an engine reads from a policy module."""
+
+    @property
+    def bundle(self) -> ModelBundle:
+        """Model, tokenizer and processor."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """Builds the engine of a policy; `rollout.engine` in the config."""
+
+    def __call__(
+        self,
+        policy: EnginePolicy,
+        *,
+        forward_context: Callable[[], AbstractContextManager[object]] = ...,
+    ) -> RolloutEngine:
+        """Build the engine.
+
+        Args:
+            policy: Policy whose weights the engine samples with.
+            forward_context: Context around the model's forward passes, such as the trainer's autocast.
+        """
+        ...
+
+
+def generate(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], *, keep: bool
+) -> list[Generation]:
+    """Return the responses to requests, in their order. The arguments are those of `RolloutEngine.submit`.
+
+    Raises:
+        RuntimeError: the engine returned no response for some sessions.
+    """
+    engine.submit(requests, keep=keep)
+    generations: dict[int, Generation] = {}
+    while len(generations) < len(requests):
+        finished = engine.collect()
+        if not finished:
+            missing = sorted({request.session for request in requests} - set(generations))
+            raise RuntimeError(
+                f"the rollout engine returned {len(generations)} responses for {len(requests)} requests; "
+                f"expected one for each session, missing {missing[:8]}"
+            )
+        generations.update(finished)
+    return [generations[request.session] for request in requests]

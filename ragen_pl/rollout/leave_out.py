@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.models.distribution import log_distribution
-from ragen_pl.rollout.engine import GenerationRequest, Prompt, RolloutEngine
+from ragen_pl.rollout.engine import GenerationRequest, Prompt, RolloutEngine, generate
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -104,14 +104,13 @@ def look(
     Returns:
         float64 `[parts]` for each prompt.
     """
-    nothing = np.zeros(max_tokens)
     requests = [
         GenerationRequest(
-            session=number, prompt=prompt, max_tokens=max_tokens, temperature=0.0, uniforms=nothing
+            session=number, prompt=prompt, max_tokens=max_tokens, temperature=0.0, seed=0
         )
         for number, prompt in enumerate(prompts)
     ]
-    responses = [generation.ids for generation in engine.generate(requests, keep=False)]
+    responses = [generation.ids for generation in generate(engine, requests, keep=False)]
     # validation may run in inference mode already; nothing here takes a gradient
     with torch.inference_mode():
         return [_dependence(bundle, *each) for each in zip(prompts, responses, parts, strict=True)]

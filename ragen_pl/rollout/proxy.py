@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ragen_pl.rollout.context import ContextManager, Conversation
-from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
+from ragen_pl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    Prompt,
+    RolloutEngine,
+    generate,
+)
 from ragen_pl.rollout.environments import (
     EnvironmentManager,
     EnvironmentSlot,
@@ -25,7 +31,7 @@ from ragen_pl.rollout.formats import format_instructions
 from ragen_pl.rollout.leave_out import look
 from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.temperature import AdaptiveTemperature
-from ragen_pl.seeding import uniforms
+from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 Progress = Callable[[int, int], None]  # (episodes done, episodes in all)
@@ -161,7 +167,7 @@ class AgentProxy:
         if self.context.leave_out:
             self._leave_out(engine, playing)
         requests = [self._request(episode, seed_key, greedy) for episode in playing]
-        return engine.generate(requests, keep=self.context.grows)
+        return generate(engine, requests, keep=self.context.grows)
 
     def _leave_out(self, engine: RolloutEngine, playing: Sequence[Episode]) -> None:
         """Take what matters least out of the prompts."""
@@ -178,20 +184,10 @@ class AgentProxy:
     ) -> GenerationRequest:
         assert episode.prompt is not None
         start = episode.slot.start
-        draws = (
-            np.zeros(self.max_response_tokens)
-            if greedy
-            else uniforms(
-                *seed_key,
-                start.group,
-                start.member,
-                episode.slot.turn,
-                count=self.max_response_tokens,
-            )
-        )
+        seed = derive_seed(*seed_key, start.group, start.member, episode.slot.turn)
         return GenerationRequest(
             session=episode.number, prompt=episode.prompt, max_tokens=self.max_response_tokens,
-            temperature=0.0 if greedy else self._warmth(episode), uniforms=draws,
+            temperature=0.0 if greedy else self._warmth(episode), seed=seed,
         )  # fmt: skip
 
     def _warmth(self, episode: Episode) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ragen_pl.models.distribution import draw, entropy, log_distribution
 from ragen_pl.rollout.engine import Generation, GenerationRequest
+from ragen_pl.seeding import uniforms
 
 
 @dataclass(slots=True)
@@ -32,14 +33,15 @@ class SamplingParameters:
     ) -> SamplingParameters:
         """Return what the requests ask for."""
         width = max(request.max_tokens for request in requests)
-        uniforms = np.zeros((len(requests), width))
+        draws = np.zeros((len(requests), width))
         for row, request in enumerate(requests):
-            known = request.uniforms[:width]
-            uniforms[row, : len(known)] = known
+            if request.temperature > 0:
+                count = request.max_tokens
+                draws[row, :count] = uniforms(request.seed, count=count)
         greedy = [request.temperature == 0 for request in requests]
         warmth = [request.temperature or 1.0 for request in requests]
         return cls(
-            torch.from_numpy(uniforms).to(device),
+            torch.from_numpy(draws).to(device),
             1.0
             if set(warmth) == {1.0}
             else torch.tensor(warmth, dtype=torch.float32, device=device)[:, None],
@@ -95,8 +97,8 @@ class Responses:
         self.hit_length_limit[rows[done]] = ~ended[done]
         return going & ~done
 
-    def generations(self) -> list[Generation]:
-        """Return the responses, once none goes on."""
+    def generations(self, *, version: int) -> list[Generation]:
+        """Return the finished responses, sampled with weights of this version."""
         rows = np.concatenate(self._rows)
         columns = np.repeat(np.arange(len(self._rows)), [len(part) for part in self._rows])
         shape = (len(self.length), len(self._rows))
@@ -107,6 +109,7 @@ class Responses:
             Generation(
                 ids=ids[row, :length].copy(), logprobs=metrics[0, row, :length].copy(),
                 entropy=float(metrics[1, row, :length].mean()), hit_length_limit=bool(self.hit_length_limit[row]),
+                version=version,
             )
             for row, length in enumerate(self.length.tolist())
         ]  # fmt: skip

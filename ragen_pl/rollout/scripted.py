@@ -73,7 +73,11 @@ class ScriptedProxy(AgentProxy):
                 f"rollout.max_response_tokens={self.max_response_tokens}; raise it"
             )
         return Generation(
-            ids=ids, logprobs=np.zeros(len(ids), np.float32), entropy=0.0, hit_length_limit=False
+            ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            entropy=0.0,
+            hit_length_limit=False,
+            version=0,
         )
 
 
@@ -96,8 +100,14 @@ def _stepped(environment: Any, action: int, *, rng: np.random.Generator) -> Any:
 class _NoEngine:
     """Stands where a scripted policy needs no engine."""
 
-    def generate(self, requests: Sequence[object], *, keep: bool) -> list[Generation]:
+    def submit(self, requests: Sequence[object], *, keep: bool) -> None:
         raise NotImplementedError("a scripted policy does not sample")
+
+    def collect(self) -> list[tuple[int, Generation]]:
+        return []
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""
 
     def load_weights(self, version: int) -> None:
         """Do nothing: there are no weights."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt
+from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest, Prompt
 from ragen_pl.rollout.kv_cache import InPlaceCache
 from ragen_pl.rollout.leave_out import shown_patches
 from ragen_pl.rollout.sampling import Responses, SamplingParameters
@@ -46,21 +46,23 @@ class TransformersEngine:
     """Sample responses with a transformers model in this process.
 
     Args:
-        bundle: the policy's model; its present weights are used, whatever changed them.
-        forward_context: entered around the model's calls, such as the trainer's autocast.
+        policy: Policy whose model is used in place, with the weights that it has at each call.
+        forward_context: Context around the model's forward passes, such as the trainer's autocast.
     """
 
     def __init__(
         self,
-        bundle: ModelBundle,
+        policy: EnginePolicy,
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.bundle = bundle
+        self.bundle: ModelBundle = policy.bundle
         self.forward_context = forward_context
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
+        self._pending: list[GenerationRequest] = []
+        self._keep = False
         self._held: _HeldRows | None = None
         self._features: dict[int, tuple[np.ndarray, Tensor]] = {}
 
@@ -75,13 +77,32 @@ class TransformersEngine:
         self.release()
 
     def release(self) -> None:
-        """Forget all sessions."""
+        """Forget all sessions and what is pending."""
+        self._pending, self._keep = [], False
         self._held = None
         self._features.clear()
 
+    def close(self) -> None:
+        """Free what the sessions hold; the model is the trainer's."""
+        self.release()
+
+    def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
+        """Queue requests; see `RolloutEngine`."""
+        self._pending.extend(requests)
+        self._keep = self._keep or keep
+
+    def collect(self) -> list[tuple[int, Generation]]:
+        """Sample all pending responses together. The model must be in eval mode."""
+        requests, keep = self._pending, self._keep
+        self._pending, self._keep = [], False
+        if not requests:
+            return []
+        generations = self._generate(requests, keep=keep)
+        sessions = [request.session for request in requests]
+        return list(zip(sessions, generations, strict=True))
+
     @torch.inference_mode()
-    def generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
-        """Return a response for each request; see `RolloutEngine`. The model must be in eval mode."""
+    def _generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
         if self.bundle.model.training:
             raise RuntimeError(
                 "the rollout engine needs the policy in eval mode; call policy.eval() first"
@@ -91,7 +112,8 @@ class TransformersEngine:
             if held_rows.cache.length == 0:
                 self._prefill_shared(held_rows, requests)
             hidden = self._prefill(held_rows, requests)
-            generations = self._decode(held_rows, requests, hidden, keep=keep).generations()
+            responses = self._decode(held_rows, requests, hidden, keep=keep)
+        generations = responses.generations(version=self.version)
         self.sampled_tokens += sum(len(generation.ids) for generation in generations)
         if keep:
             self._settle(held_rows, generations)

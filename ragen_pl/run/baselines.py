@@ -48,7 +48,7 @@ def blank_image_metrics(parts: RunComponents, agent: AgentModule) -> dict[str, f
     proxy = replace(parts.proxy, environments=build_environments(parts.cfg, blank_images=True))
     agent.eval()
     engine = agent.rollout_engine()
-    engine.load_weights(-1)
+    engine.load_weights(agent.global_step)
     return rollout_metrics(
         proxy.rollout(engine, parts.validation_sets[0].starts, seed_key=("panel",), greedy=True)
     )

@@ -18,6 +18,7 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import EngineFactory
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedProxy
@@ -73,6 +74,12 @@ def rollout_settings(cfg: DictConfig) -> dict[str, Any]:
     }
 
 
+def engine_factory(cfg: DictConfig) -> EngineFactory:
+    """Return the config's rollout engine, which is built from a policy."""
+    factory: EngineFactory = instantiate(cfg.rollout.engine, _convert_="all")
+    return factory
+
+
 def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
     """Build the manager of the config's environment, with some of its settings changed."""
     settings = {
@@ -103,6 +110,7 @@ def build_agent(parts: RunComponents) -> AgentModule:
         masks=instantiate(algorithm.masks, _convert_="all"),
         loss=instantiate(algorithm.loss, _convert_="all"),
         optimizer=instantiate(cfg.optimizer, _convert_="all"),
+        engine=engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         learning_rate_end=cfg.learning_rate_end,
         critic_rate=cfg.critic_rate,

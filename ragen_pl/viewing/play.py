@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.rollout.environments import EnvironmentSlot, EpisodeSpec
-from ragen_pl.run.build import build_environments, plain, rollout_settings
+from ragen_pl.run.build import build_environments, engine_factory, plain, rollout_settings
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory, Turn
 from ragen_pl.viewing.episode import Watch, WatchedProxy, play_by_hand
@@ -72,8 +72,8 @@ def _watcher(screen: Screen, *, delay: float, seen: bool) -> Watch:
 
 def _agent(cfg: DictConfig, start: EpisodeSpec, *, watch: Watch) -> Trajectory:
     from ragen_pl.evaluation.evaluator import device_named
+    from ragen_pl.modules.policy import PolicyModule
     from ragen_pl.rollout.context import ContextManager
-    from ragen_pl.rollout.transformers_engine import TransformersEngine
     from ragen_pl.run.weights import load_bundle
 
     bundle = load_bundle(cfg).to(device_named(cfg.device))
@@ -84,9 +84,11 @@ def _agent(cfg: DictConfig, start: EpisodeSpec, *, watch: Watch) -> Trajectory:
         watch=watch,
     )
     key = ("evaluate", cfg.seed)  # as an evaluation samples
-    engine = TransformersEngine(bundle)
+    engine = engine_factory(cfg)(PolicyModule(bundle))
     engine.load_weights(0)
-    return proxy.rollout(engine, [start], seed_key=key, greedy=cfg.greedy)[0]
+    (trajectory,) = proxy.rollout(engine, [start], seed_key=key, greedy=cfg.greedy)
+    engine.close()
+    return trajectory
 
 
 class _Scripted:

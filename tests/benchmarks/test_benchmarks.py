@@ -12,6 +12,7 @@ import torch
 
 from ragen_pl.callbacks.alarms import Alarm
 from ragen_pl.models.build import build_small_lm, build_small_vlm
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -41,7 +42,7 @@ def test_both_engines_generate_the_same_dialogue(images):
         range(200, 400)
     )  # many ends, were they allowed
     bundle = rollout.Endless(made.model, made.tokenizer, made.processor)
-    engine, shapes = TransformersEngine(bundle), []
+    engine, shapes = TransformersEngine(PolicyModule(bundle)), []
     for response in (
         partial(rollout.engine_response, engine, 5),
         partial(rollout.generate_response, bundle, 5),

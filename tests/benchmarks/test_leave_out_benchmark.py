@@ -37,7 +37,7 @@ def test_row_contains_success_and_tokens_per_turn() -> None:
 
 
 def test_random_scores_are_reproducible() -> None:
-    prompts = [Prompt(ids=np.zeros(5, np.int64))] * 2
+    prompts = [Prompt(ids=np.zeros(5, np.int64), unexpanded_ids=np.zeros(5, np.int64))] * 2
     parts = [[np.array([1])] * 3, []]
     first, again = (
         leave_out.at_random()(None, None, prompts, parts, max_tokens=4) for _ in range(2)

@@ -9,6 +9,7 @@ from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import ValidationSet
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
@@ -30,8 +31,10 @@ def proxy_of(lm, **changes) -> AgentProxy:
 class Module:
     """Rolls out with a model and assigns no credit."""
 
+    global_step = 4
+
     def __init__(self, bundle) -> None:
-        self.engine = TransformersEngine(bundle)
+        self.engine = TransformersEngine(PolicyModule(bundle))
 
     def rollout_engine(self):
         return self.engine

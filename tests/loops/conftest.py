@@ -30,6 +30,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 torch.set_num_threads(1)
 TEXT = {
@@ -107,6 +108,7 @@ class Setup:
             loss=LossSettings(kl=ReferenceKL(**({"coefficient": 0.1} | self.kl))),
             normalizer=None if self.normalizer is None else self.normalizer(),
             optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
+            engine=TransformersEngine,
         )
         datamodule = RolloutDataModule(
             proxy,

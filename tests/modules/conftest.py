@@ -26,6 +26,7 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 torch.set_num_threads(1)
@@ -56,6 +57,7 @@ def build_agent(
         "masks": Masks(),
         "loss": LossSettings(),
         "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+        "engine": TransformersEngine,
     }
     agent = AgentModule(
         PolicyModule(bundle),

@@ -14,6 +14,7 @@ from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import LossSettings, Masks, ReferenceKL
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 KL = LossSettings(kl=ReferenceKL(coefficient=0.1))
 
@@ -192,6 +193,7 @@ def test_an_estimator_of_values_needs_a_critic(make):
         "masks": Masks(),
         "loss": LossSettings(),
         "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+        "engine": TransformersEngine,
     }
     with pytest.raises(ValueError, match=r"BilevelGAE needs a critic; set algorithm\.critic"):
         AgentModule(PolicyModule(bundle), None, estimator=BilevelGAE(), **settings)

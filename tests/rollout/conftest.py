@@ -70,11 +70,16 @@ class TextEngine:
         self.turns: dict[int, int] = {}
         self.requests: list[list[GenerationRequest]] = []
         self.keep: list[bool] = []
+        self.pending: list[tuple[int, Generation]] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
+    def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
         self.requests.append(list(requests))
         self.keep.append(keep)
-        return [self._response(request) for request in requests]
+        self.pending += [(request.session, self._response(request)) for request in requests]
+
+    def collect(self) -> list[tuple[int, Generation]]:
+        finished, self.pending = self.pending, []
+        return finished
 
     def _response(self, request: GenerationRequest) -> Generation:
         turn = self.turns.get(request.session, 0)
@@ -88,6 +93,7 @@ class TextEngine:
             logprobs=np.full(len(ids), -1.0, np.float32),
             entropy=0.5,
             hit_length_limit=not ends,
+            version=0,
         )
 
     def load_weights(self, version: int) -> None:
@@ -95,6 +101,9 @@ class TextEngine:
 
     def release(self) -> None:
         self.turns.clear()
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import draw, log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.seeding import uniforms
+from ragen_pl.seeding import derive_seed, uniforms
 from ragen_pl.trajectory import Observation
 
 WORLDS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
@@ -35,14 +35,25 @@ def starts(groups: int, members: int = 2) -> list[EpisodeSpec]:
 
 
 def request(prompt, *, session=0, tokens=12, temperature=1.0, seed=0) -> GenerationRequest:
-    draws = uniforms("test", seed, count=tokens)
     return GenerationRequest(
-        session=session, prompt=prompt, max_tokens=tokens, temperature=temperature, uniforms=draws
+        session=session,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=temperature,
+        seed=derive_seed("test", seed),
     )
 
 
+def prompt_of(ids: np.ndarray, images=()) -> Prompt:
+    return Prompt(ids=ids, unexpanded_ids=ids, images=list(images))
+
+
 def words(bundle, text: str) -> Prompt:
-    return Prompt(ids=np.array(bundle.tokenizer.encode(f"<|user|>{text}<|assistant|>")))
+    return prompt_of(np.array(bundle.tokenizer.encode(f"<|user|>{text}<|assistant|>")))
+
+
+def draws_of(request: GenerationRequest) -> np.ndarray:
+    return uniforms(request.seed, count=request.max_tokens)
 
 
 def plain_logits(bundle, ids: np.ndarray, images) -> torch.Tensor:
@@ -69,7 +80,7 @@ def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tup
 def scored(bundle, episodes):
     batch = collate(episodes, bundle)
     with torch.no_grad():
-        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.images)
+        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.pixel_values)
     return batch, scores
 
 
@@ -92,10 +103,10 @@ def same(first, second) -> None:
 
 
 def test_greedy_responses_are_those_of_generate(lm):
-    engine = TransformersEngine(lm)
+    engine = TransformersEngine(PolicyModule(lm))
     prompts = [words(lm, text) for text in ("me 1 2", "goal 3 0 avoid Up", "x")]
     requests = [request(p, session=n, temperature=0.0) for n, p in enumerate(prompts)]
-    for prompt, response in zip(prompts, engine.generate(requests, keep=False), strict=True):
+    for prompt, response in zip(prompts, generate(engine, requests, keep=False), strict=True):
         ids = torch.from_numpy(prompt.ids)[None]
         expected = lm.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
@@ -109,14 +120,18 @@ def test_greedy_responses_are_those_of_generate(lm):
 def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.8)
-    episodes = proxy.rollout(TransformersEngine(bundle), starts(3), seed_key=(5, "sample"))
+    episodes = proxy.rollout(
+        TransformersEngine(PolicyModule(bundle)), starts(3), seed_key=(5, "sample")
+    )
     lengths = {len(turn.response_ids) for episode in episodes for turn in episode.turns}
     assert len(lengths) > 4  # environments did end at different tokens
     worst = 0.0
     for episode in episodes[::2]:
         for number, turn in enumerate(episode.turns):
-            draws = uniforms(5, "sample", episode.group, episode.member, number, count=12)
-            prompt = Prompt(ids=turn.prompt_ids, images=turn.prompt_images)
+            draws = uniforms(
+                derive_seed(5, "sample", episode.group, episode.member, number), count=12
+            )
+            prompt = prompt_of(turn.prompt_ids, turn.prompt_images)
             ids, logprobs = replay(bundle, prompt, draws, 0.8)
             assert turn.response_ids.tolist() == ids
             worst = max(worst, float(np.abs(turn.response_logprobs - logprobs).max()))
@@ -128,7 +143,9 @@ def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind,
 def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.7)
-    episodes = proxy.rollout(TransformersEngine(bundle), starts(4), seed_key=(2, "sample"))
+    episodes = proxy.rollout(
+        TransformersEngine(PolicyModule(bundle)), starts(4), seed_key=(2, "sample")
+    )
     batch, scores = scored(bundle, episodes)
     assert int(batch.samples.loss_mask.sum()) == sum(
         len(t.response_ids) for e in episodes for t in e.turns
@@ -147,13 +164,17 @@ def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
 def test_attention_that_adds_its_mask_sees_no_more(fresh_lm, window):
     fresh_lm.model.set_attn_implementation("eager")
     proxy = proxy_of(fresh_lm, window=window, turns=3)
-    episodes = proxy.rollout(TransformersEngine(fresh_lm), starts(4), seed_key=(2, "sample"))
+    episodes = proxy.rollout(
+        TransformersEngine(PolicyModule(fresh_lm)), starts(4), seed_key=(2, "sample")
+    )
     assert float(gap(fresh_lm, episodes).max()) < 1e-4
 
 
 def test_a_greedy_episode_is_recorded_as_what_its_logprobs_are(lm):
     proxy = proxy_of(lm, window=1, temperature=0.5)
-    episodes = proxy.rollout(TransformersEngine(lm), starts(2), seed_key=(0,), greedy=True)
+    episodes = proxy.rollout(
+        TransformersEngine(PolicyModule(lm)), starts(2), seed_key=(0,), greedy=True
+    )
     same(episodes[::2], [replace(episode, member=0) for episode in episodes[1::2]])
     assert float(gap(lm, episodes).max()) < 1e-4
 
@@ -167,7 +188,7 @@ def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
     bundle = ModelBundle(lm.model, tokenizer)
     proxy = proxy_of(bundle, window="all")
     assert not proxy.context.template.keeps_prefix
-    episodes = proxy.rollout(TransformersEngine(bundle), starts(6), seed_key=(3,))
+    episodes = proxy.rollout(TransformersEngine(PolicyModule(bundle)), starts(6), seed_key=(3,))
     samples = collate(episodes, bundle).samples
     assert len(samples) > 2 * len(episodes)  # most turns break with the one before
     assert float(gap(bundle, episodes).max()) < 1e-4
@@ -178,7 +199,7 @@ def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
 
 @pytest.mark.parametrize("window", [1, "all"])
 def test_neither_the_number_of_slots_nor_the_order_changes_a_trajectory(lm, window):
-    engine, key = TransformersEngine(lm), (1, "sample", 3)
+    engine, key = TransformersEngine(PolicyModule(lm)), (1, "sample", 3)
     whole = proxy_of(lm, window=window).rollout(engine, starts(4), seed_key=key)
     pairs = proxy_of(lm, window=window, num_envs=3).rollout(engine, starts(4), seed_key=key)
     same(whole, pairs)
@@ -191,7 +212,7 @@ def test_neither_the_number_of_slots_nor_the_order_changes_a_trajectory(lm, wind
 
 
 def test_temperature_limit_and_greed_belong_to_each_request(lm):
-    engine = TransformersEngine(lm)
+    engine = TransformersEngine(PolicyModule(lm))
     prompt = words(lm, "me 1 2")
     mixed = [
         request(prompt, session=0, temperature=0.0),
@@ -199,25 +220,25 @@ def test_temperature_limit_and_greed_belong_to_each_request(lm):
         request(prompt, session=2, temperature=2.0, seed=1, tokens=3),
         request(prompt, session=3, temperature=1.0, seed=2),
     ]
-    together = engine.generate(mixed, keep=False)
+    together = generate(engine, mixed, keep=False)
     for one, response in zip(mixed, together, strict=True):
-        (alone,) = TransformersEngine(lm).generate([one], keep=False)
+        (alone,) = generate(TransformersEngine(PolicyModule(lm)), [one], keep=False)
         assert (
             response.ids.tolist() == alone.ids.tolist()
             and response.hit_length_limit == alone.hit_length_limit
         )
         np.testing.assert_allclose(response.logprobs, alone.logprobs, atol=1e-5)
     for one, response in zip(mixed[1:], together[1:], strict=True):
-        ids, logprobs = replay(lm, prompt, one.uniforms, one.temperature)
+        ids, logprobs = replay(lm, prompt, draws_of(one), one.temperature)
         assert response.ids.tolist() == ids
         np.testing.assert_allclose(response.logprobs, logprobs, atol=1e-4)
     assert len(together[2].ids) <= 3
 
 
 def test_a_response_is_cut_exactly_where_it_has_no_end_token(lm):
-    engine = TransformersEngine(lm)
+    engine = TransformersEngine(PolicyModule(lm))
     requests = [request(words(lm, "go"), session=n, seed=n, tokens=3 + n % 5) for n in range(40)]
-    responses = engine.generate(requests, keep=False)
+    responses = generate(engine, requests, keep=False)
     for one, response in zip(requests, responses, strict=True):
         ended = int(response.ids[-1]) in lm.eos_token_ids
         assert response.hit_length_limit == (not ended)
@@ -237,7 +258,7 @@ def test_banned_tokens_are_never_sampled_however_likely(fresh_vlm):
     requests = [
         request(words(bundle, "go"), session=n, seed=n, temperature=float(n > 0)) for n in range(64)
     ]
-    responses = TransformersEngine(bundle).generate(requests, keep=False)
+    responses = generate(TransformersEngine(PolicyModule(bundle)), requests, keep=False)
     assert not {int(token) for response in responses for token in response.ids} & set(banned)
     assert all(np.isfinite(response.logprobs).all() for response in responses)
 
@@ -256,16 +277,18 @@ def talks_with_images(bundle, engine, *, slots: int, turns: int):
             seen = Observation(text=f"turn {turn}", images=[image])
             prompt = context.observe(talk, seen, max_turns=turns)
             requests.append(request(prompt, session=slot, seed=10 * turn + slot))
-        responses = engine.generate(requests, keep=True)
+        responses = generate(engine, requests, keep=True)
         for talk, response in zip(talks, responses, strict=True):
             context.response(talk, ids=response.ids, text="", actions=[])
         yield requests, responses
 
 
 def test_images_of_later_turns_take_their_own_places(vlm):
-    for requests, responses in talks_with_images(vlm, TransformersEngine(vlm), slots=3, turns=3):
+    for requests, responses in talks_with_images(
+        vlm, TransformersEngine(PolicyModule(vlm)), slots=3, turns=3
+    ):
         for one, response in zip(requests, responses, strict=True):
-            assert close(response, replay(vlm, one.prompt, one.uniforms, 1.0))
+            assert close(response, replay(vlm, one.prompt, draws_of(one), 1.0))
 
 
 def test_only_what_is_new_is_computed_and_every_image_once(vlm, monkeypatch):
@@ -276,7 +299,7 @@ def test_only_what_is_new_is_computed_and_every_image_once(vlm, monkeypatch):
         "features",
         lambda self, pixels: encoded.append(len(pixels)) or plain(self, pixels),
     )
-    engine, new, sampled, held = TransformersEngine(vlm), 0, 0, [0] * 3
+    engine, new, sampled, held = TransformersEngine(PolicyModule(vlm)), 0, 0, [0] * 3
     for requests, responses in talks_with_images(vlm, engine, slots=3, turns=4):
         for slot, (one, response) in enumerate(zip(requests, responses, strict=True)):
             new += len(one.prompt.ids) - held[slot]
@@ -288,35 +311,35 @@ def test_only_what_is_new_is_computed_and_every_image_once(vlm, monkeypatch):
 
 
 def test_the_same_sessions_may_come_in_another_order(lm):
-    engine = TransformersEngine(lm)
+    engine = TransformersEngine(PolicyModule(lm))
     talks = [words(lm, text).ids for text in ("me 1 2", "goal", "avoid holes 3")]
     for turn, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 0, 2)]):
-        requests = [request(Prompt(ids=talks[n]), session=n, seed=9 * turn + n) for n in order]
-        for one, response in zip(requests, engine.generate(requests, keep=True), strict=True):
-            assert close(response, replay(lm, one.prompt, one.uniforms, 1.0))
+        requests = [request(prompt_of(talks[n]), session=n, seed=9 * turn + n) for n in order]
+        for one, response in zip(requests, generate(engine, requests, keep=True), strict=True):
+            assert close(response, replay(lm, one.prompt, draws_of(one), 1.0))
             talks[one.session] = np.concatenate([one.prompt.ids, response.ids, words(lm, "on").ids])
     assert engine.prefilled_tokens < sum(map(len, talks))
 
 
 def test_new_weights_void_every_cache(fresh_vlm):
-    bundle, engine = fresh_vlm, TransformersEngine(fresh_vlm)
+    bundle, engine = fresh_vlm, TransformersEngine(PolicyModule(fresh_vlm))
     context = ContextManager(bundle, window="all")
     proxy = AgentProxy(environments=EnvironmentManager(target=WORLDS["images"]), context=context)
     (episode,) = proxy._open([EpisodeSpec(group=0, member=0, seed=3)])
     first = episode.prompt
-    (response,) = engine.generate([request(first)], keep=True)
+    (response,) = generate(engine, [request(first)], keep=True)
     context.response(episode.conversation, ids=response.ids, text="", actions=[])
     second = context.observe(episode.conversation, episode.slot.observation, max_turns=5)
     with torch.no_grad():
         for parameter in bundle.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=_generator()))
-    fresh = replay(bundle, second, uniforms("test", 9, count=12), 1.0)
-    held = engine._slots
-    (stale,) = engine.generate([request(second, seed=9)], keep=True)
+    fresh = replay(bundle, second, uniforms(derive_seed("test", 9), count=12), 1.0)
+    held = engine._held
+    (stale,) = generate(engine, [request(second, seed=9)], keep=True)
     assert held is not None and not close(stale, fresh)
     engine.load_weights(1)
     assert engine.version == 1
-    (synced,) = engine.generate([request(second, seed=9)], keep=True)
+    (synced,) = generate(engine, [request(second, seed=9)], keep=True)
     assert close(synced, fresh)
 
 
@@ -332,52 +355,57 @@ def close(response, expected) -> bool:
 
 
 def test_a_session_whose_prompt_does_not_go_on_starts_afresh(lm):
-    engine = TransformersEngine(lm)
+    engine = TransformersEngine(PolicyModule(lm))
     talks = [words(lm, "me 1 2"), words(lm, "goal")]
-    first = engine.generate([request(p, session=n) for n, p in enumerate(talks)], keep=True)
-    on = Prompt(ids=np.concatenate([talks[0].ids, first[0].ids, words(lm, "and then").ids]))
+    first = generate(engine, [request(p, session=n) for n, p in enumerate(talks)], keep=True)
+    on = prompt_of(np.concatenate([talks[0].ids, first[0].ids, words(lm, "and then").ids]))
     other = words(lm, "something else altogether")
-    responses = engine.generate(
-        [request(on, session=0, seed=4), request(other, session=1, seed=5)], keep=True
+    responses = generate(
+        engine, [request(on, session=0, seed=4), request(other, session=1, seed=5)], keep=True
     )
     for prompt, seed, response in ((on, 4, responses[0]), (other, 5, responses[1])):
-        assert close(response, replay(lm, prompt, uniforms("test", seed, count=12), 1.0))
+        assert close(
+            response, replay(lm, prompt, uniforms(derive_seed("test", seed), count=12), 1.0)
+        )
 
 
 def test_sessions_that_drop_out_leave_the_others_caches_right(lm):
-    engine = TransformersEngine(lm)
+    engine = TransformersEngine(PolicyModule(lm))
     talks = {n: words(lm, "me " * (n + 1)).ids for n in range(7)}
     playing = list(talks)
     for turn in range(4):
         seeds = {n: 100 * turn + n for n in playing}
-        responses = engine.generate(
+        responses = generate(
+            engine,
             [
-                request(Prompt(ids=talks[n]), session=n, seed=seeds[n], tokens=4 + 3 * (n % 4))
+                request(prompt_of(talks[n]), session=n, seed=seeds[n], tokens=4 + 3 * (n % 4))
                 for n in playing
             ],
             keep=True,
         )
         for n, response in zip(playing, responses, strict=True):
-            draws = uniforms("test", seeds[n], count=4 + 3 * (n % 4))
-            assert close(response, replay(lm, Prompt(ids=talks[n]), draws, 1.0)), (turn, n)
+            draws = uniforms(derive_seed("test", seeds[n]), count=4 + 3 * (n % 4))
+            assert close(response, replay(lm, prompt_of(talks[n]), draws, 1.0)), (turn, n)
             talks[n] = np.concatenate([talks[n], response.ids, words(lm, f"turn {turn}").ids])
         playing = [n for n in playing if n % (turn + 2)] or playing
 
 
 def test_released_memory_and_a_rollouts_end(lm):
-    engine = TransformersEngine(lm)
-    engine.generate([request(words(lm, "go"))], keep=True)
-    assert engine._slots is not None and engine._slots.cache.memory_bytes() > 0
+    engine = TransformersEngine(PolicyModule(lm))
+    generate(engine, [request(words(lm, "go"))], keep=True)
+    assert engine._held is not None and engine._held.cache.memory_bytes() > 0
     engine.release()
-    assert engine._slots is None and not engine._features
+    assert engine._held is None and not engine._features
     proxy_of(lm, window="all").rollout(engine, starts(1), seed_key=(0,))
-    assert engine._slots is None and not engine._features
+    assert engine._held is None and not engine._features
 
 
 def test_a_policy_in_train_mode_is_refused(fresh_lm):
     fresh_lm.model.train()
     with pytest.raises(RuntimeError, match=r"call policy\.eval\(\)"):
-        TransformersEngine(fresh_lm).generate([request(words(fresh_lm, "go"))], keep=False)
+        generate(
+            TransformersEngine(PolicyModule(fresh_lm)), [request(words(fresh_lm, "go"))], keep=False
+        )
 
 
 def test_the_context_of_each_token_matters_in_these_models(lm, vlm):

@@ -8,7 +8,7 @@ from ragen_pl.data.collate import collate, split_into_samples
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.leave_out import LeaveOut, look
 from ragen_pl.rollout.proxy import AgentProxy
@@ -28,14 +28,14 @@ def played(
         num_envs=slots,
     )
     starts = [EpisodeSpec(group=group, member=0, seed=group) for group in range(groups)]
-    return proxy.rollout(engine or TransformersEngine(bundle), starts, seed_key=(0,))
+    return proxy.rollout(engine or TransformersEngine(PolicyModule(bundle)), starts, seed_key=(0,))
 
 
 def mismatch(bundle, trajectories) -> float:
     """The largest difference between the trainer's log-probs and the engine's."""
     batch = collate(trajectories, bundle)
     with torch.no_grad():
-        found = PolicyModule(bundle).score(batch.samples, batch.images).logprobs
+        found = PolicyModule(bundle).score(batch.samples, batch.pixel_values).logprobs
     return float((found - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
 
 
@@ -109,18 +109,16 @@ def test_patches_that_matter_most_to_the_greedy_response_are_shown(vlm) -> None:
     (trajectory,) = played(vlm, window=1, leave_out=LeaveOut(patches=0.5), groups=1, max_turns=1)
     (turn,) = trajectory.turns
     whole = played(vlm, window=1, leave_out=None, groups=1, max_turns=1)[0].turns[0].prompt_ids
-    prompt = Prompt(ids=whole, images=turn.prompt_images)
+    prompt = Prompt(ids=whole, unexpanded_ids=whole, images=turn.prompt_images)
     slots = np.flatnonzero(whole == vlm.image_token_id)
-    engine = TransformersEngine(vlm)
+    engine = TransformersEngine(PolicyModule(vlm))
     parts = [*slots[:, None], slots[[0, 3]]]
     (scores,) = look(vlm, engine, [prompt], [parts], max_tokens=10)
     shown = set(turn.prompt_patches[0].tolist())
     rest = set(range(len(slots))) - shown
     assert min(scores[list(shown)]) >= max(scores[list(rest)]) > 0
-    greedy = GenerationRequest(
-        session=0, prompt=prompt, max_tokens=10, temperature=0.0, uniforms=np.zeros(10)
-    )
-    response = engine.generate([greedy], keep=False)[0].ids
+    greedy = GenerationRequest(session=0, prompt=prompt, max_tokens=10, temperature=0.0, seed=0)
+    response = generate(engine, [greedy], keep=False)[0].ids
     left = np.delete(np.arange(len(slots)), [0, 3])
     full, less = (
         distributions(vlm, ids, turn.prompt_images[0], patches, response)

@@ -46,7 +46,9 @@ def played(bundle, rule, *, greedy=False):
         max_response_tokens=12, temperature=0.9, adaptive_temperature=rule,
     )  # fmt: skip
     starts = [EpisodeSpec(group=group, member=0, seed=group) for group in range(6)]
-    return proxy.rollout(TransformersEngine(bundle), starts, seed_key=(0,), greedy=greedy)
+    return proxy.rollout(
+        TransformersEngine(PolicyModule(bundle)), starts, seed_key=(0,), greedy=greedy
+    )
 
 
 def test_each_turn_is_scored_at_the_temperature_it_was_sampled_at(lm) -> None:

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.trajectory import Trajectory, Turn
@@ -54,7 +55,7 @@ def test_the_agent_is_watched_while_it_plays() -> None:
         max_response_tokens=4,
         watch=told.append,
     )
-    engine = TransformersEngine(bundle)
+    engine = TransformersEngine(PolicyModule(bundle))
     engine.load_weights(0)
     (trajectory,) = proxy.rollout(
         engine, [EpisodeSpec(group=0, member=0, seed=5)], seed_key=(1,), greedy=True

@@ -17,6 +17,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.modules.credit import assign_credit
 from ragen_pl.modules.losses import Masks
 from ragen_pl.modules.masking import apply_masks
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
@@ -33,7 +34,7 @@ from ragen_pl.viewing.token_credit import token_credit
 
 @pytest.fixture(scope="module")
 def played(proxy: AgentProxy) -> list[Trajectory]:
-    engine = TransformersEngine(proxy.context.bundle)
+    engine = TransformersEngine(PolicyModule(proxy.context.bundle))
     starts = [EpisodeSpec(group=g, member=m, seed=g) for g in range(2) for m in range(2)]
     return proxy.rollout(engine, starts, seed_key=("test",))
 
