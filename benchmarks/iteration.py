@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 from timing import CLOCKS, Clock, StepTimer, Stopwatch, use_threads, warm_started
 
 from ragen_pl.data import datamodule as datamodule_file
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.build import build_agent, build_datamodule
 
@@ -102,7 +103,7 @@ def prototype_worker(folder: str, clock: Clock, vocabulary: int, recipe: list[st
         runpy.run_path(str(Path(folder) / "train.py"), run_name="__main__")
 
 
-class IterationTimer(pl.Callback):
+class IterationTimer(RolloutCallback):
     """Keep the seconds of each iteration of ours, and run one of the prototype's before it."""
 
     def __init__(self, watch: Stopwatch, prototype: Prototype | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -17,7 +18,7 @@ def is_distributed() -> bool:
 
 
 def rank() -> int:
-    """Return this process's number, 0 when alone."""
+    """Return this process's number, 0 in a single process."""
     return dist.get_rank() if is_distributed() else 0
 
 
@@ -37,11 +38,16 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return total.to(tensor.device)
 
 
+def any_over_ranks(flag: bool) -> bool:
+    """Return whether the flag is set on any rank. All ranks must call it."""
+    return bool(sum_over_ranks(torch.tensor(float(flag)))) if is_distributed() else flag
+
+
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return every rank's state of a metric, for torchmetrics; states on the CPU are more than NCCL can serve."""
+    """Return every rank's state of a metric, for torchmetrics. NCCL cannot gather tensors on the CPU."""
     if state.is_cuda or dist.get_backend(group) != "nccl":
         return list(gather_all_tensors(state, group))
-    return [one.to(state.device) for one in gather_all_tensors(state.cuda(), group)]
+    return [gathered.to(state.device) for gathered in gather_all_tensors(state.cuda(), group)]
 
 
 def gather_over_ranks(value: T) -> list[T]:

@@ -1,35 +1,218 @@
-"""RunCheckpoint: Lightning's ModelCheckpoint, whose last.ckpt is of the run's last iteration too."""
+"""Checkpoints of a run: every few iterations, the best validation, and when a signal ends the run."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from types import FrameType
+
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
+from ragen_pl.loops.hooks import RolloutCallback
 
 
-class RunCheckpoint(pl.callbacks.ModelCheckpoint):
-    """Save every so many iterations, and at the end of a run whatever that number is.
+class StopSignals:
+    """Signal handlers that leave it to the Trainer's callbacks when a run ends.
 
-    `last.ckpt` is one file: it is written over, also by a run that was resumed from another checkpoint.
+    The first SIGTERM or Ctrl-C is noted in `received`. A second one ends the run at once, and so does
+    the end of the grace period.
+
+    Args:
+        grace_seconds: seconds that the run may take to reach a safe point.
     """
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(**{"save_last": True, "enable_version_counter": False, **settings})  # type: ignore[arg-type]
+    def __init__(self, *, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.received: signal.Signals | None = None
+        self._trainer: pl.Trainer | None = None
+
+    def install(self, trainer: pl.Trainer) -> None:
+        """Replace Lightning's handlers. The Trainer restores the process's own ones at its end."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._trainer = trainer
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+        signal.signal(signal.SIGALRM, self._end_now)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        assert self._trainer is not None
+        if self.received is None:
+            self.received = signal.Signals(number)
+            self._forward(number)
+            signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
+        elif self._trainer.is_global_zero:
+            # other ranks get each signal twice: from the outside and from rank 0
+            self._end_now(number, frame)
+
+    def _forward(self, number: int) -> None:
+        """Send a signal to the processes that this one has launched."""
+        assert self._trainer is not None
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signal.Signals(number))
+
+    def _end_now(self, number: int, frame: FrameType | None) -> None:
+        self._forward(signal.SIGKILL)
+        self.stop()
+
+    def stop(self) -> None:
+        """Raise what ends a Trainer after the signal received."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise KeyboardInterrupt if self.received is signal.SIGINT else SIGTERMException
+
+
+class RunCheckpoint(RolloutCallback, ModelCheckpoint):
+    """Save every few iterations, at the end of the run, and when SIGTERM or Ctrl-C ends it.
+
+    `last.ckpt` is a single file. It is overwritten, also by a run that was resumed from another checkpoint.
+
+    After a signal the run saves and ends at the next safe point: after a minibatch, between turns of a
+    rollout, before a validation, or at the end of an iteration. A checkpoint written in the rollout
+    phase holds the state before it. All ranks agree on the point.
+
+    Args:
+        grace_seconds: seconds after a signal to reach a safe point, else the run ends without saving.
+        settings: keyword arguments of Lightning's ModelCheckpoint.
+    """
+
+    def __init__(self, *, grace_seconds: float = 25.0, **settings: object) -> None:
+        defaults = {"save_last": True, "enable_version_counter": False}
+        super().__init__(**(defaults | settings))  # type: ignore[arg-type]
+        self.signals = StopSignals(grace_seconds=grace_seconds)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install the signal handlers."""
+        super().on_train_start(trainer, pl_module)
+        self.signals.install(trainer)
+
+    def on_rollout_progress(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, done: int, total: int
+    ) -> None:
+        """Stop between two turns if a signal was received."""
+        # a rank without a signal asks the others once, at the end of its rollout
+        if self._stop_requested(trainer) or done == total:
+            self._stop_if_requested(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
+    ) -> None:
+        """Save if due, and stop if a signal was received."""
+        super().on_train_batch_end(trainer, pl_module, *arguments)  # type: ignore[arg-type]
+        self._stop_if_requested(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop before a validation if a signal was received."""
+        # not before the first update: a resumed run would skip the validation of the untrained policy
+        if trainer.global_step:
+            self._stop_if_requested(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save where it is time to, and in the last iteration."""
+        """Save if due, in the last iteration, and if a signal was received."""
         super().on_train_epoch_end(trainer, pl_module)
-        if (
-            self.save_last
-            and self._last_global_step_saved != trainer.global_step
-            and _ends(trainer)
-        ):
+        saved = self._last_global_step_saved == trainer.global_step
+        if self.save_last and not saved and _ends(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        self._stop_if_requested(trainer)
+
+    def _stop_requested(self, trainer: pl.Trainer) -> bool:
+        # Lightning's own handler is in place until training starts
+        return self.signals.received is not None or trainer.received_sigterm
+
+    def _stop_if_requested(self, trainer: pl.Trainer) -> None:
+        if not any_over_ranks(self._stop_requested(trainer)):
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        candidates = self._monitor_candidates(trainer)
+        if self.save_last:
+            self._save_last_checkpoint(trainer, candidates)
+        else:
+            self._save_topk_checkpoint(trainer, candidates)
+        self.signals.stop()
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keep the weights of the best validation as `best.ckpt`, the earliest of equals.
+
+    It is written at the end of the iteration, after its samples were dropped. It is therefore small and
+    can be resumed from. A validation outside an iteration (before the first, after the last) does not count.
+
+    Args:
+        monitor: metric to maximize.
+    """
+
+    def __init__(self, *, monitor: str = "val/success") -> None:
+        super().__init__(
+            filename="best",
+            monitor=monitor,
+            mode="max",
+            save_top_k=1,
+            auto_insert_metric_name=False,
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        self._measured = False
+
+    def forget(self) -> None:
+        """Forget this iteration's metrics: the weights are no longer those that were validated."""
+        self._measured = False
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget earlier metrics."""
+        self.forget()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that there are metrics of the present weights."""
+        self._measured = self.monitor in trainer.callback_metrics
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the weights if they are the best so far."""
+        if self._measured:
+            super().on_train_epoch_end(trainer, pl_module)
+        self._measured = False
+
+
+class RandomState(pl.Callback):
+    """Save torch's random state, and continue from it after a resume.
+
+    For a Trainer whose steps are not seeded one by one, such as the warm start's.
+    """
+
+    def __init__(self) -> None:
+        self._restored: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, list[dict[str, Tensor]]]:
+        """Return the random states of all ranks."""
+        states = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state()
+        return {"ranks": gather_over_ranks(states)}
+
+    def load_state_dict(self, state_dict: dict[str, list[dict[str, Tensor]]]) -> None:
+        """Keep this rank's state for the next training step."""
+        ranks = state_dict["ranks"]
+        self._restored = ranks[rank()] if len(ranks) == world_size() else {}
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Restore the state once, after all that a start draws."""
+        if "cpu" in self._restored:
+            torch.set_rng_state(self._restored["cpu"])
+        if "cuda" in self._restored and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(self._restored["cuda"])
+        self._restored = {}
 
 
 def _ends(trainer: pl.Trainer) -> bool:
-    most = trainer.max_epochs
+    """Return whether the present iteration is the run's last one."""
+    limit = trainer.max_epochs
     by_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-    return (
-        trainer.should_stop
-        or by_steps
-        or (most not in (None, -1) and trainer.current_epoch + 1 >= most)
-    )
+    by_epochs = limit not in (None, -1) and trainer.current_epoch + 1 >= limit
+    return bool(trainer.should_stop or by_steps or by_epochs)

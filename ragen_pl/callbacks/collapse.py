@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
 
 from ragen_pl.callbacks.alarms import Alarm
-from ragen_pl.callbacks.best import BestCheckpoint
+from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 

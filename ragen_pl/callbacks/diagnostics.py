@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
 
 from ragen_pl.callbacks.cross_scoring import cross_score, first_thoughts
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
 from ragen_pl.metrics.probes import ReasoningProbe, probe_reasoning
 from ragen_pl.metrics.sums import ratio
@@ -33,7 +34,7 @@ _COMPARED = {
 _FIRST_ALONE = ("mutual_information_share", "true_thoughts")
 
 
-class Diagnostics(pl.Callback):
+class Diagnostics(RolloutCallback):
     """Take an iteration's readings and log them at its end.
 
     It draws no random number and changes no weight: a run with it is bit for bit the run without.

@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ragen_pl.files import atomic_write
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.viewing.plots import Row, draw_plots
 
 FOLDER = "plots"
@@ -20,7 +22,7 @@ ROWS = "rows.jsonl"
 _KEPT = ("success", "episodes", "return")
 
 
-class PlotRun(pl.Callback):
+class PlotRun(RolloutCallback):
     """Keep a row of metrics an iteration and draw them into `<run>/plots`, and into MLflow's artifacts.
 
     Rows are in the checkpoint, so that the curves of a resumed run go on, and in `plots/rows.jsonl`,
@@ -112,9 +114,8 @@ class PlotRun(pl.Callback):
 
     def _write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{ROWS}.partial"
-        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        partial.replace(folder / ROWS)
+        with atomic_write(folder / ROWS) as file:
+            file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     # ---- drawing
 

@@ -14,9 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ragen_pl.callbacks.figures import duration, iteration_metrics
+from ragen_pl.loops.hooks import RolloutCallback
 
 
-class RolloutProgress(ProgressBar):
+class RolloutProgress(RolloutCallback, ProgressBar):
     """Show iteration, phase, success, reward, entropy, tokens/s and time left.
 
     A module that trains by steps rather than by iterations (such as the warm start) is shown by its steps;
@@ -28,7 +29,7 @@ class RolloutProgress(ProgressBar):
         lines: of a log for a phase that counts steps.
     """
 
-    in_warm_start = True  # the run's warm start is to be shown too
+    in_warm_start = True
 
     def __init__(
         self, *, refresh_per_second: float = 4.0, console: Console | None = None, lines: int = 10

@@ -11,6 +11,7 @@ import numpy as np
 from lightning.pytorch.loggers import MLFlowLogger
 from PIL import Image
 
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.images import beside, enlarged
 from ragen_pl.viewing.page import PAGE, write_page
@@ -22,7 +23,7 @@ _GAP = 4  # pixels between the images of a strip
 _HEIGHT = 96  # pixels that smaller images are enlarged to
 
 
-class LogTrajectories(pl.Callback):
+class LogTrajectories(RolloutCallback):
     """Keep episodes of every n-th iteration under the run's folder and in MLflow.
 
     They lie in `trajectories/iteration_<n>/`, and under the same path among MLflow's artifacts: the

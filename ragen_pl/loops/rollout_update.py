@@ -1,22 +1,20 @@
 """The rollout/update loop: one Trainer epoch is one iteration.
 
-A rollout phase fills the DataModule's buffer, then Lightning's own training-epoch loop runs the update
-phase over it; checkpointing, validation, accumulation, clipping, loggers and strategies stay
-Lightning's. Everything that touches Lightning's private surface is in this file.
+A rollout phase fills the DataModule's buffer. Lightning's own training-epoch loop then runs the update
+phase over it. Checkpointing, validation, accumulation, clipping, loggers and strategies stay Lightning's.
+Everything that touches Lightning's private API is in this file.
 
-The DataModule offers `seed`, `collect(iteration, module, *, progress)`, `has_buffer(iteration)` and
-`drop_buffer()`; the module offers `rollout_engine()` and `prepare(batch)`: see `RolloutDataModule` and
-`AgentModule`, or write your own.
+The DataModule implements `CollectsTrajectories`; the module offers `rollout_engine()` and
+`prepare(batch)`. See `RolloutDataModule` and `AgentModule`, or write your own.
 
-Checkpoints may be written anywhere. One written after the last minibatch of an iteration needs care:
-Lightning would take the iteration for finished and skip its validation and epoch-end hooks, or run the
-next one as if in its middle. Here the resumed run finishes the iteration first.
+Checkpoints may be written in any hook. One written after the last minibatch of an iteration needs care:
+Lightning would take the iteration for finished and skip its validation and epoch-end hooks, or start the
+next one in the middle. Here the resumed run finishes the iteration first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import lightning
 import lightning.pytorch as pl
@@ -27,28 +25,10 @@ from lightning.pytorch.loops.progress import _BatchProgress, _ProcessedTracker
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.distributed import gather_over_ranks, rank, world_size
+from ragen_pl.loops.hooks import CollectsTrajectories, RolloutCallback
 from ragen_pl.seeding import derive_seed, seeded
-from ragen_pl.trajectory import Trajectory
 
 TESTED_LIGHTNING = (2, 6)
-
-
-@runtime_checkable
-class CollectsTrajectories(Protocol):
-    """What the loop asks of the DataModule."""
-
-    seed: int
-
-    def collect(
-        self, iteration: int, module: pl.LightningModule, *, progress: Callable[[int, int], None]
-    ) -> list[Trajectory]:
-        """Roll out this rank's share of the iteration, fill the buffer and return the trajectories."""
-
-    def has_buffer(self, iteration: int) -> bool:
-        """Return whether the buffer holds this iteration's trajectories."""
-
-    def drop_buffer(self) -> None:
-        """Forget the buffer: the update is done with it."""
 
 
 class RolloutUpdateLoop(_FitLoop):
@@ -56,32 +36,33 @@ class RolloutUpdateLoop(_FitLoop):
 
     validate_first: bool
     _resumed: bool
+    # resumed after the last minibatch: only the end of the iteration is left
     _finishing: bool
+    # this iteration's validation has been run
     _validated: bool
+    # after the last minibatch that was trained on
     _loader_states: list[dict[str, Any]]
+    # accumulated before a checkpoint inside an optimizer step
     _gradients: dict[str, torch.Tensor]
 
     @classmethod
     def replacing(cls, old: _FitLoop, *, validate_first: bool) -> RolloutUpdateLoop:
-        """Take over a Trainer's loop with all that has been attached to it."""
+        """Return a loop with the state of a Trainer's present one."""
         new = cls.__new__(cls)
         new.__dict__.update(old.__dict__)
         new.validate_first = validate_first
-        new._resumed = False
-        new._finishing = False  # resumed after the last minibatch: only the iteration's end is left
-        new._validated = False  # this iteration's validation has been run
-        new._loader_states = []  # after the last minibatch that was trained on
-        new._gradients = {}  # of an optimizer step that a checkpoint cut in two
+        new._resumed = new._finishing = new._validated = False
+        new._loader_states, new._gradients = [], {}
         return new
 
     @property
     def iteration(self) -> int:
-        """The number of the iteration under way, counted from 0."""
+        """Number of the present iteration, counted from 0."""
         return int(cast(_ProcessedTracker, self.epoch_progress.current).processed)
 
     @property
     def _collector(self) -> CollectsTrajectories:
-        datamodule = getattr(self.trainer, "datamodule", None)
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(datamodule, CollectsTrajectories):
             raise TypeError(
                 f"the rollout/update loop found {type(datamodule).__name__} as the Trainer's DataModule; "
@@ -90,29 +71,29 @@ class RolloutUpdateLoop(_FitLoop):
         return datamodule
 
     def setup_data(self) -> None:
-        """Build the train loader, once there is a buffer to build it from."""
+        """Build the train loader if there is a buffer."""
         if self._collector.has_buffer(self.iteration):
             super().setup_data()
 
     @property
     def _should_reload_train_dl(self) -> bool:
-        """Every iteration has a loader of its own, whatever the Trainer's flag says."""
+        """Whether to build a new loader: once in each iteration, whatever the Trainer's flag says."""
         return self._last_train_dl_reload_epoch != self.trainer.current_epoch
 
     def reset(self) -> None:
-        """Prepare the run, repairing what a checkpoint around the update phase left."""
+        """Prepare the run and correct the progress of a checkpoint from around the update phase."""
         self._resumed = self._loaded_from_state_dict
         resuming = self.restarting and self._collector.has_buffer(self.iteration)
         has_started = self._update_begun
         batches = self.epoch_loop.batch_progress
-        if _untrained(batches):  # fetched and not trained on: it will be fetched again
+        if _untrained(batches):
+            # it will be fetched again, and Lightning counts it as trained
             batches.is_last_batch = False
             if self.restarting and not self.epoch_loop._should_accumulate():
-                self.epoch_loop._batches_that_stepped -= 1  # Lightning counts it as trained
+                self.epoch_loop._batches_that_stepped -= 1
         self._finishing = resuming and has_started and batches.is_last_batch
-        if (
-            resuming and not has_started
-        ):  # written by an epoch-start hook: start the update from there
+        if resuming and not has_started:
+            # written by an epoch-start hook: the update starts from there
             self.epoch_progress.total.ready -= self.epoch_progress.current.ready - self.iteration
             self.epoch_progress.current.ready = self.iteration
             _forget_restart(self)
@@ -123,7 +104,7 @@ class RolloutUpdateLoop(_FitLoop):
 
     @property
     def _update_begun(self) -> bool:
-        """Whether the epoch-start hooks of the iteration under way have been run."""
+        """Whether the epoch-start hooks of the present iteration have been run."""
         current = cast(_ProcessedTracker, self.epoch_progress.current)
         return int(cast(Any, current).started) > int(current.processed)
 
@@ -134,17 +115,17 @@ class RolloutUpdateLoop(_FitLoop):
         self.epoch_loop._batches_that_stepped += 1
 
     def on_run_start(self) -> None:
-        """Call the start hooks, and validate the untrained policy where asked to."""
+        """Call the start hooks, and validate the untrained policy if `validate_first` is set."""
         super().on_run_start()
         self._restore_gradients()
         if self.validate_first and not self._resumed and self.trainer.enable_validation:
             self._validate()
 
     def _warn_if_modules_in_eval_mode(self) -> None:
-        """Stay silent: each phase sets the mode that it needs."""
+        """Do nothing: each phase sets the mode that it needs."""
 
     def on_advance_start(self) -> None:
-        """Run the rollout phase, unless a checkpoint brought its trajectories along."""
+        """Run the rollout phase, unless the trajectories came from a checkpoint."""
         if self._finishing:
             return
         datamodule, iteration = self._collector, self.iteration
@@ -156,7 +137,7 @@ class RolloutUpdateLoop(_FitLoop):
         super().on_advance_start()
 
     def advance(self) -> None:
-        """Run the update phase, or only the validation that an interrupted one still owes."""
+        """Run the update phase, or only the validation that is left of a resumed one."""
         if not self._finishing:
             super().advance()
         elif not self._validated:
@@ -165,13 +146,13 @@ class RolloutUpdateLoop(_FitLoop):
                 self._validate()
 
     def on_advance_end(self) -> None:
-        """End the iteration. The buffer goes first, so that an epoch-end checkpoint does not hold it."""
+        """Drop the buffer and end the iteration. A checkpoint of its end does not hold the buffer."""
         self._collector.drop_buffer()
         self._finishing = False
         super().on_advance_end()
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Add what resuming needs to know of the phase."""
+        """Return the loop's state: progress, loader positions and accumulated gradients."""
         state = super().on_save_checkpoint()
         validation_ended = self.epoch_loop.val_loop.batch_progress.current.completed > 0
         state["validated"] = self._validated or (self.trainer.validating and validation_ended)
@@ -189,7 +170,7 @@ class RolloutUpdateLoop(_FitLoop):
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Restore the phase."""
+        """Restore `on_save_checkpoint`'s state."""
         super().on_load_checkpoint(state_dict)
         self._validated = state_dict["validated"]
         self._loader_states = self._combined_loader_states_to_load
@@ -197,12 +178,12 @@ class RolloutUpdateLoop(_FitLoop):
         self._gradients = gradients[rank()] if len(gradients) == world_size() else {}
 
     def note_trained(self) -> None:
-        """Remember where the loader stands: it is ahead while the next minibatch is being trained on."""
+        """Store the loader's position. It is one ahead while the next minibatch is trained on."""
         if self._combined_loader is not None:
             self._loader_states = self._combined_loader._state_dicts()
 
     def _inside_a_step(self) -> bool:
-        """Whether gradients have been accumulated that no optimizer step has used yet."""
+        """Return whether there are accumulated gradients that no optimizer step has used."""
         batches = self.epoch_loop.batch_progress
         done = batches.is_last_batch and not _untrained(batches)
         trained = cast(_ProcessedTracker, batches.current).processed
@@ -215,28 +196,30 @@ class RolloutUpdateLoop(_FitLoop):
         self._gradients = {}
 
     def _rollout(self, datamodule: CollectsTrajectories, iteration: int) -> None:
-        module = self.trainer.lightning_module
+        trainer, module = self.trainer, self.trainer.lightning_module
         module.eval()
-        self._tell_callbacks("on_rollout_start")
+        for callback in self._rollout_callbacks:
+            callback.on_rollout_start(trainer, module)
         with (
-            self.trainer.profiler.profile("rollout"),  # type: ignore[attr-defined]
+            trainer.profiler.profile("rollout"),  # type: ignore[attr-defined]
             torch.no_grad(),
             seeded(datamodule.seed, "rollout", iteration, rank()),
         ):
             trajectories = datamodule.collect(iteration, module, progress=self._progress)
-        self._tell_callbacks("on_rollout_end", trajectories)
+        for callback in self._rollout_callbacks:
+            callback.on_rollout_end(trainer, module, trajectories)
+
+    @property
+    def _rollout_callbacks(self) -> list[RolloutCallback]:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
 
     def _progress(self, done: int, total: int) -> None:
-        if self.trainer.received_sigterm:  # Lightning itself looks after minibatches only
+        for callback in self._rollout_callbacks:
+            callback.on_rollout_progress(self.trainer, self.trainer.lightning_module, done, total)
+        # Lightning itself checks after minibatches only
+        if self.trainer.received_sigterm:
             raise SIGTERMException
-        self._tell_callbacks("on_rollout_progress", done, total)
-
-    def _tell_callbacks(self, hook: str, *arguments: object) -> None:
-        """Call a hook that Lightning does not know on the callbacks that have it."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            function = getattr(callback, hook, None)
-            if function is not None:
-                function(self.trainer, self.trainer.lightning_module, *arguments)
 
     def _validate(self) -> None:
         trainer = self.trainer
@@ -251,12 +234,12 @@ class RolloutUpdate(pl.Callback):
     """Install the rollout/update loop: `Trainer(callbacks=[RolloutUpdate()])`.
 
     Args:
-        validate_first: run the validation validation sets before the first iteration too.
+        validate_first: play the validation sets before the first iteration too.
     """
 
     def __init__(self, *, validate_first: bool = True) -> None:
-        found = tuple(int(part) for part in lightning.__version__.split(".")[:2])
-        if found != TESTED_LIGHTNING:
+        version = tuple(int(number) for number in lightning.__version__.split(".")[:2])
+        if version != TESTED_LIGHTNING:
             raise RuntimeError(
                 f"the rollout/update loop builds on lightning {'.'.join(map(str, TESTED_LIGHTNING))} and found "
                 f"{lightning.__version__}; pip install 'lightning>=2.6,<2.7'"
@@ -264,7 +247,7 @@ class RolloutUpdate(pl.Callback):
         self.validate_first = validate_first
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Replace the Trainer's fit loop, once, and refuse a DataModule that can't collect trajectories."""
+        """Replace the Trainer's fit loop once, and check its DataModule."""
         if stage != "fit":
             return
         if not isinstance(trainer.fit_loop, RolloutUpdateLoop):
@@ -276,25 +259,25 @@ class RolloutUpdate(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Seed the step from counters, so that dropout after a resume is what it would have been."""
-        seed = getattr(trainer.datamodule, "seed", 0)  # type: ignore[attr-defined]
+        """Seed the step from counters. Dropout is then the same after a resume."""
+        seed = cast(RolloutUpdateLoop, trainer.fit_loop)._collector.seed
         torch.manual_seed(derive_seed(seed, "update", trainer.current_epoch, rank(), batch_idx))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
     ) -> None:
-        """Keep the loader's position."""
+        """Store the loader's position."""
         cast(RolloutUpdateLoop, trainer.fit_loop).note_trained()
 
 
 def _untrained(batches: _BatchProgress) -> bool:
-    """Whether a minibatch has been fetched whose training has not ended."""
+    """Return whether a minibatch has been fetched whose training has not ended."""
     current = cast(_ProcessedTracker, batches.current)
     return bool(current.ready > current.processed)
 
 
 def _forget_restart(loop: _Loop) -> None:
-    """Make a loop and its children go on as if they had never been interrupted."""
+    """Clear the restart flags of a loop and its children."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
     for child in vars(loop).values():

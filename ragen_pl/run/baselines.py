@@ -1,4 +1,4 @@
-"""What an agent's metrics stand beside: scripted policies, and the agent with its images blanked."""
+"""Baselines for the final summary: scripted policies, and the agent with its images blanked."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from ragen_pl.run.build import RunComponents, build_environments, scripted
 
 
 def baseline_metrics(
-    parts: RunComponents, agent: AgentModule, *, device: torch.device
+    components: RunComponents, agent: AgentModule, *, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Return the validation set's metrics of each player that the config names, by its name in words.
+    """Return the validation set's metrics of each of the config's baselines, by its name.
 
     Args:
-        parts: of the run.
-        agent: plays with its images blanked.
-        device: that it plays on, for Lightning moves it to the CPU at its end.
+        components: objects of the run.
+        agent: agent to play with its images blanked.
+        device: device to play on. Lightning has moved the agent to the CPU.
     """
-    validation_set = parts.cfg.validation
-    baselines = {
-        name: baseline for name, baseline in (validation_set.baselines or {}).items() if baseline
+    validation = components.cfg.validation
+    metrics = {
+        f"{name} policy": scripted_metrics(components, str(name), policy)
+        for name, policy in (validation.baselines or {}).items()
+        if policy
     }
-    figures = {
-        f"{name} player": scripted_metrics(parts, str(name), baseline)
-        for name, baseline in baselines.items()
-    }
-    if validation_set.blank:
-        figures["blanked"] = blank_image_metrics(parts, agent.to(device))
+    if validation.blank:
+        metrics["blanked"] = blank_image_metrics(components, agent.to(device))
         agent.cpu()
-    return figures
+    return metrics
 
 
-def scripted_metrics(parts: RunComponents, name: str, baseline: DictConfig) -> dict[str, float]:
-    """Return what one of the config's scripted policies makes of the panel."""
-    proxy = scripted(parts, instantiate(baseline))
-    return rollout_metrics(proxy.play(parts.validation_sets[0].starts, seed_key=("player", name)))
+def scripted_metrics(components: RunComponents, name: str, baseline: DictConfig) -> dict[str, float]:
+    """Return the validation set's metrics of a scripted policy."""
+    proxy = scripted(components, instantiate(baseline))
+    # "player" is part of the seed
+    trajectories = proxy.play(components.validation_sets[0].starts, seed_key=("player", name))
+    return rollout_metrics(trajectories)
 
 
-def blank_image_metrics(parts: RunComponents, agent: AgentModule) -> dict[str, float]:
-    """Return what the agent makes of the validation set when its images are blanked."""
-    proxy = replace(parts.proxy, environments=build_environments(parts.cfg, blank_images=True))
+def blank_image_metrics(components: RunComponents, agent: AgentModule) -> dict[str, float]:
+    """Return the validation set's metrics of the agent when its images are blanked."""
+    proxy = replace(components.proxy, environments=build_environments(components.cfg, blank_images=True))
     agent.eval()
     engine = agent.rollout_engine()
     engine.load_weights(agent.global_step)
+    # "panel" is part of the seed
     return rollout_metrics(
-        proxy.rollout(engine, parts.validation_sets[0].starts, seed_key=("panel",), greedy=True)
+        proxy.rollout(engine, components.validation_sets[0].starts, seed_key=("panel",), greedy=True)
     )

@@ -1,4 +1,4 @@
-"""From a composed config to the objects of a run. Which classes they are is the config's choice."""
+"""Build the objects of a run from its config, which names their classes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.config.errors import config_errors
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import ValidationSet
@@ -26,11 +28,12 @@ from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.run.folder import Run
 
 
 @dataclass(slots=True)
 class RunComponents:
-    """What a run is made of."""
+    """Objects that the phases of a run share."""
 
     cfg: DictConfig
     bundle: ModelBundle
@@ -41,7 +44,7 @@ class RunComponents:
 
 
 def assemble(cfg: DictConfig) -> RunComponents:
-    """Build model, policy, critic, environments, contexts and validation_sets."""
+    """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
     policy = PolicyModule(bundle, length_buckets=cfg["update"].length_buckets)
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
@@ -64,7 +67,7 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
 
 
 def rollout_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return what the config says to an AgentProxy of lengths, environments and temperatures."""
+    """Return an AgentProxy's settings: lengths, number of environments and temperatures."""
     rollout = cfg.rollout
     return {
         "max_response_tokens": rollout.max_response_tokens,
@@ -81,7 +84,7 @@ def engine_factory(cfg: DictConfig) -> EngineFactory:
 
 
 def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
-    """Build the manager of the config's environment, with some of its settings changed."""
+    """Build the manager of the config's environment, with `changes` to its settings."""
     settings = {
         name: value for name, value in plain(cfg.env).items() if name not in ("name", "visual")
     }
@@ -89,7 +92,7 @@ def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
 
 
 def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
-    """Build the critic that the algorithm asks for: `shared`, `own` or `none`."""
+    """Build the algorithm's critic: on the policy's backbone (`shared`), on its `own`, or `none`."""
     kind = cfg.algorithm.critic
     if kind == "none":
         return None
@@ -100,12 +103,12 @@ def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
         )
 
 
-def build_agent(parts: RunComponents) -> AgentModule:
-    """Build the agent. Its reference policy, where it has one, is the policy as it now is."""
-    cfg, algorithm = parts.cfg, parts.cfg.algorithm
+def build_agent(components: RunComponents) -> AgentModule:
+    """Build the agent. A reference policy is a copy of the policy's present weights."""
+    cfg, algorithm = components.cfg, components.cfg.algorithm
     return AgentModule(
-        parts.policy,
-        parts.critic,
+        components.policy,
+        components.critic,
         estimator=instantiate(algorithm.estimator, _convert_="all"),
         masks=instantiate(algorithm.masks, _convert_="all"),
         loss=instantiate(algorithm.loss, _convert_="all"),
@@ -117,12 +120,12 @@ def build_agent(parts: RunComponents) -> AgentModule:
     )
 
 
-def build_datamodule(parts: RunComponents) -> RolloutDataModule:
+def build_datamodule(components: RunComponents) -> RolloutDataModule:
     """Build the DataModule of the RL phase."""
-    cfg = parts.cfg
+    cfg = components.cfg
     return RolloutDataModule(
-        parts.proxy,
-        validation_sets=parts.validation_sets,
+        components.proxy,
+        validation_sets=components.validation_sets,
         groups=cfg.rollout.groups,
         group_size=cfg.rollout.group_size,
         epochs=cfg["update"].epochs,
@@ -137,12 +140,12 @@ def build_datamodule(parts: RunComponents) -> RolloutDataModule:
     )
 
 
-def build_warm_start(parts: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
+def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
     """Build the warm start's module and demonstrations."""
-    cfg = parts.cfg.warm_start
+    cfg = components.cfg.warm_start
     module = WarmStartModule(
-        parts.policy,
-        parts.critic,
+        components.policy,
+        components.critic,
         optimizer=instantiate(cfg.optimizer, _convert_="all"),
         steps=cfg.steps,
         warm_up=cfg.warm_up,
@@ -151,24 +154,24 @@ def build_warm_start(parts: RunComponents) -> tuple[WarmStartModule, Demonstrati
     )
     demonstrations = DemonstrationDataModule(
         scripted(
-            parts, instantiate(cfg.scripted_policy), held_out=frozenset(held_out_states(parts))
+            components, instantiate(cfg.demonstrator), held_out=frozenset(held_out_states(components))
         ),
         episodes=cfg.episodes,
         batch_size=cfg.batch_size,
         steps=cfg.steps,
         gamma=cfg.gamma,
-        seed=parts.cfg.seed,
+        seed=components.cfg.seed,
     )
     return module, demonstrations
 
 
 def scripted(
-    parts: RunComponents, scripted_policy: ScriptedPolicy, **changes: Any
+    components: RunComponents, scripted_policy: ScriptedPolicy, **changes: Any
 ) -> ScriptedProxy:
     """Return a proxy that plays the config's environment with a scripted policy."""
-    proxy = parts.proxy
+    proxy = components.proxy
     return ScriptedProxy(
-        environments=build_environments(parts.cfg, **changes),
+        environments=build_environments(components.cfg, **changes),
         context=proxy.context,
         max_response_tokens=proxy.max_response_tokens,
         num_envs=proxy.num_envs,
@@ -176,9 +179,9 @@ def scripted(
     )
 
 
-def held_out_states(parts: RunComponents) -> list[str]:
-    """Return the start states that demonstrations and training leave out."""
-    return parts.validation_sets[0].state_keys() if parts.cfg.validation.held_out else []
+def held_out_states(components: RunComponents) -> list[str]:
+    """Return the initial states that demonstrations and training leave out."""
+    return components.validation_sets[0].state_keys() if components.cfg.validation.held_out else []
 
 
 def build_callbacks(cfg: DictConfig) -> list[pl.Callback]:
@@ -188,6 +191,47 @@ def build_callbacks(cfg: DictConfig) -> list[pl.Callback]:
         for callback in (cfg.callbacks or {}).values()
         if callback
     ]
+
+
+def build_logger(cfg: DictConfig, run: Run) -> Any:
+    """Build the config's logger, or return False for none."""
+    if not cfg.logger:
+        return False
+    settings = {"run_dir": str(run.folder), "settings": plain(cfg)}
+    return instantiate(cfg.logger, **settings, _recursive_=False, _convert_="all")
+
+
+def build_trainer(cfg: DictConfig | dict[str, Any], **settings: Any) -> pl.Trainer:
+    """Build a Trainer from `cfg.trainer` and the run's own settings.
+
+    Raises:
+        ConfigError: Lightning does not accept the settings.
+    """
+    given = plain(OmegaConf.create(cfg))
+    accelerator = choose_accelerator(given.get("accelerator", "auto"))
+    hint = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
+    with config_errors("trainer", hint=hint):
+        return pl.Trainer(**(given | {"accelerator": accelerator}), **settings)
+
+
+def choose_accelerator(name: str) -> str:
+    """Return Lightning's accelerator: for `auto` a CUDA GPU if torch finds one, else the CPU.
+
+    Other accelerators, such as Apple's MPS, are never chosen.
+    """
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_optimizer(settings: DictConfig, *, key: str) -> None:
+    """Build an optimizer of a single number. Wrong settings are then refused before training.
+
+    Raises:
+        ConfigError: the optimizer does not accept its settings.
+    """
+    with config_errors(key):
+        instantiate(settings, _convert_="all")([torch.nn.Parameter(torch.zeros(1))])
 
 
 def plain(node: Any) -> dict[str, Any]:

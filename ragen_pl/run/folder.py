@@ -1,4 +1,4 @@
-"""Where a run keeps what it makes, and how it is found again."""
+"""A run's folder, and how a later command finds it again."""
 
 from __future__ import annotations
 
@@ -7,101 +7,138 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-RUN_DIR = "RAGEN_PL_RUN_DIR"  # how the processes of one run agree on its folder
+RUN_DIR = "RAGEN_PL_RUN_DIR"
+"""Environment variable by which the processes of one run share its folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's folder and the checkpoint that it goes on from."""
+    """A run's folder and the checkpoint that it continues from."""
 
     folder: Path
-    checkpoint: Path | None
+    checkpoint: Path | None = None
+    resumed: bool = False
+    """Whether the folder's earlier state is continued, from its warm start if there is no checkpoint."""
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.folder / "checkpoints"
 
     @property
     def last(self) -> Path:
-        """The newest checkpoint, where there is one."""
+        """Path of the newest checkpoint."""
         return self.checkpoints / "last.ckpt"
 
     @property
-    def has_started(self) -> bool:
-        """Whether the folder holds anything that a run has made, besides its config."""
-        made = (self.warm_start, self.folder / "csv", self.folder / "mlflow_run.json")
-        return any(path.exists() for path in made) or any(self.checkpoints.glob("*.ckpt"))
+    def warm_start(self) -> Path:
+        """Path of the weights after the warm start."""
+        return self.folder / "warm_start.pt"
 
     @property
-    def warm_start(self) -> Path:
-        """The weights after the warm start."""
-        return self.folder / "warm_start.pt"
+    def warm_start_checkpoint(self) -> Path:
+        """Path of the checkpoint of an unfinished warm start."""
+        return self.folder / "warm_start.ckpt"
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the folder holds results of a run, besides its config."""
+        results = (
+            self.warm_start,
+            self.warm_start_checkpoint,
+            self.folder / "csv",
+            self.folder / "mlflow_run.json",
+        )
+        return any(path.exists() for path in results) or any(self.checkpoints.glob("*.ckpt"))
 
 
 def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) -> Run:
     """Find or name the run's folder.
 
-    `ckpt_path="last"` goes on in `run_dir`, or in the newest run of this name: from its last
-    checkpoint, or from its beginning where none was written yet.
+    `ckpt_path` is a checkpoint's path, or one of
+
+    - None: a new run, in `run_dir` or a folder named after the time;
+    - `"last"`: the run in `run_dir`, or the newest one of this name, continued from its last
+      checkpoint, or from its warm start if there is none;
+    - `"auto"`: the run in `run_dir`, continued if it has started, else started.
 
     Raises:
-        FileNotFoundError: there is no such run or checkpoint.
+        FileNotFoundError: there is no such run or checkpoint, or `"auto"` has no `run_dir`.
     """
-    inherited = os.environ.get(RUN_DIR)
-    parent = Path(root).absolute() / name
-    if ckpt_path not in (None, "last"):
-        checkpoint = Path(str(ckpt_path)).absolute()
-        if not checkpoint.exists():
-            raise FileNotFoundError(
-                f"ckpt_path={ckpt_path}: there is no such file; give a checkpoint's path, or last"
-            )
-        run = Path(run_dir) if run_dir else run_of(checkpoint) or checkpoint.parent.parent
-        return Run(run.absolute(), checkpoint)
-    if inherited:
-        folder = Path(inherited)
-    elif run_dir:
-        folder = Path(run_dir).absolute()
-    elif ckpt_path == "last":
-        runs = sorted(parent.glob("*/config.yaml"), key=time_of)
-        if not runs:
-            raise FileNotFoundError(
-                f"ckpt_path=last: there is no run in {parent}; start one without ckpt_path"
-            )
-        folder = runs[-1].parent
-    else:
-        folder = _unused(parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    if ckpt_path not in (None, "last", "auto"):
+        return _run_with_checkpoint(str(ckpt_path), run_dir=run_dir)
+    folder = _folder(Path(root).absolute() / name, run_dir=run_dir, ckpt_path=ckpt_path)
     if ckpt_path == "last" and not (folder / "config.yaml").exists():
-        raise FileNotFoundError(f"ckpt_path=last: {folder} holds no run; give paths.run_dir of one")
-    last = folder / "checkpoints" / "last.ckpt"
-    return Run(folder, last if ckpt_path == "last" and last.exists() else None)
+        raise FileNotFoundError(
+            f"ckpt_path=last: {folder} holds no run; set paths.run_dir to a run's folder, or "
+            "ckpt_path=auto to start one there"
+        )
+    run = Run(folder)
+    if ckpt_path is None or (ckpt_path == "auto" and not run.has_started):
+        return run
+    return Run(folder, run.last if run.last.exists() else None, resumed=True)
 
 
 def time_of(config: Path) -> tuple[int, str]:
-    """Return what runs are ordered by in time: when their config was written, which is never changed."""
+    """Return the sort key of runs by time: when their config was written. It is never changed."""
     return config.stat().st_mtime_ns, str(config)
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run that a checkpoint lies in, in `checkpoints/` or beside its config; None where it is alone."""
+    """Return the run that a checkpoint is in, in `checkpoints/` or beside its config, else None."""
     folders = (checkpoint.parent.parent, checkpoint.parent)
     return next((folder for folder in folders if (folder / "config.yaml").exists()), None)
 
 
-def _unused(folder: Path) -> Path:
-    """Return the folder, numbered where another run of a sweep has taken its name."""
-    number, free = 1, folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}_{number}")
-    return free
-
-
 def share_with_children(folder: Path) -> None:
-    """Let processes that this one starts (other ranks) use the same folder."""
+    """Let the processes that this one starts (other ranks) use the same folder."""
     os.environ[RUN_DIR] = str(folder)
 
 
-def forget_sharing() -> None:
-    """End what `share_with_children` began, so that a later run in this process has its own folder."""
+def stop_sharing() -> None:
+    """Undo `share_with_children`. A later run in this process has a folder of its own."""
     os.environ.pop(RUN_DIR, None)
+
+
+def _run_with_checkpoint(ckpt_path: str, *, run_dir: str | None) -> Run:
+    checkpoint = Path(ckpt_path).absolute()
+    if not checkpoint.exists():
+        raise FileNotFoundError(
+            f"ckpt_path={ckpt_path}: there is no such file; give a checkpoint's path, last or auto"
+        )
+    folder = Path(run_dir) if run_dir else run_of(checkpoint) or checkpoint.parent.parent
+    return Run(folder.absolute(), checkpoint, resumed=True)
+
+
+def _folder(parent: Path, *, run_dir: str | None, ckpt_path: str | None) -> Path:
+    inherited = os.environ.get(RUN_DIR)
+    if inherited:
+        return Path(inherited)
+    if run_dir:
+        return Path(run_dir).absolute()
+    if ckpt_path == "auto":
+        # jobs that run at the same time would take each other's newest run
+        raise FileNotFoundError(
+            "ckpt_path=auto: expected paths.run_dir, the folder to start or continue the run in; set it"
+        )
+    if ckpt_path == "last":
+        return _newest(parent)
+    return _unused(parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+
+
+def _newest(parent: Path) -> Path:
+    configs = sorted(parent.glob("*/config.yaml"), key=time_of)
+    if not configs:
+        raise FileNotFoundError(
+            f"ckpt_path=last: there is no run in {parent}; start one without ckpt_path"
+        )
+    return configs[-1].parent
+
+
+def _unused(folder: Path) -> Path:
+    """Return the folder, numbered if another run of a sweep has taken its name."""
+    number, candidate = 1, folder
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}_{number}")
+    return candidate

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.files import atomic_write
 from ragen_pl.run.tracking import (
     RUN_FILE,
     check_reachable,
@@ -108,9 +108,8 @@ class RunLogger(MLFlowLogger):
         """Create the run or take it up again, and log its config."""
         run_id = self.run_id
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f"{RUN_FILE}.partial"
-        partial.write_text(json.dumps({"run_id": run_id, "tracking_uri": self._tracking_uri}))
-        os.replace(partial, self.folder / RUN_FILE)
+        with atomic_write(self.folder / RUN_FILE) as file:
+            file.write_text(json.dumps({"run_id": run_id, "tracking_uri": self._tracking_uri}))
         if self._resumed:
             self.experiment.update_run(run_id, status="RUNNING")
         if self.settings:

@@ -1,4 +1,4 @@
-"""A run from its config: warm start, then rollout and update in turn, then a summary.
+"""A run from its config: warm start, then rollouts and updates, then a summary.
 
 Imported late: it loads torch, lightning and transformers.
 """
@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.callbacks.summary import RunSummary
+from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
+from ragen_pl.callbacks.summary import RunSummary, own_overrides, resume_command
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.files import atomic_write
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.rollout.errors import RolloutError
@@ -32,44 +36,44 @@ from ragen_pl.run.build import (
     build_agent,
     build_callbacks,
     build_datamodule,
+    build_logger,
+    build_trainer,
     build_warm_start,
-    plain,
-)
-from ragen_pl.run.folder import RUN_DIR, Run, forget_sharing, locate, share_with_children
-from ragen_pl.run.guards import (
-    AS_IT_WAS,
-    check_checkpoint,
     check_optimizer,
-    load_initial_weights,
-    stopped,
-    warn_about_template,
+    choose_accelerator,
 )
+from ragen_pl.run.folder import RUN_DIR, Run, locate, share_with_children, stop_sharing
+from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 
 log = logging.getLogger(__name__)
+# 128 and the signal's number, as a shell reports it
+_EXIT_CODES = {"SIGTERM": 143, "Ctrl-C": 130}
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
     """Run the whole job and return the last metrics, the objective of a sweep among them."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     run = open_run(cfg)
     try:
         quieten()
+        report_accelerator(cfg.trainer.get("accelerator", "auto"))
         check_optimizer(cfg.optimizer, key="optimizer")
         if cfg.warm_start.enabled:
             check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
         with config_errors("model, context or validation set"):
-            parts = assemble(cfg)
-        warn_about_template(parts)
+            components = assemble(cfg)
+        warn_about_template(components)
         logger = build_logger(cfg, run)
-        warm_start(parts, run, logger)
-        return reinforce(parts, run, logger, began=began)
+        warm_start(components, run, logger)
+        return reinforce(components, run, logger, start=start)
     except RolloutError as error:
         raise ConfigError(str(error)) from error
-    except SystemExit as error:  # of Lightning, after SIGTERM or Ctrl-C
-        raise SystemExit(stopped(error, run)) from error
+    except SystemExit as error:
+        # raised by Lightning after SIGTERM or Ctrl-C
+        raise SystemExit(report_stop(error, run)) from error
     finally:
-        forget_sharing()
+        stop_sharing()
 
 
 def open_run(cfg: DictConfig) -> Run:
@@ -81,97 +85,103 @@ def open_run(cfg: DictConfig) -> Run:
         ckpt_path=cfg.ckpt_path,
     )
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    # what a refused run has left is written over, by the first rank alone
-    new = cfg.ckpt_path is None and RUN_DIR not in os.environ
+    # the first rank alone overwrites what a refused run has left
+    is_new = not run.resumed and RUN_DIR not in os.environ
     share_with_children(run.folder)
     config = run.folder / "config.yaml"
-    if new or not config.exists():
+    if is_new or not config.exists():
         config.write_text(OmegaConf.to_yaml(cfg, resolve=True))
     return run
 
 
-def build_logger(cfg: DictConfig, run: Run) -> Any:
-    """Build the config's logger, or return False for none."""
-    if not cfg.logger:
-        return False
-    settings = {"run_dir": str(run.folder), "settings": plain(cfg)}
-    return instantiate(cfg.logger, **settings, _recursive_=False, _convert_="all")
-
-
-def warm_start(parts: RunComponents, run: Run, logger: Any) -> None:
-    """Begin from demonstrations or from another run's weights, or from what an earlier part of the run made of them."""
-    cfg = parts.cfg.warm_start
+def warm_start(components: RunComponents, run: Run, logger: Any) -> None:
+    """Load the run's initial weights; learn them from demonstrations if there are none yet."""
+    cfg, weights = components.cfg.warm_start, run.warm_start
     if not cfg.enabled:
         return
-    own = run.warm_start
-    if own.exists() and parts.cfg.ckpt_path:
-        load_initial_weights(parts, own, said=str(own), hint=AS_IT_WAS)
-    elif cfg.weights is not None:
+    if cfg.weights is not None and not (run.resumed and weights.exists()):
         given = Path(cfg.weights).expanduser()
-        load_initial_weights(
-            parts, given, said=f"warm_start.weights={cfg.weights}", hint="give that of a like run"
-        )
-        _copy_initial_weights(given, own)
-    else:
-        learn_from_demonstrations(parts, run, logger)
-        load_initial_weights(parts, own, said=str(own), hint=AS_IT_WAS)
+        source = f"warm_start.weights={cfg.weights}"
+        hint = "give the file of a run with the same model and algorithm"
+        load_initial_weights(components, given, source=source, hint=hint)
+        _copy_initial_weights(given, weights)
+        return
+    if not (run.resumed and weights.exists()):
+        learn_from_demonstrations(components, run, logger)
+    load_initial_weights(components, weights, source=str(weights))
 
 
-def learn_from_demonstrations(parts: RunComponents, run: Run, logger: Any) -> None:
+def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) -> None:
     """Train policy and critic on demonstrations and write their weights into the run's folder."""
-    cfg = parts.cfg
-    module, demonstrations = build_warm_start(parts)
-    settings = plain(cfg.trainer)
-    keep = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
+    cfg = components.cfg
+    module, demonstrations = build_warm_start(components)
+    checkpoint = run.warm_start_checkpoint
+    resumed = run.resumed and checkpoint.exists()
+    if resumed:
+        check_resumable(checkpoint, module)
+    shared = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
     trainer = build_trainer(
-        {name: settings[name] for name in keep if name in settings},
+        {name: cfg.trainer[name] for name in shared if name in cfg.trainer},
         max_steps=cfg.warm_start.steps,
         max_epochs=-1,
         logger=logger,
         log_every_n_steps=20,
-        enable_checkpointing=False,
         enable_model_summary=False,
         default_root_dir=run.folder,
-        callbacks=[
-            callback
-            for callback in build_callbacks(cfg)
-            if getattr(callback, "in_warm_start", False)
-        ],
+        callbacks=warm_start_callbacks(cfg, run),
     )
-    with seeded(cfg.seed, "warm_start"):  # dropout
-        trainer.fit(module, datamodule=demonstrations)
+    # the seed of dropout
+    with seeded(cfg.seed, "warm_start"):
+        ckpt_path = checkpoint if resumed else None
+        trainer.fit(module, datamodule=demonstrations, ckpt_path=ckpt_path, weights_only=False)
     trainer.strategy.barrier()
     if trainer.is_global_zero:
-        partial = run.warm_start.with_suffix(".partial")
-        torch.save(
-            {"module": module.state_dict(), "demonstrations": demonstrations.statistics},
-            partial,
-        )
-        partial.replace(run.warm_start)
+        saved = {"module": module.state_dict(), "demonstrations": demonstrations.statistics}
+        with atomic_write(run.warm_start) as file:
+            torch.save(saved, file)
+        checkpoint.unlink(missing_ok=True)
     trainer.strategy.barrier()
+
+
+def warm_start_callbacks(cfg: DictConfig, run: Run) -> list[pl.Callback]:
+    """Return the config's callbacks that the warm start uses too, and its own checkpoint."""
+    checkpoint = RunCheckpoint(
+        dirpath=str(run.folder),
+        filename=run.warm_start_checkpoint.stem,
+        every_n_train_steps=cfg.warm_start.checkpoint_every_n_steps,
+        save_last=False,
+    )
+    configured = [
+        callback
+        for callback in build_callbacks(cfg)
+        if isinstance(callback, RolloutCallback) and callback.in_warm_start
+    ]
+    return [*configured, RandomState(), checkpoint]
 
 
 @rank_zero_only
-def _copy_initial_weights(given: Path, own: Path) -> None:
-    """Copy the weights that a run begins from into its folder, so that it needs nobody else's to go on."""
-    partial = own.with_suffix(".partial")
-    shutil.copyfile(given, partial)
-    partial.replace(own)
+def _copy_initial_weights(given: Path, copy: Path) -> None:
+    """Copy the initial weights into the run's folder. A resumed run then needs no other run's files."""
+    with atomic_write(copy) as file:
+        shutil.copyfile(given, file)
 
 
-def reinforce(parts: RunComponents, run: Run, logger: Any, *, began: float) -> dict[str, float]:
-    """Alternate rollouts and updates, then measure the last weights on every panel."""
-    cfg = parts.cfg
+def reinforce(
+    components: RunComponents, run: Run, logger: Any, *, start: float
+) -> dict[str, float]:
+    """Alternate rollouts and updates, then measure the last weights on every validation set."""
+    cfg = components.cfg
     with config_errors("algorithm, optimizer or rollout"):
-        agent, datamodule = build_agent(parts), build_datamodule(parts)
-    check_checkpoint(run.checkpoint, agent)
+        agent, datamodule = build_agent(components), build_datamodule(components)
+    if run.checkpoint is not None:
+        check_resumable(run.checkpoint, agent, needed="agent")
     summary = RunSummary(print_at_end=False)
     callbacks = [RolloutUpdate(), summary, *build_callbacks(cfg)]
     for callback in callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)
     trainer = build_trainer(
-        plain(cfg.trainer),
+        cfg.trainer,
         logger=logger,
         callbacks=callbacks,
         num_sanity_val_steps=0,
@@ -180,19 +190,17 @@ def reinforce(parts: RunComponents, run: Run, logger: Any, *, began: float) -> d
         default_root_dir=run.folder,
     )
     if logger:
-        logger.log_hyperparams({"validation_digest": parts.validation_sets[0].digest()})
+        digest = components.validation_sets[0].digest()
+        logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     metrics = final_metrics(trainer, agent, datamodule)
     if trainer.is_global_zero:
-        references = baseline_metrics(parts, agent, device=trainer.strategy.root_device)
-        for name, column in references.items():
+        baselines = baseline_metrics(components, agent, device=trainer.strategy.root_device)
+        for name, column in baselines.items():
             metrics |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
-        metrics["time/total_s"] = time.perf_counter() - began
-        summary.show(trainer, references=references)
-        file = run.folder / "figures.json"
-        # a run that was finished before has no new metrics of its update
-        known = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
-        file.write_text(json.dumps(known | metrics, indent=1, sort_keys=True))
+        metrics["time/total_s"] = time.perf_counter() - start
+        summary.show(trainer, references=baselines)
+        write_metrics(metrics, run)
     return metrics
 
 
@@ -201,29 +209,79 @@ def final_metrics(
 ) -> dict[str, float]:
     """Return the run's last metrics, those of the validation set for its last weights."""
     metrics = dict(trainer.callback_metrics)
-    told = any(name.startswith("val/") for name in metrics)
-    if not told or trainer.current_epoch % (trainer.check_val_every_n_epoch or 1):
-        # the run ended between two validations, or was finished before
+    validated = any(name.startswith("val/") for name in metrics)
+    if not validated or trainer.current_epoch % (trainer.check_val_every_n_epoch or 1):
+        # the run ended between two validations, or had finished before
         trainer.validate(agent, datamodule=datamodule, verbose=False)
         metrics |= trainer.callback_metrics
     return {name: float(value) for name, value in metrics.items()}
 
 
-def build_trainer(settings: dict[str, Any], **own: Any) -> pl.Trainer:
-    """Build a Trainer; what it refuses is the configuration's."""
-    anywhere = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
-    with config_errors("trainer", hint=anywhere):
-        return pl.Trainer(**settings, **own)
+def write_metrics(metrics: dict[str, float], run: Run) -> None:
+    """Write the last metrics into the run's folder."""
+    file = run.folder / "figures.json"
+    # a run that had finished before has no new metrics of an update
+    earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
+    file.write_text(json.dumps(earlier | metrics, indent=1, sort_keys=True))
+
+
+def report_accelerator(name: str) -> None:
+    """Log which accelerator `trainer.accelerator=auto` chose, and why."""
+    if name != "auto":
+        return
+    if choose_accelerator(name) == "cpu":
+        log.info("accelerator: cpu, since torch finds no CUDA GPU")
+    else:
+        gpu = torch.cuda.get_device_name()
+        log.info(f"accelerator: cuda, since torch finds a GPU ({gpu}); trainer.accelerator=cpu forces the CPU")
+
+
+def warn_about_template(components: RunComponents) -> None:
+    """Warn that the model's chat template rewrites earlier responses."""
+    context = components.proxy.context
+    if components.cfg.context.window != 1 and not context.template.keeps_prefix:
+        sys.stderr.write(
+            "ragen_pl: the model's chat template rewrites earlier responses, so each turn is rendered and trained "
+            "as a sample of its own: correct, but slower; context.window=1 avoids the cost\n"
+        )
+
+
+def report_stop(error: SystemExit, run: Run) -> object:
+    """Print what a stopped run has saved and the command that resumes it; return the exit code."""
+    by_hand = isinstance(error.__context__, KeyboardInterrupt)
+    if not by_hand and not isinstance(error, SIGTERMException):
+        return error.code
+    if rank_zero_only.rank:
+        # the first rank reports, and would be killed by another rank's exit code
+        return 0
+    signal = "Ctrl-C" if by_hand else "SIGTERM"
+    arguments = own_overrides()
+    if run.last.exists():
+        saved, checkpoint = f"the last checkpoint is {run.last}", str(run.last)
+    else:
+        saved, checkpoint = f"{_saved_of_warm_start(run)}, no checkpoint yet", "last"
+        if not any(argument.startswith("paths.run_dir=") for argument in arguments):
+            arguments.append(f"paths.run_dir={run.folder}")
+    command = resume_command(arguments, checkpoint=checkpoint)
+    sys.stderr.write(f"ragen_pl: stopped by {signal}; {saved}; resume with: {command}\n")
+    return _EXIT_CODES[signal]
+
+
+def _saved_of_warm_start(run: Run) -> str:
+    if run.warm_start.exists():
+        return "the warm start was saved"
+    return "part of the warm start was saved" if run.warm_start_checkpoint.exists() else "nothing was saved"
 
 
 def quieten() -> None:
-    """Leave out the advice of Lightning and transformers that does not apply to this trainer."""
+    """Suppress advice of Lightning and transformers that does not apply to this trainer."""
     for text in (
         "does not have many workers",
         "smaller than the logging interval",
         "in eval mode at the start",
         "LeafSpec",
-        "recommended to use `self.log",  # metrics are summed over ranks before they are logged
+        # metrics are summed over ranks before they are logged
+        "recommended to use `self.log",
         "exists and is not empty",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}.*")

@@ -1,31 +1,37 @@
-"""Loading a checkpoint's weights into the model that its run's settings describe."""
+"""Load the weights of a checkpoint, and check first that they fit the module."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.run.build import build_bundle
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.run.build import RunComponents
 
-_POLICY = "policy.model."
+SAME_OVERRIDES = "give the overrides that the run had (its config.yaml holds them all)"
+_MODEL = "policy.model."
+# what training continues from, besides the state that Lightning always writes
+_NEEDED = {"state_dict", "optimizer_states", "loops"}
 
 
 def load_bundle(cfg: DictConfig) -> ModelBundle:
-    """Return model, tokenizer and processor with the weights that `cfg.source` names, in eval mode.
+    """Return model, tokenizer and processor with the weights of `cfg.source`, in eval mode.
 
     Args:
-        cfg: settings as `ragen_pl.evaluation.settings.settle` makes them.
+        cfg: settings as prepared by `ragen_pl.evaluation.settings`.
 
     Raises:
-        ConfigError: the weights can't be read, or are another model's.
+        ConfigError: the weights cannot be read, or belong to another model.
     """
     bundle = build_bundle(cfg)
     source = cfg.source.checkpoint
@@ -36,47 +42,143 @@ def load_bundle(cfg: DictConfig) -> ModelBundle:
 
 
 def load_weights(bundle: ModelBundle, file: Path) -> None:
-    """Load the policy's weights out of a Lightning checkpoint or a run's `warm_start.pt`.
+    """Load the policy's weights from a Lightning checkpoint or a run's `warm_start.pt`.
 
     Raises:
         ConfigError: the file is no such checkpoint, or holds another model's weights.
     """
+    hint = "leave model settings to the checkpoint's run, or give those that it was trained with"
     weights = policy_weights(file)
-    own = bundle.model.state_dict()
-    wrong = [
-        f"{name} {tuple(weights[name].shape) if name in weights else 'missing'}, expected {tuple(value.shape)}"
-        for name, value in own.items()
-        if name not in weights or weights[name].shape != value.shape
-    ]
-    wrong += [f"{name} is not in the model" for name in weights if name not in own]
-    if wrong:
-        raise ConfigError(
-            f"{file} holds the weights of another model ({len(wrong)} of {len(own)} differ: {wrong[0]}); "
-            "leave model settings to the checkpoint's run, or give those that it was trained with"
-        )
+    check_shapes(weights, bundle.model, source=str(file), hint=hint)
     bundle.model.load_state_dict(weights)
 
 
 def policy_weights(file: Path) -> dict[str, Tensor]:
-    """Return the policy's weights in a checkpoint, under the model's own names.
+    """Return the policy's weights in a checkpoint under the model's own names.
 
     Raises:
-        ConfigError: the file can't be read, or holds no policy.
+        ConfigError: the file cannot be read, or holds no policy.
     """
-    try:
-        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        state = found.get("state_dict", found.get("module", {}))
-        weights = {
-            name.removeprefix(_POLICY): value
-            for name, value in state.items()
-            if name.startswith(_POLICY)
-        }
-    except Exception as error:  # torch and pickle raise what they like on a file that is not theirs
-        raise ConfigError(
-            f"{file} can't be read as a checkpoint ({str(error).splitlines()[0]}); it is damaged or of another kind"
-        ) from error
+    hint = "give a checkpoint that a run has written"
+    state = module_state(read_checkpoint(file, source=str(file), hint=hint))
+    weights = with_prefix(state, _MODEL)
     if not weights:
-        raise ConfigError(
-            f"{file} holds no policy of ragen_pl; give a checkpoint that a run has written"
-        )
+        raise ConfigError(f"{file} holds no policy of ragen_pl; {hint}")
     return weights
+
+
+def load_initial_weights(
+    components: RunComponents, file: Path, *, source: str, hint: str = SAME_OVERRIDES
+) -> None:
+    """Load policy and critic from a `warm_start.pt` or a run's checkpoint.
+
+    A run without a critic ignores the critic of the file.
+
+    Args:
+        components: receive the weights.
+        file: the file to read.
+        source: the setting that named the file, for error messages.
+        hint: remedy for a file of another kind, for error messages.
+
+    Raises:
+        ConfigError: the file cannot be read, holds another model, or lacks a critic.
+    """
+    state = module_state(read_checkpoint(file, source=source, hint=hint))
+    for prefix, module in (("policy.", components.policy), ("critic.", components.critic)):
+        if module is not None:
+            weights = with_prefix(state, prefix)
+            check_shapes(weights, module, source=source, hint=hint, prefix=prefix)
+            module.load_state_dict(weights)
+
+
+def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | None = None) -> None:
+    """Check that training can continue from a checkpoint.
+
+    Args:
+        file: the checkpoint.
+        module: the module to be trained.
+        needed: state that the module's own checkpoints hold besides Lightning's.
+
+    Raises:
+        ConfigError: it cannot be read, lacks state, or is of another model.
+    """
+    source = f"ckpt_path={file}"
+    # callbacks may store any object
+    saved = read_checkpoint(file, source=source, hint="give another checkpoint", trusted=True)
+    missing = (_NEEDED | ({needed} if needed else set())) - set(saved)
+    if missing:
+        raise ConfigError(
+            f"{source}: holds no {sorted(missing)[0]}, so training cannot continue from it; "
+            "give a checkpoint of ragen_pl.fit that is not of weights only"
+        )
+    check_shapes(saved["state_dict"], module, source=source, hint=SAME_OVERRIDES)
+
+
+def read_checkpoint(
+    file: Path, *, source: str, hint: str, trusted: bool = False
+) -> dict[str, Any]:
+    """Read a file of `torch.save` to the CPU.
+
+    Args:
+        file: the file to read.
+        source: the setting that named the file, for error messages.
+        hint: remedy, for error messages.
+        trusted: also load objects that are not tensors or plain data.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no dictionary.
+    """
+    with config_errors(source, hint=hint):
+        saved = torch.load(file, map_location="cpu", weights_only=not trusted)
+        if not isinstance(saved, dict):
+            raise TypeError(f"expected a checkpoint's dictionary, found {type(saved).__name__}")
+    return saved
+
+
+def module_state(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the module's weights in a checkpoint: of Lightning's layout, or of a `warm_start.pt`."""
+    state: dict[str, Tensor] = saved.get("state_dict", saved.get("module", {}))
+    return state
+
+
+def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the entries whose name starts with `prefix`, without it.
+
+    >>> with_prefix({"policy.a": 1, "critic.a": 2}, "policy.")
+    {'a': 1}
+    """
+    return {
+        name.removeprefix(prefix): value
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
+
+
+def check_shapes(
+    weights: Mapping[str, Tensor],
+    module: torch.nn.Module,
+    *,
+    source: str,
+    hint: str,
+    prefix: str = "",
+) -> None:
+    """Check that weights have the names and shapes of a module's.
+
+    Args:
+        weights: to be loaded into the module.
+        module: defines the expected names and shapes.
+        source: the setting or file that they come from, for error messages.
+        hint: remedy, for error messages.
+        prefix: put before a tensor's name in error messages.
+
+    Raises:
+        ConfigError: naming the first tensor that differs.
+    """
+    given = {name: list(tensor.shape) for name, tensor in weights.items()}
+    expected = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+    for name in sorted(given.keys() | expected.keys()):
+        if given.get(name) != expected.get(name):
+            raise ConfigError(
+                f"{source}: holds another model or algorithm: {prefix}{name} is {given.get(name, 'missing')}, "
+                f"expected {expected.get(name, 'none')}; {hint}"
+            )

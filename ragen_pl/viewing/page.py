@@ -17,6 +17,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ragen_pl.files import atomic_write
+
 PAGE = "page.html"
 _DROPPED = frozenset({"prompt_ids", "response_ids", "info"})  # the JSONL keeps them
 _DIGITS = 5  # of metrics; more would only make the page larger
@@ -46,9 +48,8 @@ def write_page(
         list(records), title=title, images=images or path.parent, episodes=episodes,
         played=played,
     )  # fmt: skip
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with atomic_write(path) as file:
+        file.write_text(text, encoding="utf-8")
     return path
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragen_pl.files import atomic_write
 from ragen_pl.metrics.intervals import wilson
 
 if TYPE_CHECKING:
@@ -53,9 +54,8 @@ def _figure(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     draw(axes)
-    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
-    figure.savefig(partial)
-    partial.replace(path)
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."))
     return path
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from ragen_pl.files import atomic_write
 from ragen_pl.trajectory import Trajectory, Turn
 
 SCHEMA = 1
@@ -197,11 +198,9 @@ def write_records(records: Iterable[dict[str, Any]], folder: Path, *, file: str 
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
+    with atomic_write(path) as file, file.open("w", encoding="utf-8") as stream:
         for record in records:
             stream.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
-    partial.replace(path)
     return path
 
 

@@ -99,7 +99,7 @@ def test_the_table_sets_the_policy_beside_the_others(table: Evaluation, run: Pat
     for name in ("success", "return", "turns", "valid_actions", "response_tokens"):
         assert told["policy"][name] == pytest.approx(logged[f"val/{name}"], abs=1e-7)
         assert told["random policy"][name] == pytest.approx(
-            logged[f"random_player/{name}"], abs=1e-7
+            logged[f"random_policy/{name}"], abs=1e-7
         )
     (written,) = (run / "evaluations").iterdir()
     assert (

@@ -80,7 +80,7 @@ def test_own_environment_runs_from_its_own_folder(tmp_path, folder, env):
     call(*arguments, f"paths.run_dir={tmp_path}", cwd=EXAMPLES / folder)
     metrics = json.loads((tmp_path / "figures.json").read_text())
     assert metrics["val/episodes"] == 4
-    assert metrics["random_player/failed"] == 0
+    assert metrics["random_policy/failed"] == 0
 
 
 @pytest.fixture

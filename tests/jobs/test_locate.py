@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen_pl.run.folder import Run, forget_sharing, locate, share_with_children
+from ragen_pl.run.folder import Run, stop_sharing, locate, share_with_children
 
 
 @pytest.fixture(autouse=True)
@@ -124,5 +124,5 @@ def test_ranks_started_by_a_run_use_its_folder(find, tmp_path):
         started(tmp_path / "lake" / "2026-01-02_10-00-00")  # another run that began meanwhile
         assert find(ckpt_path="last") == Run(folder, folder / "checkpoints" / "last.ckpt")
     finally:
-        forget_sharing()
+        stop_sharing()
     assert find().folder != folder

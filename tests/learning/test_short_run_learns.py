@@ -29,10 +29,10 @@ def test_thirty_iterations_double_the_success_of_the_warm_start(tmp_path):
     metrics = json.loads((run / "figures.json").read_text())
     after, before = metrics["val/success"], _first_success(run)
     print(f"success before {before:.3f}, after {after:.3f}")
-    assert metrics["random_player/success"] < 0.3
+    assert metrics["random_policy/success"] < 0.3
     assert before < 0.35
     assert after > before + 0.25
-    assert metrics["blanked/success"] < metrics["random_player/success"] + 0.1
+    assert metrics["blanked/success"] < metrics["random_policy/success"] + 0.1
     assert metrics["val/true_thoughts"] > 0.9
     assert metrics["rollout/logprob_mismatch_max"] < 1e-3
 

@@ -1,0 +1,58 @@
+"""What the rollout/update loop asks of a DataModule, and the hooks that it adds to Lightning's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+
+from ragen_pl.trajectory import Trajectory
+
+
+@runtime_checkable
+class CollectsTrajectories(Protocol):
+    """A DataModule that the loop can train from."""
+
+    seed: int
+
+    def collect(
+        self, iteration: int, module: pl.LightningModule, *, progress: Callable[[int, int], None]
+    ) -> list[Trajectory]:
+        """Play this rank's share of the iteration, fill the buffer and return the trajectories.
+
+        `progress(done, total)` is called between turns, and on every rank once at the end of each
+        rollout with `done == total`. It may raise to end the run.
+        """
+
+    def has_buffer(self, iteration: int) -> bool:
+        """Return whether the buffer holds this iteration's trajectories."""
+
+    def drop_buffer(self) -> None:
+        """Drop the buffer after the update."""
+
+
+class RolloutCallback(pl.Callback):
+    """Callback with hooks for the rollout phase. The loop calls them between Lightning's own hooks.
+
+    Attributes:
+        in_warm_start: use this callback in the warm start's Trainer too.
+    """
+
+    in_warm_start: bool = False
+
+    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Run before the rollout phase of an iteration."""
+
+    def on_rollout_progress(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, done: int, total: int
+    ) -> None:
+        """Run after each turn; `done` of this rank's `total` episodes have ended."""
+
+    def on_rollout_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        trajectories: Sequence[Trajectory],
+    ) -> None:
+        """Run after the rollout phase with this rank's trajectories."""
