@@ -88,7 +88,7 @@ def main() -> None:
                 "validation.baselines=null",
             )
         for name, monitor in VARIANTS.items():
-            if not (out / name / "figures.json").exists():
+            if not (out / name / "metrics.json").exists():
                 fit(
                     out / name, *common, *provoked, *monitor, f"warm_start.weights={weights}", "logger=csv",
                     f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
@@ -96,7 +96,7 @@ def main() -> None:
                     *PROBED, "callbacks.collapse.good_every_n_iterations=1",
                 )  # fmt: skip
     write_page(
-        {name: read(out / name) for name in VARIANTS if (out / name / "figures.json").exists()},
+        {name: read(out / name) for name in VARIANTS if (out / name / "metrics.json").exists()},
         alarms=alarms_of(out / "left alone"),
         page=args.page,
         command=" ".join(
@@ -137,7 +137,7 @@ def read(folder: Path) -> Run:
             if taken:
                 readings.setdefault(int(float(row["step"])), {}).update(taken)
     events = folder / "collapse.jsonl"
-    figures = json.loads((folder / "figures.json").read_text())
+    figures = json.loads((folder / "metrics.json").read_text())
     return Run(
         readings=readings,
         events=[json.loads(line) for line in events.read_text().splitlines()]

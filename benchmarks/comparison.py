@@ -147,7 +147,7 @@ def run_beginning(beginning: Beginning, out: Path, args: argparse.Namespace) -> 
 
 def run_cell(cell: Cell, out: Path, args: argparse.Namespace) -> None:
     """Run a cell, unless it is finished."""
-    if not (cell.folder(out) / "figures.json").exists():
+    if not (cell.folder(out) / "metrics.json").exists():
         _run(cell.command(out, args), cell.folder(out))
 
 
@@ -194,7 +194,7 @@ def main() -> None:
         {
             (cell.environment, cell.algorithm, cell.seed): cell.folder(out)
             for cell in everything
-            if (cell.folder(out) / "figures.json").exists()
+            if (cell.folder(out) / "metrics.json").exists()
         },
         page=args.page,
         minutes=args.minutes,

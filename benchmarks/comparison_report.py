@@ -37,7 +37,7 @@ def read_curve(folder: Path) -> Curve:
     iterations, seconds, success = (
         np.array([row[name] for row in rows]) for name in ("iteration", "elapsed_s", "val/success")
     )
-    metrics = json.loads((folder / "figures.json").read_text())
+    metrics = json.loads((folder / "metrics.json").read_text())
     return Curve(iterations, seconds, success, metrics)
 
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,10 @@ def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> RunCo
         run = open_run(cfg)
         if kept is not None and kept.exists():
             run.warm_start.write_bytes(kept.read_bytes())
-            cfg.ckpt_path = "kept"
+            run = replace(run, resumed=True)
         warm_start(parts, run, False)
-        cfg.ckpt_path = None
         if kept is not None and not kept.exists() and run.warm_start.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_bytes(run.warm_start.read_bytes())
     return parts
 

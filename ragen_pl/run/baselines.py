@@ -35,7 +35,9 @@ def baseline_metrics(
     return metrics
 
 
-def scripted_metrics(components: RunComponents, name: str, baseline: DictConfig) -> dict[str, float]:
+def scripted_metrics(
+    components: RunComponents, name: str, baseline: DictConfig
+) -> dict[str, float]:
     """Return the validation set's metrics of a scripted policy."""
     proxy = scripted(components, instantiate(baseline))
     # "player" is part of the seed
@@ -45,11 +47,15 @@ def scripted_metrics(components: RunComponents, name: str, baseline: DictConfig)
 
 def blank_image_metrics(components: RunComponents, agent: AgentModule) -> dict[str, float]:
     """Return the validation set's metrics of the agent when its images are blanked."""
-    proxy = replace(components.proxy, environments=build_environments(components.cfg, blank_images=True))
+    proxy = replace(
+        components.proxy, environments=build_environments(components.cfg, blank_images=True)
+    )
     agent.eval()
     engine = agent.rollout_engine()
     engine.load_weights(agent.global_step)
     # "panel" is part of the seed
     return rollout_metrics(
-        proxy.rollout(engine, components.validation_sets[0].starts, seed_key=("panel",), greedy=True)
+        proxy.rollout(
+            engine, components.validation_sets[0].starts, seed_key=("panel",), greedy=True
+        )
     )

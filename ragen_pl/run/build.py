@@ -154,7 +154,9 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, Demons
     )
     demonstrations = DemonstrationDataModule(
         scripted(
-            components, instantiate(cfg.demonstrator), held_out=frozenset(held_out_states(components))
+            components,
+            instantiate(cfg.demonstrator),
+            held_out=frozenset(held_out_states(components)),
         ),
         episodes=cfg.episodes,
         batch_size=cfg.batch_size,

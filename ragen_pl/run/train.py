@@ -219,7 +219,7 @@ def final_metrics(
 
 def write_metrics(metrics: dict[str, float], run: Run) -> None:
     """Write the last metrics into the run's folder."""
-    file = run.folder / "figures.json"
+    file = run.folder / "metrics.json"
     # a run that had finished before has no new metrics of an update
     earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
     file.write_text(json.dumps(earlier | metrics, indent=1, sort_keys=True))
@@ -233,7 +233,9 @@ def report_accelerator(name: str) -> None:
         log.info("accelerator: cpu, since torch finds no CUDA GPU")
     else:
         gpu = torch.cuda.get_device_name()
-        log.info(f"accelerator: cuda, since torch finds a GPU ({gpu}); trainer.accelerator=cpu forces the CPU")
+        log.info(
+            f"accelerator: cuda, since torch finds a GPU ({gpu}); trainer.accelerator=cpu forces the CPU"
+        )
 
 
 def warn_about_template(components: RunComponents) -> None:
@@ -270,7 +272,11 @@ def report_stop(error: SystemExit, run: Run) -> object:
 def _saved_of_warm_start(run: Run) -> str:
     if run.warm_start.exists():
         return "the warm start was saved"
-    return "part of the warm start was saved" if run.warm_start_checkpoint.exists() else "nothing was saved"
+    return (
+        "part of the warm start was saved"
+        if run.warm_start_checkpoint.exists()
+        else "nothing was saved"
+    )
 
 
 def quieten() -> None:

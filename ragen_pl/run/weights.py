@@ -114,9 +114,7 @@ def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | Non
     check_shapes(saved["state_dict"], module, source=source, hint=SAME_OVERRIDES)
 
 
-def read_checkpoint(
-    file: Path, *, source: str, hint: str, trusted: bool = False
-) -> dict[str, Any]:
+def read_checkpoint(file: Path, *, source: str, hint: str, trusted: bool = False) -> dict[str, Any]:
     """Read a file of `torch.save` to the CPU.
 
     Args:
@@ -148,9 +146,7 @@ def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     {'a': 1}
     """
     return {
-        name.removeprefix(prefix): value
-        for name, value in state.items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }
 
 

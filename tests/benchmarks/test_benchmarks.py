@@ -118,7 +118,7 @@ def test_comparison_reports_means_over_seeds(tmp_path: Path) -> None:
             {"iteration": 10 * n, "elapsed_s": 60.0 * n, "val/success": last * n} for n in (0, 1)
         ]
         (folder / "plots" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        (folder / "figures.json").write_text(json.dumps({"val/true_thoughts": last}))
+        (folder / "metrics.json").write_text(json.dumps({"val/true_thoughts": last}))
     page = tmp_path / "results.md"
     report.write_report(folders, page=page, minutes=1)
     # Student's t with one degree of freedom: 12.706 * 0.1; half of the time's mean is 0.5

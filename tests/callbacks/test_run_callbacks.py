@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.callbacks.summary import RunSummary, open_command, resume_command
 from ragen_pl.callbacks.trajectories import LogTrajectories, strip
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 from ragen_pl.viewing.records import read_records
 
@@ -62,7 +63,7 @@ class ScriptedPolicy(pl.LightningModule):
 
     def tell(self, hook: str, *arguments: object) -> None:
         for callback in self.trainer.callbacks:
-            if hasattr(callback, hook):
+            if isinstance(callback, RolloutCallback):
                 getattr(callback, hook)(self.trainer, self, *arguments)
 
     def on_train_epoch_start(self) -> None:

@@ -115,7 +115,9 @@ def test_no_more_groups_than_wanted(choices):
 def test_failed_episodes_are_not_judged(make_trajectory, lm):
     good = [make_trajectory(lm, [3], member=member, rewards=[member]) for member in range(2)]
     failed = replace(good[0], group=1, status=EpisodeStatus.FAILED)
-    choice = group_selection.select_groups([*good, failed], GroupFilter(), returns=lambda one: one.reward)
+    choice = group_selection.select_groups(
+        [*good, failed], GroupFilter(), returns=lambda one: one.reward
+    )
     assert choice.trajectories == good
 
 

@@ -94,7 +94,7 @@ def test_the_table_sets_the_policy_beside_the_others(table: Evaluation, run: Pat
     )  # or nothing below would say much
     assert validation_set["set_aside"] == validation_set["starts"] == 12
     greedy = evaluate(composed("evaluate", f"ckpt={run}", "trajectories=false", "mlflow=false"))
-    logged = json.loads((run / "figures.json").read_text())
+    logged = json.loads((run / "metrics.json").read_text())
     told = greedy.validation_sets["held_out"]["policies"]
     for name in ("success", "return", "turns", "valid_actions", "response_tokens"):
         assert told["policy"][name] == pytest.approx(logged[f"val/{name}"], abs=1e-7)

@@ -78,7 +78,7 @@ def test_own_module_learns(monkeypatch):
 def test_own_environment_runs_from_its_own_folder(tmp_path, folder, env):
     arguments = ("-m", "ragen_pl.fit", "--config-dir", "conf", f"env={env}", *TINY)
     call(*arguments, f"paths.run_dir={tmp_path}", cwd=EXAMPLES / folder)
-    metrics = json.loads((tmp_path / "figures.json").read_text())
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["val/episodes"] == 4
     assert metrics["random_policy/failed"] == 0
 
@@ -121,7 +121,10 @@ def test_invoice_rewards(invoice):
     assert overpriced.wrong() == ("price",)
     assert play(right, "Next", "Next", "Accept") == (0.5, True)
     assert play([right[0], overpriced, right[0]], "Next", "Price") == (0.75, True)
-    assert play([right[0], overpriced, right[0]], "Price") == (0.0, False)  # a guess: the line has not been read
+    assert play([right[0], overpriced, right[0]], "Price") == (
+        0.0,
+        False,
+    )  # a guess: the line has not been read
     assert play([right[0], overpriced, right[0]], "Accept") == (-1.0, False)
     assert play(right, "Sum") == (0.0, False)
 

@@ -26,7 +26,7 @@ def test_thirty_iterations_double_the_success_of_the_warm_start(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = (tmp_path / "frozenlake_visual").iterdir()
-    metrics = json.loads((run / "figures.json").read_text())
+    metrics = json.loads((run / "metrics.json").read_text())
     after, before = metrics["val/success"], _first_success(run)
     print(f"success before {before:.3f}, after {after:.3f}")
     assert metrics["random_policy/success"] < 0.3

@@ -14,13 +14,14 @@ from ragen_pl.callbacks.collapse import CollapseMonitor
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.config.schema_diagnostics import READINGS
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.loggers import RunLogger
 
 FORM = {"form": Alarm(reading="valid_actions", below=0.05)}
 
 
-class Break(pl.Callback):
+class Break(RolloutCallback):
     """Spoil the policy's weights before one iteration's rollout, and note them at each iteration's end."""
 
     def __init__(self, iteration: int = 2) -> None:
@@ -112,7 +113,7 @@ def test_thoughts_that_turn_false_are_told_against_the_first_iteration_alone(set
 def test_a_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
     """Those too that an earlier part of the run has taken, wherever the checkpoint was written."""
 
-    class Save(pl.Callback):
+    class Save(RolloutCallback):
         def save(self, trainer, *args):
             if trainer.current_epoch == 1:
                 trainer.save_checkpoint(tmp_path / "middle.ckpt")

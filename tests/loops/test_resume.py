@@ -12,11 +12,13 @@ from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.filters import AboveDeviation
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
 from ragen_pl.algorithms.selection import GroupFilter
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.reference import MovingAverage
 
 POINTS = (
     "on_train_start",
     "on_rollout_start",
+    "on_rollout_progress",
     "on_rollout_end",
     "on_train_epoch_start",
     "on_train_batch_start",
@@ -28,7 +30,7 @@ POINTS = (
 )
 
 
-class SaveAt(pl.Callback):
+class SaveAt(RolloutCallback):
     """Write a checkpoint whenever one of these hooks is called."""
 
     def __init__(self, folder: Path, points: tuple[str, ...]) -> None:
@@ -80,7 +82,7 @@ def resume_everywhere(setup, folder: Path, points: tuple[str, ...], *, every: in
 
 
 def test_any_hook(setup_of, tmp_path):
-    assert resume_everywhere(setup_of(), tmp_path, POINTS, every=3) == 16
+    assert resume_everywhere(setup_of(), tmp_path, POINTS, every=3) == 19
 
 
 def test_all_that_adds_state_at_once(setup_of, tmp_path):

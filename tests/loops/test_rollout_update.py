@@ -9,10 +9,11 @@ from lightning.pytorch.loops import fit_loop, loop, progress, training_epoch_loo
 
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops import rollout_update
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 
 
-class Diary(pl.Callback):
+class Diary(RolloutCallback):
     """Write down the hooks called, with the iteration and the module's mode."""
 
     def __init__(self, *hooks: str) -> None:
@@ -95,7 +96,7 @@ def test_the_learning_rate_told_is_the_iterations_own(setup_of):
 def test_rollout_progress_ends_at_all_episodes(setup_of):
     seen = []
 
-    class Watch(pl.Callback):
+    class Watch(RolloutCallback):
         def on_rollout_progress(self, trainer, module, done, total):
             seen.append((done, total))
 
@@ -124,7 +125,7 @@ def test_mixed_precision(setup_of):
 
 
 def test_the_outer_random_stream_does_not_change_a_run(setup_of):
-    class SamplingParameters(pl.Callback):
+    class RandomDraws(RolloutCallback):
         def on_train_batch_end(self, *args):
             torch.rand(3)
 
@@ -133,7 +134,7 @@ def test_the_outer_random_stream_does_not_change_a_run(setup_of):
 
     setup = setup_of(dropout=0.1)
     plain, plain_points, _ = setup.fit()
-    drawn, drawn_points, _ = setup.fit(SamplingParameters())
+    drawn, drawn_points, _ = setup.fit(RandomDraws())
     assert plain_points == drawn_points
     assert all(
         torch.equal(one, other)

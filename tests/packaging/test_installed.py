@@ -67,7 +67,7 @@ def test_fit_runs_outside_the_checkout(installed, tmp_path):
     done = call(installed / "ragen-fit", *TINY, cwd=tmp_path)  # their package does not matter
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs" / "frozenlake").iterdir()
-    assert json.loads((run / "figures.json").read_text())["val/episodes"] == 4
+    assert json.loads((run / "metrics.json").read_text())["val/episodes"] == 4
     assert (run / "checkpoints" / "last.ckpt").exists()
     assert (tmp_path / "runs" / "mlflow.db").exists()
 

@@ -1,4 +1,4 @@
-"""What last.ckpt and figures.json hold at a run's end."""
+"""What last.ckpt and metrics.json hold at a run's end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_the_last_iteration_is_kept_whatever_the_interval(job):
     last = odd.folder / "checkpoints" / "last.ckpt"
     assert torch.load(last, weights_only=False)["epoch"] == 2
 
-    before = json.loads((odd.folder / "figures.json").read_text())
+    before = json.loads((odd.folder / "metrics.json").read_text())
     odd.run("callbacks.checkpoint.every_n_epochs=2", "warm_start.steps=2", "ckpt_path=last")
-    after = json.loads((odd.folder / "figures.json").read_text())
+    after = json.loads((odd.folder / "metrics.json").read_text())
     assert before.keys() == after.keys()  # of a run that was finished before
     assert after["val/success"] == before["val/success"]
     assert after["update/loss"] == before["update/loss"]

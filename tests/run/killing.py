@@ -11,11 +11,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
+from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
 from ragen_pl.trajectory import Trajectory
 
 
-class KillAt(pl.Callback):
+class KillAt(RolloutCallback):
     """Send SIGKILL to this process at one moment of its run.
 
     Args:
@@ -62,7 +63,7 @@ class KillAt(pl.Callback):
             self._at(trainer, f"validation-{trainer.current_epoch}")
 
 
-class Record(pl.Callback):
+class Record(RolloutCallback):
     """Write this rank's responses of every iteration and a digest of its last weights to a JSON file.
 
     Args:

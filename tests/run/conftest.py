@@ -90,7 +90,7 @@ class Job:
     @property
     def metrics(self) -> dict[str, float]:
         """The run's last metrics, but for its times."""
-        found = json.loads((self.folder / "figures.json").read_text())
+        found = json.loads((self.folder / "metrics.json").read_text())
         return {name: value for name, value in found.items() if not name.startswith("time/")}
 
     def differs_from(self, other: Job) -> list[str]:

@@ -1,0 +1,156 @@
+"""`locate`: a run's folder and the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ragen_pl.run.folder import Run, locate, share_with_children, stop_sharing
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_folder(monkeypatch):
+    monkeypatch.delenv("RAGEN_PL_RUN_DIR", raising=False)
+
+
+@pytest.fixture
+def find(tmp_path):
+    """`locate` for one environment under a temporary root."""
+
+    def locate_run(*, run_dir: Path | None = None, ckpt_path: str | None = None) -> Run:
+        given = None if run_dir is None else str(run_dir)
+        return locate(root=str(tmp_path), name="frozenlake", run_dir=given, ckpt_path=ckpt_path)
+
+    return locate_run
+
+
+def make_run(folder: Path, *, checkpoint: bool = True) -> Path:
+    """Make the files of a run that was interrupted."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    if checkpoint:
+        (folder / "checkpoints" / "last.ckpt").touch()
+    return folder
+
+
+def last(folder: Path) -> Path:
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def test_a_new_run_has_a_folder_named_after_the_time(find, tmp_path):
+    run = find()
+    assert run.folder.parent == tmp_path / "frozenlake"
+    assert run.checkpoint is None and not run.resumed
+    assert run.checkpoints == run.folder / "checkpoints"
+    assert run.warm_start == run.folder / "warm_start.pt"
+
+
+def test_runs_started_in_the_same_second_have_different_folders(find):
+    folders = set()
+    for _ in range(5):
+        run = find()
+        run.folder.mkdir(parents=True)
+        folders.add(run.folder)
+    assert len(folders) == 5
+
+
+def test_run_dir_is_used_as_given(find, tmp_path):
+    assert find(run_dir=tmp_path / "given") == Run(tmp_path / "given")
+
+
+def test_a_relative_root_is_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = locate(root="runs", name="frozenlake", run_dir=None, ckpt_path=None)
+    assert run.folder.parent == tmp_path / "runs" / "frozenlake"
+
+
+def test_last_is_the_newest_run_of_this_name(find, tmp_path):
+    make_run(tmp_path / "frozenlake" / "2026-01-01_10-00-00")
+    newest = make_run(tmp_path / "frozenlake" / "2026-01-02_10-00-00")
+    make_run(tmp_path / "other" / "2026-01-03_10-00-00")
+    # stopped before its config was written
+    (tmp_path / "frozenlake" / "2026-01-04_10-00-00").mkdir()
+    assert find(ckpt_path="last") == Run(newest, last(newest), resumed=True)
+
+
+def test_last_with_run_dir_is_that_run(find, tmp_path):
+    make_run(tmp_path / "frozenlake" / "2026-01-02_10-00-00")
+    given = make_run(tmp_path / "given")
+    assert find(run_dir=given, ckpt_path="last").checkpoint == last(given)
+
+
+def test_last_without_a_checkpoint_continues_from_the_warm_start(find, tmp_path):
+    given = make_run(tmp_path / "given", checkpoint=False)
+    assert find(run_dir=given, ckpt_path="last") == Run(given, None, resumed=True)
+
+
+def test_auto_starts_a_run_in_an_unused_folder(find, tmp_path):
+    given = tmp_path / "given"
+    assert find(run_dir=given, ckpt_path="auto") == Run(given)
+    # a refused run leaves its config
+    make_run(given, checkpoint=False)
+    assert find(run_dir=given, ckpt_path="auto") == Run(given)
+
+
+@pytest.mark.parametrize("file", ["warm_start.pt", "warm_start.ckpt", "mlflow_run.json"])
+def test_auto_continues_a_run_without_a_checkpoint(find, tmp_path, file):
+    given = make_run(tmp_path / "given", checkpoint=False)
+    (given / file).touch()
+    assert find(run_dir=given, ckpt_path="auto") == Run(given, None, resumed=True)
+
+
+def test_auto_continues_from_the_last_checkpoint(find, tmp_path):
+    given = make_run(tmp_path / "given")
+    assert find(run_dir=given, ckpt_path="auto") == Run(given, last(given), resumed=True)
+
+
+def test_a_checkpoint_is_continued_in_its_run(find, tmp_path):
+    given = make_run(tmp_path / "given")
+    file = given / "checkpoints" / "iteration_0010.ckpt"
+    file.touch()
+    assert find(ckpt_path=str(file)) == Run(given, file, resumed=True)
+    branch = tmp_path / "branch"
+    assert find(run_dir=branch, ckpt_path=str(file)) == Run(branch, file, resumed=True)
+
+
+def test_a_checkpoint_beside_a_config_is_continued_in_that_folder(find, tmp_path):
+    run = tmp_path / "frozenlake" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "good.ckpt").touch()
+    assert find(ckpt_path=str(run / "good.ckpt")).folder == run
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"ckpt_path": "last"}, "there is no run in .*frozenlake; start one without ckpt_path"),
+        ({"ckpt_path": "gone.ckpt"}, r"ckpt_path=gone\.ckpt: there is no such file"),
+        (
+            {"run_dir": Path("empty"), "ckpt_path": "last"},
+            r"holds no run; set paths\.run_dir to a run's folder, or ckpt_path=auto",
+        ),
+        ({"ckpt_path": "auto"}, r"ckpt_path=auto: expected paths\.run_dir, the folder to"),
+    ],
+)
+def test_a_missing_run_is_reported(find, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=message):
+        find(**arguments)
+
+
+def test_ranks_started_by_a_run_use_its_folder(find, tmp_path):
+    folder = make_run(tmp_path / "frozenlake" / "2026-01-01_10-00-00", checkpoint=False)
+    share_with_children(folder)
+    try:
+        assert os.environ["RAGEN_PL_RUN_DIR"] == str(folder)
+        assert find() == find(ckpt_path="auto") == Run(folder)
+        last(folder).touch()
+        # another run that was started meanwhile
+        make_run(tmp_path / "frozenlake" / "2026-01-02_10-00-00")
+        assert find(ckpt_path="last") == Run(folder, last(folder), resumed=True)
+    finally:
+        stop_sharing()
+    assert find().folder != folder
