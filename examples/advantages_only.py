@@ -12,9 +12,8 @@ import torch
 
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import Credit, place_turn_rewards
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
-from ragen_pl.algorithms.rewards import place_turn_rewards
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.algorithms.whitening import whiten
 
@@ -60,7 +59,11 @@ def main(*, updates: int = 60) -> list[float]:
                 logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.28
             )
             error = value_loss(values.expand(EPISODES, -1), estimates.returns, mask)
-            count = {"how": Aggregation.TOKEN_MEAN, "denominator": float(mask.sum())}
+            count = {
+                "how": Aggregation.TOKEN_MEAN,
+                "tokens": float(mask.sum()),
+                "sequences": EPISODES,
+            }
             loss = aggregate(surrogate.losses, mask, **count)
             loss = loss + 0.5 * aggregate(error.losses, mask, **count)
             optimizer.zero_grad()

@@ -1,4 +1,7 @@
-"""What an advantage estimator is given and what it hands back, checked once at the border."""
+"""Input and output of advantage estimators, and the placement of rewards on tokens.
+
+Everything is in the credit layout: a row is one trajectory, its sampled tokens in order.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.turns import nearest_in_turn
+from ragen_pl.algorithms.turns import nearest_in_turn, turn_ends
 from ragen_pl.algorithms.whitening import AllReduce
 
 
@@ -16,25 +19,34 @@ from ragen_pl.algorithms.whitening import AllReduce
 class Credit:
     """A batch of trajectories in the credit layout.
 
+    Attributes:
+        rewards: `[trajectories, tokens]`, nonzero only inside `advantage_mask`.
+        values: `[trajectories, tokens]`, None without a critic.
+        advantage_mask: bool `[trajectories, tokens]`.
+        loss_mask: bool `[trajectories, tokens]`.
+        turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
+        group: int64 `[trajectories]`.
+        bootstrap: `[trajectories]`, value after the last turn, 0 where the task ended.
+        returns: `[trajectories]`, undiscounted.
+        state: int64 `[trajectories, turns]`, number of the state that a turn starts in, -1 for unknown; None
+            where no state is known.
+
     Raises:
         ValueError: shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
             mask has no turn, or turn indices fall along a row.
     """
 
-    rewards: Tensor  # [trajectories, tokens], nonzero only inside advantage_mask
-    values: Tensor | None  # [trajectories, tokens]
-    advantage_mask: Tensor  # bool [trajectories, tokens]
-    loss_mask: Tensor  # bool [trajectories, tokens]
-    turn: Tensor  # int64 [trajectories, tokens], -1 off the sampled tokens
-    group: Tensor  # int64 [trajectories]
-    bootstrap: Tensor  # [trajectories], value after the last turn, 0 where the task ended
-    returns: Tensor  # [trajectories], undiscounted
-    state: Tensor | None = (
-        None  # int64 [trajectories, turns]: number of the state at its start, or -1
-    )
+    rewards: Tensor
+    values: Tensor | None
+    advantage_mask: Tensor
+    loss_mask: Tensor
+    turn: Tensor
+    group: Tensor
+    bootstrap: Tensor
+    returns: Tensor
+    state: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes, masks, turns and rewards."""
         self.advantage_mask, self.loss_mask = self.advantage_mask.bool(), self.loss_mask.bool()
         self._check_shapes()
         lost = ((self.rewards != 0) & ~self.advantage_mask).nonzero()
@@ -43,7 +55,7 @@ class Credit:
             raise ValueError(
                 f"found reward {self.rewards[row, token].item():g} at trajectory {row}, token "
                 f"{token}, outside advantage_mask, expected rewards inside it only (no mask may "
-                "swallow a reward); place them with rewards.place_turn_rewards"
+                "swallow a reward); place them with credit.place_turn_rewards"
             )
         if bool(((self.advantage_mask | self.loss_mask) & (self.turn < 0)).any()):
             raise ValueError("found a token inside a mask with turn -1, expected its turn's index")
@@ -64,7 +76,11 @@ class Credit:
                 )
 
     def need_values(self, estimator: object) -> Tensor:
-        """Return the values, or say which estimator lacks them."""
+        """Return the values.
+
+        Raises:
+            ValueError: there are none; the message names the estimator.
+        """
         if self.values is None:
             raise ValueError(
                 f"found values=None, expected critic values for {type(estimator).__name__}; train "
@@ -75,10 +91,15 @@ class Credit:
 
 @dataclass(kw_only=True, slots=True)
 class Advantages:
-    """Estimates per token."""
+    """Estimates per token.
 
-    advantages: Tensor  # float32 [trajectories, tokens], 0 off the loss mask
-    returns: Tensor  # float32 [trajectories, tokens], the critic's target, 0 off the advantage mask
+    Attributes:
+        advantages: float32 `[trajectories, tokens]`, 0 off the loss mask.
+        returns: float32 `[trajectories, tokens]`, the critic's target, 0 off the advantage mask.
+    """
+
+    advantages: Tensor
+    returns: Tensor
 
 
 class Estimator(Protocol):
@@ -108,7 +129,7 @@ class Estimator(Protocol):
 
 
 def finish(advantages: Tensor, returns: Tensor, credit: Credit) -> Advantages:
-    """Give estimates on M_adv to all tokens of M_loss."""
+    """Extend advantages on M_adv to all tokens of M_loss."""
     spread = spread_to_loss_tokens(
         advantages,
         advantage_mask=credit.advantage_mask,
@@ -128,9 +149,9 @@ def broadcast(per_trajectory: Tensor, credit: Credit) -> Advantages:
 def spread_to_loss_tokens(
     advantages: Tensor, *, advantage_mask: Tensor, loss_mask: Tensor, turn: Tensor
 ) -> Tensor:
-    """Give tokens inside the loss mask but outside the advantage mask a neighbour's advantage.
+    """Give tokens inside the loss mask but outside the advantage mask a neighbor's advantage.
 
-    The neighbour is the next token of the turn inside the advantage mask, else the last before.
+    The neighbor is the next token of the turn inside the advantage mask, else the last one before.
 
     Args:
         advantages: `[trajectories, tokens]`, read inside the advantage mask only.
@@ -147,8 +168,75 @@ def spread_to_loss_tokens(
     tensor([[2., 2., 2., 5.]])
     """
     nearest = nearest_in_turn(advantage_mask, turn=turn)
-    found = advantages.gather(1, nearest.clamp(min=0))
-    return torch.where(loss_mask & (nearest >= 0), found, 0.0)
+    of_neighbor = advantages.gather(1, nearest.clamp(min=0))
+    return torch.where(loss_mask & (nearest >= 0), of_neighbor, 0.0)
+
+
+def place_turn_rewards(turn_rewards: Tensor, turn: Tensor, advantage_mask: Tensor) -> Tensor:
+    """Put each turn's reward on the turn's last token inside the advantage mask.
+
+    Args:
+        turn_rewards: `[trajectories, turns]`, padded with 0.
+        turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
+        advantage_mask: bool `[trajectories, tokens]`.
+
+    Returns:
+        float32 `[trajectories, tokens]`.
+
+    Raises:
+        ValueError: a turn with a reward has no token inside the mask, or a token's turn index has
+            no column in `turn_rewards`.
+
+    >>> turn = torch.tensor([[0, 0, 1, 1]])
+    >>> mask = torch.tensor([[True, True, True, False]])
+    >>> place_turn_rewards(torch.tensor([[0.5, 1.0]]), turn, mask)
+    tensor([[0.0000, 0.5000, 1.0000, 0.0000]])
+    """
+    turns = turn_rewards.shape[1]
+    if turn.numel() and int(turn.max()) >= turns:
+        raise ValueError(
+            f"found turn index {int(turn.max())} in turn, expected below {turns}, the columns of "
+            "turn_rewards; pad turn_rewards with zeros to the longest trajectory"
+        )
+    ends = turn_ends(torch.where(advantage_mask.bool(), turn, -1))
+    if not turns:
+        return torch.zeros(turn.shape, dtype=torch.float32, device=turn.device)
+    placed = turn_rewards.float().gather(1, turn.clamp(min=0))
+    _check_rewards_placed(turn_rewards, turn, ends)
+    return torch.where(ends, placed, 0.0)
+
+
+def _check_rewards_placed(turn_rewards: Tensor, turn: Tensor, ends: Tensor) -> None:
+    # One spare column takes the tokens that end no turn.
+    turns = turn_rewards.shape[1]
+    held = torch.zeros(turn.shape[0], turns + 1, dtype=torch.bool, device=turn.device)
+    spare = torch.full_like(turn, turns)
+    held.scatter_(1, torch.where(ends, turn, spare), True)
+    lost = ((turn_rewards != 0) & ~held[:, :-1]).nonzero()
+    if len(lost):
+        row, which = lost[0].tolist()
+        raise ValueError(
+            f"found reward {turn_rewards[row, which].item():g} in turn {which} of trajectory "
+            f"{row}, which has no token inside advantage_mask, expected at least one (no mask may "
+            "swallow a reward); let a turn whose mask would be empty keep all its sampled tokens"
+        )
+
+
+def carry_into_mask(values: Tensor, advantage_mask: Tensor, turn: Tensor) -> Tensor:
+    """Move values outside M_adv to the nearest token of their turn inside it, where they add up.
+
+    Args:
+        values: `[trajectories, tokens]`.
+        advantage_mask: bool `[trajectories, tokens]`.
+        turn: int64 `[trajectories, tokens]`.
+
+    >>> values, turn = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0, 0, 0]])
+    >>> carry_into_mask(values, torch.tensor([[False, True, False]]), turn)
+    tensor([[0., 7., 0.]])
+    """
+    nearest = nearest_in_turn(advantage_mask, turn=turn)
+    inside = torch.where(nearest >= 0, values, 0.0)
+    return torch.zeros_like(values).scatter_add(1, nearest.clamp(min=0), inside)
 
 
 def check_unit(estimator: object, *names: str) -> None:

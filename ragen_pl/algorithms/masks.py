@@ -1,54 +1,40 @@
-"""From a label per sampled token to the masks M_loss and M_adv (VAGEN's selective token masking).
+"""Masks M_loss and M_adv from a label per sampled token (VAGEN's selective token masking).
 
-Every function takes the credit layout and returns bool `[trajectories, tokens]` (float where it
-weighs tokens), nonzero only where `turn >= 0`. In a config a mask is a function named by its path,
-with `_partial_: true`.
+A mask is a function of the labels and turns of the credit layout. A config names it by its path, with
+`_partial_: true`. It returns bool `[trajectories, tokens]` (float where it weighs tokens), nonzero only
+where `turn >= 0`.
 
 A turn whose mask would be empty (an action span in a response without an action) keeps all its
-sampled tokens unless `fill_empty` is false, so that its reward has a token to sit on.
+sampled tokens unless `fill_empty` is false. Otherwise its reward would have no token.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
+import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.turns import following_in_turn, nearest_in_turn
-
-# The values of trajectory.Span, written out because this layer imports torch alone.
-OTHER: Final = 0
-THINK: Final = 1
-ACTION: Final = 2
-TAG: Final = 3
-END: Final = 4
-OBSERVATION: Final = 5
-PREDICTION: Final = 6
-SHOWN: Final = (
-    7  # not sampled: text that the policy was shown, labelled only where RICO asks for it
-)
+from ragen_pl.trajectory import Span
 
 
 def sampled(labels: Tensor, turn: Tensor) -> Tensor:
-    """Keep every token the policy sampled, its end-of-turn token included.
+    """Keep every token that the policy sampled, its end-of-turn token included.
 
     Args:
         labels: int8 `[trajectories, tokens]`, values of `trajectory.Span`.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
 
-    >>> import torch
     >>> sampled(torch.tensor([[1, 2, 0]]), torch.tensor([[0, 0, -1]]))
     tensor([[ True,  True, False]])
     """
-    return (turn >= 0) & (labels != SHOWN)
+    return (turn >= 0) & (labels != Span.SHOWN)
 
 
 def all_text(labels: Tensor, turn: Tensor) -> Tensor:
-    """Keep what was sampled and the text shown between, images left out (RICO's undivided sequence).
+    """Keep sampled tokens and the text shown between them, without images (RICO's undivided sequence).
 
-    Text that was shown is labelled only where `Masks.observations` is set.
+    Shown text has labels and turns only where `Masks.observations` is set.
 
-    >>> import torch
     >>> all_text(torch.tensor([[7, 1, 2, 0]]), torch.tensor([[0, 0, 0, -1]]))
     tensor([[ True,  True,  True, False]])
     """
@@ -58,17 +44,15 @@ def all_text(labels: Tensor, turn: Tensor) -> Tensor:
 def no_special(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Leave out the format's tags and the end-of-turn token.
 
-    >>> import torch
     >>> no_special(torch.tensor([[3, 1, 3, 2, 4]]), torch.tensor([[0, 0, 0, 0, 0]]))
     tensor([[False,  True, False,  True, False]])
     """
-    return _finish((labels != TAG) & (labels != END), labels, turn, fill_empty)
+    return _fill_empty_turns((labels != Span.TAG) & (labels != Span.END), labels, turn, fill_empty)
 
 
 def think_weighted(labels: Tensor, turn: Tensor, *, think: float = 0.5) -> Tensor:
-    """Weigh sampled tokens 1 and those of the reasoning `think`: for M_loss, where weights may be real.
+    """Give sampled tokens weight 1 and those of the reasoning `think`; for M_loss only.
 
-    >>> import torch
     >>> think_weighted(torch.tensor([[1, 3, 2, 4]]), torch.tensor([[0, 0, 0, -1]]), think=0.25)
     tensor([[0.2500, 1.0000, 1.0000, 0.0000]])
     """
@@ -79,15 +63,14 @@ def think_weighted(labels: Tensor, turn: Tensor, *, think: float = 0.5) -> Tenso
 
 
 def above_quantile(values: Tensor, mask: Tensor, *, fraction: float, everywhere: Tensor) -> Tensor:
-    """Keep the fraction of the mask's tokens with the highest values (Wang et al., 2025: a fifth, by entropy).
+    """Keep the tokens of the mask with the highest values (Wang et al., 2025: a fifth of them, by entropy).
 
     Args:
         values: `[trajectories, tokens]`.
         mask: bool `[trajectories, tokens]`.
-        fraction: of the tokens to keep, those as high as the lowest kept included.
-        everywhere: `[tokens]`: the values inside the masks of all ranks.
+        fraction: share of the tokens to keep; ties with the lowest kept value are kept too.
+        everywhere: `[tokens]`, the values inside the masks of all ranks.
 
-    >>> import torch
     >>> row = torch.tensor([[4.0, 1.0, 3.0, 2.0]])
     >>> above_quantile(row, row > 0, fraction=0.5, everywhere=row[0])
     tensor([[ True, False,  True, False]])
@@ -101,48 +84,82 @@ def above_quantile(values: Tensor, mask: Tensor, *, fraction: float, everywhere:
 def action_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep the tokens between `<answer>` and `</answer>`, the tags left out.
 
-    >>> import torch
     >>> action_span(torch.tensor([[1, 3, 2, 4]]), torch.tensor([[0, 0, 0, 0]]))
     tensor([[False, False,  True, False]])
     """
-    return _finish(labels == ACTION, labels, turn, fill_empty)
+    return _fill_empty_turns(labels == Span.ACTION, labels, turn, fill_empty)
 
 
 def think_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep the tokens between `<think>` and `</think>`, the tags left out.
 
-    >>> import torch
     >>> think_span(torch.tensor([[1, 3, 2, 4]]), torch.tensor([[0, 0, 0, 0]]))
     tensor([[ True, False, False, False]])
     """
-    thoughts = (labels == THINK) | (labels == OBSERVATION) | (labels == PREDICTION)
-    return _finish(thoughts, labels, turn, fill_empty)
+    thoughts = (labels == Span.THINK) | (labels == Span.OBSERVATION) | (labels == Span.PREDICTION)
+    return _fill_empty_turns(thoughts, labels, turn, fill_empty)
 
 
 def all_but_action(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep all sampled tokens outside the action.
 
-    >>> import torch
     >>> all_but_action(torch.tensor([[1, 3, 2, 4]]), torch.tensor([[0, 0, 0, 0]]))
     tensor([[ True,  True, False,  True]])
     """
-    return _finish(labels != ACTION, labels, turn, fill_empty)
+    return _fill_empty_turns(labels != Span.ACTION, labels, turn, fill_empty)
 
 
 def until_action(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep a turn's sampled tokens up to and including the last of its action.
 
-    >>> import torch
     >>> until_action(torch.tensor([[1, 3, 2, 4]]), torch.tensor([[0, 0, 0, 0]]))
     tensor([[ True,  True,  True, False]])
     """
-    return _finish(following_in_turn(labels == ACTION, turn=turn) >= 0, labels, turn, fill_empty)
+    return _fill_empty_turns(
+        following_in_turn(labels == Span.ACTION, turn=turn) >= 0, labels, turn, fill_empty
+    )
 
 
-def _finish(keep: Tensor, labels: Tensor, turn: Tensor, fill_empty: bool) -> Tensor:
-    on = sampled(labels, turn)
-    keep = keep & on
+def top_in_turn(scores: Tensor, mask: Tensor, turn: Tensor, *, share: float) -> Tensor:
+    """Keep the share of each turn's tokens inside the mask that score highest, one at least.
+
+    Of a turn's n tokens, `ceil(share n)` are kept. Ties go to the earlier token.
+
+    Args:
+        scores: `[trajectories, tokens]`.
+        mask: bool `[trajectories, tokens]`, the tokens to choose from.
+        turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
+        share: from 0 to 1; 1 keeps all.
+
+    Returns:
+        bool `[trajectories, tokens]`.
+
+    >>> scores = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
+    >>> top_in_turn(scores, scores >= 0, torch.tensor([[0, 0, 0, 1]]), share=0.5)
+    tensor([[False,  True,  True,  True]])
+    """
+    if share >= 1 or not scores.numel():
+        return mask.clone()
+    # tokens outside the mask form one group before all turns
+    group = torch.where(mask, turn, -1)
+    by_score = torch.argsort(scores, dim=1, descending=True, stable=True)
+    order = by_score.gather(1, torch.argsort(group.gather(1, by_score), dim=1, stable=True))
+    ordered = group.gather(1, order)
+    place = torch.arange(scores.shape[1], device=scores.device).expand_as(order)
+    first = ordered != torch.cat([torch.full_like(ordered[:, :1], -2), ordered[:, :-1]], dim=1)
+    rank = place - torch.where(first, place, 0).cummax(dim=1).values
+    sizes = torch.zeros(len(scores), int(group.max()) + 2, device=scores.device)
+    sizes = sizes.scatter_add(1, ordered + 1, torch.ones_like(ordered, dtype=sizes.dtype))
+    # in float64, since 0.1 * 10 must not exceed 1
+    limit = (sizes.double() * share - 1e-9).ceil().clamp(min=1).gather(1, ordered + 1)
+    keep = torch.zeros_like(mask).scatter(1, order, rank < limit)
+    return keep & mask
+
+
+def _fill_empty_turns(keep: Tensor, labels: Tensor, turn: Tensor, fill_empty: bool) -> Tensor:
+    tokens = sampled(labels, turn)
+    keep = keep & tokens
     if not fill_empty:
         return keep
     has_any = nearest_in_turn(keep, turn=turn) >= 0
-    return keep | (~has_any & on)
+    return keep | (~has_any & tokens)

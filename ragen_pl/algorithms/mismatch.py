@@ -1,79 +1,86 @@
-"""Correcting for an engine that samples from a slightly other distribution than the trainer computes.
+"""Correction for an engine that samples from a slightly different distribution than the trainer computes.
 
-The trainer's log-probs before the update take the place of the engine's in the policy loss's ratio, and
-each token's loss is weighed by how likely the trainer finds what the engine sampled.
+The trainer's log-probs before the update replace the engine's in the ratio of the policy loss. The loss of
+each token is multiplied by a weight made of p_trainer / p_engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
 class Level(StrEnum):
-    """What one weight is for."""
+    """Unit that a ratio is computed for: a token, or a response (the product of its tokens' ratios)."""
 
     TOKEN = "token"
-    SEQUENCE = "sequence"  # a response: the product of its tokens' ratios
+    SEQUENCE = "sequence"
 
 
-def importance(trainer: Tensor, behavior: Tensor, turn: Tensor, *, level: Level) -> Tensor:
+def importance_ratio(trainer: Tensor, behavior: Tensor, turn: Tensor, *, level: Level) -> Tensor:
     """Return p_trainer / p_engine for each token or for its whole response.
 
     Args:
-        trainer: `[trajectories, tokens]` log-probs before the update.
-        behavior: `[trajectories, tokens]` log-probs of the engine.
+        trainer: `[trajectories, tokens]`, log-probs before the update.
+        behavior: `[trajectories, tokens]`, log-probs of the engine.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
-        level: what is weighed.
+        level: unit that a ratio is computed for.
 
     Returns:
         float32 `[trajectories, tokens]`, 1 off the sampled tokens.
 
     >>> new, turn = torch.tensor([[0.5, 1.0]]).log(), torch.zeros(1, 2, dtype=torch.int64)
-    >>> importance(new, torch.tensor([[1.0, 0.25]]).log(), turn, level=Level.SEQUENCE)
+    >>> importance_ratio(new, torch.tensor([[1.0, 0.25]]).log(), turn, level=Level.SEQUENCE)
     tensor([[2., 2.]])
     """
-    on = turn >= 0
-    log_ratio = torch.where(on, trainer.float() - behavior.float(), 0.0)
+    sampled = turn >= 0
+    log_ratio = torch.where(sampled, trainer.float() - behavior.float(), 0.0)
     if Level(level) is Level.SEQUENCE:
         index = turn.clamp(min=0)
         turns = int(index.max()) + 1 if index.numel() else 1
         total = torch.zeros(turn.shape[0], turns, device=turn.device)
         log_ratio = total.scatter_add(1, index, log_ratio).gather(1, index)
-    return torch.where(on, log_ratio.clamp(-20.0, 20.0).exp(), 1.0)
+    return torch.where(sampled, log_ratio.clamp(-20.0, 20.0).exp(), 1.0)
+
+
+class Correction(Protocol):
+    """Weight of each token's loss from the log-probs of trainer and engine."""
+
+    def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
+        """Return weights `[trajectories, tokens]`; the arguments are those of `importance_ratio`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruncatedWeights:
-    """Weigh by the ratio, at most `cap` (truncated importance sampling; Yao et al., 2025)."""
+class TruncatedWeights(Correction):
+    """Weight equal to the ratio, at most `cap` (truncated importance sampling; Yao et al., 2025)."""
 
     cap: float = 2.0
     level: Level = Level.TOKEN
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         if self.cap <= 0:
             raise ValueError(f"algorithm.loss.mismatch.cap={self.cap}: expected above 0; set 2")
         object.__setattr__(self, "level", Level(self.level))
 
     def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""
-        return importance(trainer, behavior, turn, level=self.level).clamp(max=self.cap)
+        return importance_ratio(trainer, behavior, turn, level=self.level).clamp(max=self.cap)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedWeights:
-    """Weigh by the ratio inside the bounds and leave out what lies beyond (masked importance sampling)."""
+class MaskedWeights(Correction):
+    """Weight equal to the ratio inside the bounds, 0 outside (masked importance sampling)."""
 
     low: float = 0.5
     high: float = 2.0
     level: Level = Level.TOKEN
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         if not 0 <= self.low < 1 < self.high:
             raise ValueError(
                 f"algorithm.loss.mismatch: found low={self.low} and high={self.high}, expected low < 1 < high; "
@@ -83,5 +90,5 @@ class MaskedWeights:
 
     def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""
-        ratio = importance(trainer, behavior, turn, level=self.level)
+        ratio = importance_ratio(trainer, behavior, turn, level=self.level)
         return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0)

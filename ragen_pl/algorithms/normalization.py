@@ -1,14 +1,14 @@
-"""Bringing returns to one scale before credit is assigned: by group (state), batch or running statistics.
+"""Normalization of returns before credit is assigned: by group (state), by batch, or by running statistics.
 
-Each rule says what to subtract from an episode's return and what to divide it by; `RewardNormalizer`
-carries that over to the rewards of the turns. Advantages are whitened elsewhere (`whitening`).
+Each rule returns what to subtract from an episode's return and what to divide it by. `RewardNormalizer`
+applies both to the rewards of the turns. Advantages are whitened separately (`whitening`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,27 +18,49 @@ from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 
 _EPS = 1e-6
 Scale = tuple[Tensor, Tensor]
-"""Centre and divisor, each float32 `[trajectories]`."""
+"""Center and divisor, each float32 `[trajectories]`."""
 
 
 def _divisor(std: Tensor, mean: Tensor) -> Tensor:
-    """Return what to divide by: 1 where returns agree but for rounding, so that turn rewards keep their size."""
+    """Return std, or 1 where returns agree but for rounding, which keeps the size of turn rewards."""
     return torch.where(std > _EPS * (1.0 + mean.abs()), std + _EPS, 1.0)
 
 
 class Normalizer(Protocol):
-    """What a rule offers; `iteration` counts from 0."""
+    """Normalization rule.
+
+    Attributes:
+        identity: the rule changes nothing.
+    """
+
+    identity: ClassVar[bool] = False
 
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
     ) -> Scale:
-        """Return what to subtract from each return and what to divide it by."""
+        """Return what to subtract from each return and what to divide it by.
+
+        Args:
+            returns: `[trajectories]`.
+            group: int64 `[trajectories]`.
+            iteration: number of the iteration, from 0.
+            all_reduce: sums a tensor over the ranks; None on one rank.
+        """
         ...
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the statistics that a checkpoint keeps."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore `state_dict`."""
 
 
 @dataclass(frozen=True)
-class Raw:
+class Raw(Normalizer):
     """Leave returns as they are (the first step of RAGEN's ladder, ARPO)."""
+
+    identity: ClassVar[bool] = True
 
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
@@ -48,8 +70,8 @@ class Raw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByGroup:
-    """Centre and scale by the group's own returns (its start state's; GRPO's step of the ladder)."""
+class ByGroup(Normalizer):
+    """Center and scale by the group's own returns (its start state's; GRPO's step of the ladder)."""
 
     scale_by_std: bool = True
 
@@ -64,8 +86,8 @@ class ByGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByBatch:
-    """Centre and scale by all returns of the iteration (BRPO's step of the ladder)."""
+class ByBatch(Normalizer):
+    """Center and scale by all returns of the iteration (BRPO's step of the ladder)."""
 
     scale_by_std: bool = True
 
@@ -80,52 +102,51 @@ class ByBatch:
 
 
 @dataclass(kw_only=True)
-class Running:
-    """Centre and scale by statistics of all iterations, older ones fading by `decay` an iteration."""
+class Running(Normalizer):
+    """Center and scale by statistics of all iterations; older ones are multiplied by `decay` an iteration."""
 
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        """Start with nothing known: weight, sum, sum of squares."""
         if not 0 < self.decay <= 1:
             raise ValueError(f"found decay={self.decay} in Running, expected above 0, at most 1")
+        # weight, sum, sum of squares
         self.sums = [0.0, 0.0, 0.0]
 
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
     ) -> Scale:
-        """Take note of these returns, over all ranks, and return mean and deviation."""
+        """Add these returns of all ranks to the statistics and return mean and deviation."""
         x = returns.double()
-        seen = torch.stack([x.new_tensor(float(len(x))), x.sum(), x.square().sum()])
-        seen = (all_reduce or (lambda total: total))(seen)
-        self.sums = [self.decay * a + b for a, b in zip(self.sums, seen.tolist(), strict=True)]
+        new = torch.stack([x.new_tensor(float(len(x))), x.sum(), x.square().sum()])
+        new = new if all_reduce is None else all_reduce(new)
+        self.sums = [self.decay * a + b for a, b in zip(self.sums, new.tolist(), strict=True)]
         weight, total, squares = self.sums
         mean = total / max(weight, 1.0)
         std = max(squares / max(weight, 1.0) - mean**2, 0.0) ** 0.5
-        centre = torch.full_like(returns, mean)
-        return centre, _divisor(torch.full_like(returns, std), centre)
+        center = torch.full_like(returns, mean)
+        return center, _divisor(torch.full_like(returns, std), center)
 
-    def state_dict(self) -> dict[str, list[float]]:
+    def state_dict(self) -> dict[str, object]:
         """Return the sums."""
         return {"sums": list(self.sums)}
 
-    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
-        """Restore them."""
-        self.sums = list(state["sums"])
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore the sums."""
+        self.sums = list(state["sums"])  # type: ignore[call-overload]
 
 
 @dataclass(kw_only=True)
-class Schedule:
-    """Move along a ladder of rules: `stages[i]` from iteration `starts[i]` on.
+class Schedule(Normalizer):
+    """Sequence of rules: `stages[i]` applies from iteration `starts[i]` on.
 
-    Raw, then batch, then group, is what the literature calls progressive reward normalization.
+    Raw, then batch, then group, is progressive reward normalization.
     """
 
     stages: Sequence[Normalizer] = field(default_factory=lambda: (Raw(), ByBatch(), ByGroup()))
     starts: Sequence[int] = (0, 20, 50)
 
     def __post_init__(self) -> None:
-        """Check that there is one rule at any time."""
         rising = list(self.starts) == sorted(set(self.starts))
         if len(self.stages) != len(self.starts) or not rising or self.starts[0] != 0:
             raise ValueError(
@@ -136,20 +157,29 @@ class Schedule:
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
     ) -> Scale:
-        """Ask the stage that the iteration belongs to."""
+        """Apply the stage of this iteration."""
         stage = sum(start <= iteration for start in self.starts) - 1
         rule = self.stages[stage]
         return rule(returns, group, iteration=iteration, all_reduce=all_reduce)
 
+    def state_dict(self) -> dict[str, object]:
+        """Return the statistics of all stages."""
+        return {"stages": [stage.state_dict() for stage in self.stages]}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore the statistics of all stages."""
+        for stage, statistics in zip(self.stages, state["stages"], strict=True):  # type: ignore[call-overload]
+            stage.load_state_dict(statistics)
+
 
 @dataclass(kw_only=True)
 class RewardNormalizer:
-    """Normalize the returns of episodes, bound them, and change the turns' rewards accordingly.
+    """Normalize and bound the returns of episodes, and change the turns' rewards accordingly.
 
     Args:
         by: the rule.
-        clip_low: least normalized return, None for none.
-        clip_high: largest normalized return; the two need not be alike.
+        clip_low: lowest normalized return, None for no bound.
+        clip_high: highest normalized return, None for no bound; need not mirror `clip_low`.
     """
 
     by: Normalizer = field(default_factory=Raw)
@@ -157,10 +187,10 @@ class RewardNormalizer:
     clip_high: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the bounds and begin at the first iteration."""
-        if None not in (self.clip_low, self.clip_high) and self.clip_low >= self.clip_high:  # type: ignore[operator]
+        low, high = self.clip_low, self.clip_high
+        if low is not None and high is not None and low >= high:
             raise ValueError(
-                f"algorithm.normalize: found clip_low={self.clip_low} and clip_high={self.clip_high}, "
+                f"algorithm.normalize: found clip_low={low} and clip_high={high}, "
                 "expected the first below the second"
             )
         self.iteration = 0
@@ -175,14 +205,14 @@ class RewardNormalizer:
     ) -> Tensor:
         """Return turn rewards that sum to the normalized returns.
 
-        Each reward is divided as the return is; what is subtracted or clipped off goes to the last turn,
-        where the outcome is known.
+        Each reward is divided by the divisor of the return. What is subtracted or clipped off goes to the
+        last turn, where the outcome is known.
 
         Args:
             turn_rewards: `[trajectories, turns]`.
-            turns: int64 `[trajectories]`.
+            turns: int64 `[trajectories]`, number of turns.
             group: int64 `[trajectories]`.
-            all_reduce: sums a tensor over the ranks.
+            all_reduce: sums a tensor over the ranks; None on one rank.
 
         >>> rewards, group = torch.tensor([[1.0, 2.0], [1.0, 0.0]]), torch.tensor([0, 0])
         >>> RewardNormalizer(by=ByGroup(scale_by_std=False))(rewards, torch.tensor([2, 1]), group)
@@ -190,31 +220,23 @@ class RewardNormalizer:
                 [-1.,  0.]])
         """
         iteration, self.iteration = self.iteration, self.iteration + 1
-        plain = isinstance(self.by, Raw) and self.clip_low is None and self.clip_high is None
-        if plain or not turn_rewards.shape[1]:
+        bounded = self.clip_low is not None or self.clip_high is not None
+        if (self.by.identity and not bounded) or not turn_rewards.shape[1]:
             return turn_rewards
         returns = turn_rewards.sum(1)
-        centre, scale = self.by(returns, group, iteration=iteration, all_reduce=all_reduce)
-        wanted = (returns - centre) / scale
-        if self.clip_low is not None or self.clip_high is not None:
-            wanted = wanted.clamp(self.clip_low, self.clip_high)
+        center, scale = self.by(returns, group, iteration=iteration, all_reduce=all_reduce)
+        normalized = (returns - center) / scale
+        if bounded:
+            normalized = normalized.clamp(self.clip_low, self.clip_high)
         scaled = turn_rewards / scale[:, None]
         last = (turns - 1).clamp(min=0)[:, None]
-        return scaled.scatter_add(1, last, (wanted - returns / scale)[:, None])
+        return scaled.scatter_add(1, last, (normalized - returns / scale)[:, None])
 
     def state_dict(self) -> dict[str, object]:
-        """Return the iteration and what the rules remember."""
-        return {
-            "iteration": self.iteration,
-            "running": [rule.state_dict() for rule in self._running()],
-        }
+        """Return the iteration and the statistics of the rule."""
+        return {"iteration": self.iteration, "by": self.by.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict`."""
         self.iteration = int(state["iteration"])  # type: ignore[call-overload]
-        for rule, sums in zip(self._running(), state["running"], strict=True):  # type: ignore[call-overload]
-            rule.load_state_dict(sums)
-
-    def _running(self) -> list[Running]:
-        rules = self.by.stages if isinstance(self.by, Schedule) else [self.by]
-        return [rule for rule in rules if isinstance(rule, Running)]
+        self.by.load_state_dict(state["by"])  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The clipped surrogate of PPO per token, with separate bounds and an optional dual clip.
 
-How token losses become one number is `aggregation`'s business.
+How token losses become one number is in `aggregation`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LOG_RATIO_LIMIT = 20.0  # keeps exp() finite in float32, as the public implementations do
+from ragen_pl.algorithms.aggregation import Aggregation
+
+# keeps exp() finite in float32, as the public implementations do
+LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(kw_only=True, slots=True)
 class SurrogateLoss:
-    """Token losses and diagnostics; the sums add up over micro-batches and ranks."""
+    """Token losses and sums for metrics; the sums add up over microbatches and ranks.
 
-    losses: Tensor  # float32 [batch, time], 0 off the mask
-    clipped_low: Tensor  # tokens held at the lower bound, a sum
-    clipped_high: Tensor  # tokens held at the upper bound, a sum
-    dual_clipped: Tensor  # tokens held by the dual clip, a sum
-    approx_kl: Tensor  # KL(behavior || policy) by the k3 estimator, a sum over tokens
-    tokens: Tensor  # tokens inside the mask: divide the sums by it
+    Attributes:
+        losses: float32 `[batch, time]`, 0 off the mask.
+        clipped_low: number of tokens held at the lower bound.
+        clipped_high: number of tokens held at the upper bound.
+        dual_clipped: number of tokens held by the dual clip.
+        approx_kl: KL(behavior || policy) by the k3 estimator, summed over tokens.
+        tokens: number of tokens inside the mask.
+    """
+
+    losses: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    dual_clipped: Tensor
+    approx_kl: Tensor
+    tokens: Tensor
 
 
 def clipped_surrogate(
@@ -35,7 +47,7 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> SurrogateLoss:
-    """Bound how far one update moves the policy from the one that sampled.
+    """Bound how far one update moves the policy from the behavior policy.
 
     `max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))` with rho the probability ratio (PPO,
     Schulman et al., 2017, eq. 7; separate bounds after DAPO, Yu et al., 2025). With `dual_clip` c
@@ -44,7 +56,7 @@ def clipped_surrogate(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behavior_logprobs: `[batch, time]`, of the distribution sampled from.
+        behavior_logprobs: `[batch, time]`, of the behavior policy.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         clip_low: distance of the lower bound from 1.
@@ -52,7 +64,7 @@ def clipped_surrogate(
         dual_clip: ratio above which a token with A < 0 gets no more gradient, above 1.
 
     Raises:
-        ValueError: `dual_clip` is not above 1, which would flatten tokens no update has touched.
+        ValueError: `dual_clip` is not above 1, which would also clip tokens with ratio 1.
 
     >>> up, zero = torch.tensor([[0.6931]]), torch.zeros(1, 1)
     >>> clipped_surrogate(up, zero, torch.ones(1, 1), up > 0, clip_low=0.2, clip_high=0.28).losses
@@ -62,7 +74,7 @@ def clipped_surrogate(
         raise ValueError(f"found dual_clip={dual_clip}, expected above 1; set 3.0, or None for off")
     mask = mask.bool()
     log_ratio = torch.where(mask, logprobs.float() - behavior_logprobs.float(), 0.0)
-    log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     advantages, ratio = torch.where(mask, advantages.float(), 0.0), log_ratio.exp()
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -81,3 +93,63 @@ def clipped_surrogate(
         approx_kl=(ratio - 1 - log_ratio).detach().sum(),
         tokens=mask.sum(),
     )
+
+
+@dataclass(kw_only=True)
+class PolicyLoss:
+    """The clipped surrogate (PPO) and how its token losses become one number.
+
+    Attributes:
+        clip_low: distance of the lower bound from 1.
+        clip_high: distance of the upper bound from 1.
+        dual_clip: ratio above which a token with a negative advantage gets no more gradient.
+        aggregation: how token losses are averaged.
+        constant: number of tokens that a sequence stands for, with aggregation `constant`.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    constant: float | None = None
+
+    def __post_init__(self) -> None:
+        self.aggregation = Aggregation(self.aggregation)
+        if (self.aggregation is Aggregation.CONSTANT) != (self.constant is not None):
+            raise ValueError(
+                "algorithm.loss.policy.constant goes with aggregation 'constant', and only with it"
+            )
+        if self.constant is not None and self.constant <= 0:
+            raise ValueError(
+                f"algorithm.loss.policy.constant={self.constant}: expected above 0; set the longest sequence"
+            )
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        turn: Tensor,
+    ) -> SurrogateLoss:
+        """Return the losses of the mask's tokens, `[batch, time]`.
+
+        Args:
+            logprobs: `[batch, time]`, of the policy being trained.
+            behavior_logprobs: `[batch, time]`, of the behavior policy.
+            advantages: `[batch, time]`.
+            mask: bool `[batch, time]`.
+            turn: int64 `[batch, time]`, -1 off the sampled tokens.
+        """
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return clipped_surrogate(
+            logprobs, behavior_logprobs, advantages, mask, dual_clip=self.dual_clip, **bounds
+        )
+
+    def _check_no_dual_clip(self) -> None:
+        if self.dual_clip is not None:
+            raise ValueError(
+                f"algorithm.loss.policy.dual_clip={self.dual_clip}: {type(self).__name__} has no dual clip; "
+                "set dual_clip=null"
+            )

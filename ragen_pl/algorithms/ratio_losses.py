@@ -1,17 +1,23 @@
-"""Policy losses whose ratio is not PPO's: one ratio for a whole response (GSPO), or a clipped weight (CISPO)."""
+"""Policy losses with other ratios than PPO's: one ratio for a whole response (GSPO), or a clipped weight (CISPO)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.policy_loss import SurrogateLoss, clipped_surrogate
-
-_LOG_RATIO_LIMIT = 20.0
+from ragen_pl.algorithms.aggregation import Aggregation
+from ragen_pl.algorithms.policy_loss import (
+    LOG_RATIO_LIMIT,
+    PolicyLoss,
+    SurrogateLoss,
+    clipped_surrogate,
+)
 
 
 def mean_over_response(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
-    """Average the values of each row's turns over the tokens of the mask, and give every token its turn's mean.
+    """Give every token of the mask the mean of its turn's values over the mask, row by row.
 
     Args:
         values: `[batch, time]`.
@@ -44,15 +50,15 @@ def sequence_surrogate(
 ) -> SurrogateLoss:
     """Clip one ratio per response, the geometric mean of its tokens' ratios (GSPO-token; Zheng et al., 2025, eq. 14).
 
-    `s_t = sg[s] exp(log p_t - sg[log p_t])` with s the response's ratio: in value each token has its response's
-    ratio, in gradient its own; with one advantage for the response that is GSPO itself.
+    `s_t = sg[s] exp(log p_t - sg[log p_t])` with s the response's ratio. The value of each token's ratio is
+    that of its response, and its gradient is its own. With one advantage for the response this is GSPO.
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behavior_logprobs: `[batch, time]`.
+        behavior_logprobs: `[batch, time]`, of the behavior policy.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
-        turn: int64 `[batch, time]`: which response a token belongs to.
+        turn: int64 `[batch, time]`, the response of each token.
         clip_low: distance of the lower bound from 1; published 3e-4.
         clip_high: distance of the upper bound from 1; published 4e-4.
 
@@ -65,13 +71,39 @@ def sequence_surrogate(
     log_ratio = torch.where(mask, logprobs.float() - behavior_logprobs.float(), 0.0)
     of_response = mean_over_response(log_ratio.detach(), mask, turn)
     own = torch.where(mask, logprobs.float() - logprobs.detach().float(), 0.0)
+    bounds = {"clip_low": clip_low, "clip_high": clip_high}
     result = clipped_surrogate(
-        of_response + own, torch.zeros_like(of_response), advantages, mask,
-        clip_low=clip_low, clip_high=clip_high,
-    )  # fmt: skip
-    token = log_ratio.detach().clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+        of_response + own, torch.zeros_like(of_response), advantages, mask, **bounds
+    )
+    token = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     result.approx_kl = (token.exp() - 1 - token).sum()
     return result
+
+
+@dataclass(kw_only=True)
+class SequencePolicyLoss(PolicyLoss):
+    """One clipped ratio for each response (GSPO). Its bounds are much narrower than PPO's."""
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_no_dual_clip()
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        turn: Tensor,
+    ) -> SurrogateLoss:
+        """Apply `sequence_surrogate` to the tokens of the mask."""
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return sequence_surrogate(logprobs, behavior_logprobs, advantages, mask, turn, **bounds)
 
 
 def cispo(
@@ -89,7 +121,7 @@ def cispo(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behavior_logprobs: `[batch, time]`.
+        behavior_logprobs: `[batch, time]`, of the behavior policy.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         clip_low: distance of the lower bound from 1; 1 for none.
@@ -102,7 +134,7 @@ def cispo(
     mask = mask.bool()
     inside = torch.where(mask, logprobs.float(), 0.0)
     log_ratio = torch.where(mask, inside.detach() - behavior_logprobs.float(), 0.0)
-    log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio, advantages = log_ratio.exp(), torch.where(mask, advantages.float(), 0.0)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return SurrogateLoss(
@@ -113,3 +145,28 @@ def cispo(
         approx_kl=(ratio - 1 - log_ratio).sum(),
         tokens=mask.sum(),
     )
+
+
+@dataclass(kw_only=True)
+class ClippedWeightLoss(PolicyLoss):
+    """REINFORCE weighed by a clipped ratio without gradient (CISPO)."""
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_no_dual_clip()
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        turn: Tensor,
+    ) -> SurrogateLoss:
+        """Apply `cispo` to the tokens of the mask."""
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return cispo(logprobs, behavior_logprobs, advantages, mask, **bounds)

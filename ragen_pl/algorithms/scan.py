@@ -1,7 +1,6 @@
 """The linear recurrence behind every return, in log2(tokens) passes over the whole batch.
 
-Only the recurrence and the look-ahead past masked tokens live here; what belongs to turns is in
-`turns`, what is accumulated is the estimators' business.
+Functions here know neither turns (see `turns`) nor rewards and values (see `advantages`).
 """
 
 from __future__ import annotations

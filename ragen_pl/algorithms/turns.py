@@ -1,8 +1,7 @@
-"""Where turns end and which token of a turn is nearest: index work in the credit layout.
+"""First, last and nearest tokens of turns, in the credit layout.
 
-Turns are explicit indices per token, never "where the reward is nonzero": a turn whose reward is 0
-is a turn. `turn` is int64 `[trajectories, tokens]` throughout, not decreasing along a row and -1
-off the mask.
+Turns are explicit indices per token. They are never guessed from nonzero rewards. `turn` is int64
+`[trajectories, tokens]` throughout, not decreasing along a row and -1 off the mask.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ def turn_ends(turn: Tensor) -> Tensor:
     >>> turn_ends(torch.tensor([[0, 0, -1, 1, -1]]))
     tensor([[False,  True, False,  True, False]])
     """
-    on = turn >= 0
-    following = next_on_mask(turn, mask=on, last=torch.full_like(turn[:, 0], -1))
-    return on & (following != turn)
+    sampled = turn >= 0
+    following = next_on_mask(turn, mask=sampled, last=torch.full_like(turn[:, 0], -1))
+    return sampled & (following != turn)
 
 
 def turn_starts(turn: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ def sum_at_turn_end(x: Tensor, *, turn: Tensor) -> Tensor:
     """Add up `x` over each turn and put the sum at the turn's last token; 0 elsewhere.
 
     Args:
-        x: `[trajectories, tokens]`; what lies off the mask is not read.
+        x: `[trajectories, tokens]`; values off the mask are not read.
         turn: int64 `[trajectories, tokens]`.
 
     Returns:
@@ -74,8 +73,8 @@ def following_in_turn(mask: Tensor, *, turn: Tensor) -> Tensor:
     tensor([[ 1,  1, -1, -1]])
     """
     index = index_from(mask)
-    theirs = torch.cat([turn, torch.full_like(turn[:, :1], -1)], dim=1).gather(1, index)
-    return torch.where((theirs == turn) & (turn >= 0), index, -1)
+    turn_there = torch.cat([turn, torch.full_like(turn[:, :1], -1)], dim=1).gather(1, index)
+    return torch.where((turn_there == turn) & (turn >= 0), index, -1)
 
 
 def nearest_in_turn(mask: Tensor, *, turn: Tensor) -> Tensor:

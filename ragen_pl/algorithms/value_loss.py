@@ -10,11 +10,17 @@ from torch import Tensor
 
 @dataclass(kw_only=True, slots=True)
 class ValueLoss:
-    """Token losses and diagnostics; the sums add up over micro-batches and ranks."""
+    """Token losses and sums; the sums add up over microbatches and ranks.
 
-    losses: Tensor  # float32 [batch, time], 0 off the mask
-    clipped: Tensor  # tokens held by the clip, a sum
-    tokens: Tensor  # tokens inside the mask
+    Attributes:
+        losses: float32 `[batch, time]`, 0 off the mask.
+        clipped: number of tokens held by the clip.
+        tokens: number of tokens inside the mask.
+    """
+
+    losses: Tensor
+    clipped: Tensor
+    tokens: Tensor
 
 
 def value_loss(
@@ -25,7 +31,7 @@ def value_loss(
     old_values: Tensor | None = None,
     clip: float | None = None,
 ) -> ValueLoss:
-    """Measure half the squared error, at most `clip` away from the values of the rollout.
+    """Return half the squared error, with values clipped to a distance of `clip` from those of the rollout.
 
     `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2`, the value clipping of PPO's
     first implementation; without `clip` it is `(V - R)^2 / 2`.
@@ -33,21 +39,21 @@ def value_loss(
     Args:
         values: `[batch, time]`, of the critic being trained.
         returns: `[batch, time]`.
-        mask: bool `[batch, time]`; M_adv, where returns are defined.
-        old_values: `[batch, time]`, those the advantages were estimated with.
-        clip: how far a value may move; needs `old_values`.
+        mask: bool `[batch, time]`, M_adv, where returns are defined.
+        old_values: `[batch, time]`, values that the advantages were estimated with.
+        clip: largest distance from `old_values`.
 
     Raises:
         ValueError: `clip` without `old_values`.
 
-    >>> one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    >>> value_loss(3 * one, one, mask, old_values=4 * one, clip=0.5).losses
+    >>> unit, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    >>> value_loss(3 * unit, unit, mask, old_values=4 * unit, clip=0.5).losses
     tensor([[3.1250]])
     """
     if clip is not None and old_values is None:
         raise ValueError(f"found clip={clip} without old_values; pass old_values or set clip=None")
     mask, values = mask.bool(), values.float()
-    # Set to 0 before squaring: a NaN off the mask would else come back through the gradient.
+    # Set to 0 before squaring: otherwise a NaN off the mask reaches the gradient.
     error = torch.where(mask, values - returns.float(), 0.0).square()
     clipped = torch.zeros_like(mask)
     if clip is not None and old_values is not None:

@@ -15,10 +15,10 @@ AllReduce: TypeAlias = Callable[[Tensor], Tensor]
 def masked_moments(
     x: Tensor, mask: Tensor, *, all_reduce: AllReduce | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Measure mean and unbiased variance of what lies inside the mask.
+    """Return mean and unbiased variance of the elements inside the mask.
 
-    The squares are taken around the global mean, at the price of a second reduction: sums of
-    squares lose their digits in float32 where the mean is large.
+    The squares are taken around the global mean, which needs a second reduction: plain sums of
+    squares lose precision in float32 where the mean is large.
 
     Args:
         x: any shape.
@@ -32,7 +32,7 @@ def masked_moments(
     >>> masked_moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
     (tensor(2.), tensor(2.))
     """
-    reduce = all_reduce if all_reduce is not None else _keep
+    reduce = all_reduce if all_reduce is not None else _identity
     mask = mask.bool()
     inside = torch.where(mask, x.float(), 0.0)
     total, count = reduce(torch.stack([inside.sum(), mask.sum().float()]))
@@ -62,5 +62,5 @@ def whiten(
     return torch.where(mask.bool(), (x.float() - mean) * torch.rsqrt(variance + eps), 0.0)
 
 
-def _keep(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x

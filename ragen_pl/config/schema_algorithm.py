@@ -89,7 +89,7 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.loss.policy.constant": _POSITIVE_OR_NONE,
     "algorithm.loss.kl": _GROUP_OR_NONE,
     "algorithm.loss.kl.coefficient": _NOT_NEGATIVE,
-    "algorithm.loss.kl.estimator": _choice("k1", "k2", "k3", "full"),
+    "algorithm.loss.kl.estimator": _choice("k1", "k2", "k3", "abs", "full"),
     "algorithm.loss.kl.aggregation": _choice(
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"
     ),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
-from ragen_pl.algorithms.selection import GroupFilter
+from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.data.batch import TrajectoryBatch, from_tensors, tensors
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum

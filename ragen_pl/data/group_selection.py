@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragen_pl.algorithms.selection import GroupFilter
+from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.data.collate import usable
 from ragen_pl.distributed import gather_over_ranks, rank, world_size
 from ragen_pl.trajectory import Trajectory

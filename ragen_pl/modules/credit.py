@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.credit import Estimator, carry_into_mask, place_turn_rewards
+from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.algorithms.rewards import place_turn_rewards
-from ragen_pl.algorithms.turns import nearest_in_turn
 from ragen_pl.algorithms.whitening import whiten
 from ragen_pl.data.batch import TrajectoryBatch, credit_layout, gather_credit, scatter_credit
 from ragen_pl.distributed import sum_over_ranks
-from ragen_pl.modules.losses import Correction
 
 
 def assign_credit(
@@ -45,9 +43,7 @@ def assign_credit(
     credit.rewards = place_turn_rewards(turn_rewards, credit.turn, credit.advantage_mask)
     if penalty is not None:
         taken = gather_credit(penalty, rows, columns)
-        credit.rewards = credit.rewards - carried_to_credit(
-            taken, credit.advantage_mask, credit.turn
-        )
+        credit.rewards = credit.rewards - carry_into_mask(taken, credit.advantage_mask, credit.turn)
         credit.returns = credit.returns - taken.sum(1)
     estimates = estimator(credit, all_reduce=sum_over_ranks)
     advantages = estimates.advantages
@@ -56,23 +52,6 @@ def assign_credit(
     advantages = advantages * episodes.weight[:, None]
     samples.advantages = scatter_credit(advantages, rows, columns, like=samples.advantages)
     samples.returns = scatter_credit(estimates.returns, rows, columns, like=samples.returns)
-
-
-def carried_to_credit(values: Tensor, advantage_mask: Tensor, turn: Tensor) -> Tensor:
-    """Add what lies outside M_adv to the nearest token of its turn inside, so that no mask swallows it.
-
-    Args:
-        values: `[trajectories, tokens]`.
-        advantage_mask: bool `[trajectories, tokens]`.
-        turn: int64 `[trajectories, tokens]`.
-
-    >>> values, turn = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0, 0, 0]])
-    >>> carried_to_credit(values, torch.tensor([[False, True, False]]), turn)
-    tensor([[0., 7., 0.]])
-    """
-    nearest = nearest_in_turn(advantage_mask, turn=turn)
-    inside = torch.where(nearest >= 0, values, 0.0)
-    return torch.zeros_like(values).scatter_add(1, nearest.clamp(min=0), inside)
 
 
 def correct_mismatch(batch: TrajectoryBatch, trainer: Tensor, correction: Correction) -> None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.importance import top_in_turn
-from ragen_pl.algorithms.masks import ACTION
+from ragen_pl.algorithms.masks import top_in_turn
 from ragen_pl.data.batch import (
     Samples,
     TrajectoryBatch,
@@ -24,6 +23,7 @@ from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.models.saliency import gradient_times_input
 from ragen_pl.modules.forward import embedded
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.trajectory import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def saliency(
     for part in parts:
         with torch.no_grad():
             embeds = embedded(policy.bundle, samples, pixel_values, part)
-        targets = (samples.turn[part] >= 0) & (samples.spans[part] == ACTION)
+        targets = (samples.turn[part] >= 0) & (samples.spans[part] == Span.ACTION)
         at, columns = targets[:, : embeds.shape[1]].nonzero(as_tuple=True)
         if not len(at):
             continue
@@ -109,7 +109,7 @@ def keep_important(
     credit, rows, columns = credit_layout(batch)
     samples = batch.samples
     score = gather_credit(scores, rows, columns)
-    action = gather_credit(samples.spans, rows, columns) == ACTION
+    action = gather_credit(samples.spans, rows, columns) == Span.ACTION
     turns = batch.episodes.turn_rewards.shape[1]  # a rank without episodes has none
     acted = torch.zeros(len(action), turns + 1, device=action.device)
     acted = acted.scatter_add(1, credit.turn + 1, action.float()).gather(1, credit.turn + 1) > 0

@@ -11,17 +11,13 @@ from torch import Tensor
 from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.masks import all_but_action, sampled
+from ragen_pl.algorithms.mismatch import Correction
+from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.modules.importance import Importance
-from ragen_pl.modules.policy_losses import PolicyLoss
 from ragen_pl.modules.reference import FrozenCopy, Reference
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 """(spans, turn index), both `[episodes, tokens]` → bool or, for M_loss, a weight `[episodes, tokens]`."""
-
-Correction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(trainer's log-probs, engine's log-probs, turn index) → a weight of each token's loss."""
-
-FULL_KL = "full"
 
 
 class OverlongResponses(StrEnum):
@@ -81,7 +77,7 @@ class ReferenceKL:
     """
 
     coefficient: float
-    estimator: str = FULL_KL
+    estimator: KLEstimator = KLEstimator.FULL
     mask: Mask = all_but_action
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM
     place: KLPlace = KLPlace.LOSS
@@ -90,8 +86,7 @@ class ReferenceKL:
     def __post_init__(self) -> None:
         self.place = KLPlace(self.place)
         self.aggregation = Aggregation(self.aggregation)
-        if self.estimator != FULL_KL:
-            self.estimator = KLEstimator(self.estimator)
+        self.estimator = KLEstimator(self.estimator)
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,13 @@ def objective(scores: TokenScores, batch: Minibatch, settings: LossSettings) -> 
     """
     mask = batch.samples.loss_mask & batch.real
     weight = batch.samples.loss_weight * batch.real
-    surrogate = settings.policy.token_losses(scores.logprobs, batch.samples, mask)
+    surrogate = settings.policy(
+        scores.logprobs,
+        batch.samples.behavior_logprobs,
+        batch.samples.advantages,
+        mask,
+        turn=batch.samples.turn,
+    )
     how, constant = settings.policy.aggregation, settings.policy.constant
     policy = _reduce(
         surrogate.losses, weight, batch, how=how, tokens=batch.tokens, constant=constant
@@ -95,5 +101,6 @@ def _reduce(
     constant: float | None = None,
 ) -> Tensor:
     """Aggregate token losses, `tokens` being the mask's count over the whole optimizer step."""
-    total = tokens if how is Aggregation.TOKEN_MEAN else batch.sequences * (constant or 1.0)
-    return aggregate(losses, mask, how=how, denominator=total)
+    return aggregate(
+        losses, mask, how=how, tokens=tokens, sequences=batch.sequences, constant=constant
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks
@@ -17,7 +18,7 @@ from ragen_pl.modules.credit import assign_credit, correct_mismatch
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.forward import decoder_parts
 from ragen_pl.modules.importance import keep_important, saliency
-from ragen_pl.modules.losses import FULL_KL, KLPlace, LossSettings, Masks
+from ragen_pl.modules.losses import KLPlace, LossSettings, Masks
 from ragen_pl.modules.masking import apply_masks, keep_top_entropy
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.modules.reference import ReferencePolicy, divergence
@@ -48,7 +49,7 @@ class Scorer:
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
         """Return what the update's loss needs, the divergence over the vocabulary where it is asked for."""
-        full = self.loss.kl is not None and self.loss.kl.estimator == FULL_KL
+        full = self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
         reference = batch.reference if full else None
         return score_together(
             self.policy, self.critic, batch.samples, batch.pixel_values, reference=reference
@@ -70,7 +71,7 @@ class Scorer:
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
-        if self.loss.kl.estimator == FULL_KL:
+        if self.loss.kl.estimator is KLEstimator.FULL:
             return self.reference.reference_logprobs(samples, pixel_values, parts)
         scores = self.reference.score(samples, pixel_values, parts=parts)
         sampled = samples.turn >= 0

@@ -16,7 +16,7 @@ from ragen_pl.modules.policy import PolicyModule, TokenScores
 
 
 def divergence(
-    scores: TokenScores, samples: Samples, reference: Tensor, *, estimator: str
+    scores: TokenScores, samples: Samples, reference: Tensor, *, estimator: KLEstimator
 ) -> Tensor:
     """Return the policy's divergence from the reference at each token, `[rows, time]`.
 
@@ -24,13 +24,13 @@ def divergence(
         scores: of the policy; its `kl`, where it was computed over the vocabulary, is the answer.
         samples: that were scored.
         reference: `[tokens]` log-probs of the samples' sampled tokens, row after row, for an estimate.
-        estimator: k1, k2 or k3.
+        estimator: any but `full`, where `scores.kl` is None.
     """
     if scores.kl is not None:
         return scores.kl
     theirs = torch.zeros_like(scores.logprobs)
     theirs[samples.turn >= 0] = reference
-    return kl_estimate(scores.logprobs, theirs, how=KLEstimator(estimator))
+    return kl_estimate(scores.logprobs, theirs, how=estimator)
 
 
 class WithoutAdapters:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, group_std, grpo, rloo
 from ragen_pl.algorithms.advantages.reinforce import batch, discounted_returns, raw
-from ragen_pl.algorithms.filters import AboveDeviation, KeepAll, TopCount, TopFraction, TopMass
+from ragen_pl.algorithms.group_filter import AboveDeviation, KeepAll, TopCount, TopFraction, TopMass
 from ragen_pl.algorithms.whitening import masked_moments, whiten
 
 maths = settings(max_examples=60, deadline=None, database=None, derandomize=True)

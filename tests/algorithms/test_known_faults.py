@@ -10,9 +10,9 @@ from ragen_pl.algorithms.advantages.bilevel import bilevel_gae
 from ragen_pl.algorithms.advantages.gae import masked_gae
 from ragen_pl.algorithms.advantages.group import grpo
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
-from ragen_pl.algorithms.filters import TopMass
+from ragen_pl.algorithms.credit import place_turn_rewards
+from ragen_pl.algorithms.group_filter import TopMass
 from ragen_pl.algorithms.masks import until_action
-from ragen_pl.algorithms.rewards import place_turn_rewards
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.algorithms.whitening import whiten
 from ragen_pl.data.collate import collate
@@ -93,7 +93,7 @@ def test_group_statistics_are_over_trajectories() -> None:
 def test_a_token_mean_is_over_the_whole_step() -> None:
     losses, mask = torch.tensor([[6.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [1, 1]]) > 0
     parts = [
-        aggregate(losses[row : row + 1], mask[row : row + 1], how=Aggregation.TOKEN_MEAN, denominator=3.0)
+        aggregate(losses[row : row + 1], mask[row : row + 1], how=Aggregation.TOKEN_MEAN, tokens=3.0, sequences=2)
         for row in range(2)
     ]  # fmt: skip
     assert float(sum(parts)) == pytest.approx(8 / 3)  # the mean of the parts' means would be 3.5

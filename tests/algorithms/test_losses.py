@@ -1,4 +1,4 @@
-"""Surrogate, value loss, divergences, entropy and the global denominators."""
+"""PPO's surrogate, value loss, divergences and aggregation."""
 
 import itertools
 import math
@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_pl.algorithms.aggregation import Aggregation, aggregate, denominator
-from ragen_pl.algorithms.entropy import entropy
-from ragen_pl.algorithms.kl import Direction, KLEstimator, full_kl, kl_estimate
-from ragen_pl.algorithms.policy_loss import clipped_surrogate
+from ragen_pl.algorithms.aggregation import Aggregation, aggregate
+from ragen_pl.algorithms.kl import KLEstimator, full_kl, kl_estimate
+from ragen_pl.algorithms.policy_loss import PolicyLoss, clipped_surrogate
 from ragen_pl.algorithms.value_loss import value_loss
 
 maths = settings(max_examples=40, deadline=None, database=None, derandomize=True)
@@ -69,6 +68,12 @@ def test_an_enormous_ratio_stays_finite() -> None:
     assert found.losses.isfinite().all()
 
 
+def counts(mask: torch.Tensor, how: Aggregation) -> dict[str, object]:
+    """Return the counts of a batch that is a whole optimizer step."""
+    sequences = mask.bool().any(1).sum()
+    return {"how": how, "tokens": mask.sum(), "sequences": sequences, "constant": CONSTANT.get(how)}
+
+
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -79,12 +84,12 @@ def test_an_enormous_ratio_stays_finite() -> None:
     ],
 )
 def test_aggregation_by_hand(how, expected) -> None:
-    """The last row is a zero-weight sample: it counts nowhere."""
+    """The last row is padding: it does not count."""
     losses = torch.tensor([[1.0, 2.0, 3.0], [4.0, 50.0, math.nan], [9.0, 9.0, 9.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    count = denominator(mask, how=how, constant=CONSTANT.get(how))
-    assert aggregate(losses, mask, how=how, denominator=count).item() == pytest.approx(expected)
-    by_name = aggregate(losses, mask, how=str(how), denominator=count)
+    settings_ = counts(mask, how)
+    assert aggregate(losses, mask, **settings_).item() == pytest.approx(expected)
+    by_name = aggregate(losses, mask, **(settings_ | {"how": str(how)}))
     assert by_name.item() == pytest.approx(expected)
 
 
@@ -95,34 +100,31 @@ def test_aggregation_by_hand(how, expected) -> None:
     cuts=st.sets(st.integers(1, 5)),
     seed=st.integers(0, 99),
 )
-def test_the_gradient_is_the_same_however_the_batch_is_split(how, rows, cuts, seed) -> None:
+def test_gradient_does_not_depend_on_the_split_of_a_batch(how, rows, cuts, seed) -> None:
     mask = torch.tensor(rows)
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(*mask.shape, 3, generator=generator)
 
     def gradient(bounds: list[int]) -> torch.Tensor:
         weights = torch.ones(3, requires_grad=True)
-        parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        total = sum(denominator(mask[p], how=how, constant=CONSTANT.get(how)) for p in parts)
-        for part in parts:
-            losses = (features[part] @ weights).square()
-            aggregate(losses, mask[part], how=how, denominator=total).backward()
+        for start, stop in itertools.pairwise(bounds):
+            losses = (features[start:stop] @ weights).square()
+            aggregate(losses, mask[start:stop], **counts(mask, how)).backward()
         return weights.grad
 
     split = [0, *sorted(cut for cut in cuts if cut < len(mask)), len(mask)]
     torch.testing.assert_close(gradient(split), gradient([0, len(mask)]), rtol=1e-4, atol=1e-5)
 
 
-def test_aggregation_refuses_a_missing_or_idle_constant() -> None:
+def test_aggregation_rejects_an_unknown_name_and_a_missing_or_unused_constant() -> None:
     mask = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="constant=None"):
-        denominator(mask, how=Aggregation.CONSTANT)
-    with pytest.raises(ValueError, match="constant=3"):
-        denominator(mask, how=Aggregation.TOKEN_MEAN, constant=3)
-    with pytest.raises(ValueError, match="expected above 0"):
-        denominator(mask, how=Aggregation.CONSTANT, constant=0)
     with pytest.raises(ValueError, match="token-median"):
-        aggregate(mask, mask, how="token-median", denominator=1.0)
+        aggregate(mask, mask, how="token-median", tokens=1.0, sequences=1.0)
+    for settings_ in ({"aggregation": "constant"}, {"constant": 3.0}):
+        with pytest.raises(ValueError, match="only with it"):
+            PolicyLoss(**settings_)
+    with pytest.raises(ValueError, match="expected above 0"):
+        PolicyLoss(aggregation="constant", constant=0)
 
 
 def test_value_loss_by_hand() -> None:
@@ -142,7 +144,7 @@ def test_value_loss_by_hand() -> None:
 
 def test_kl_estimators_agree_with_the_full_sum_in_expectation() -> None:
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    exact = full_kl(reference.log(), policy.log(), direction=Direction.REVERSE).item()
+    exact = full_kl(policy.log(), reference.log()).item()
     by_hand = sum(p * math.log(p / q) for p, q in ((0.5, 0.2), (0.3, 0.2), (0.2, 0.6)))
     assert exact == pytest.approx(by_hand, rel=1e-5)
     for how in (KLEstimator.K1, KLEstimator.K3):
@@ -153,10 +155,10 @@ def test_kl_estimators_agree_with_the_full_sum_in_expectation() -> None:
 def test_full_kl_of_forbidden_tokens_is_finite_in_value_and_gradient() -> None:
     logits = torch.tensor([0.3, -0.2, -math.inf], requires_grad=True)
     reference = torch.tensor([0.0, 0.0, -math.inf]).log_softmax(-1)
-    for direction in Direction:
-        found = full_kl(reference, logits.log_softmax(-1), direction=direction)
-        (grad,) = torch.autograd.grad(found, logits)
-        assert found > 0 and grad[:2].isfinite().all() and grad[:2].any()
+    for first, second in ((reference, logits.log_softmax(-1)), (logits.log_softmax(-1), reference)):
+        divergence = full_kl(first, second)
+        (grad,) = torch.autograd.grad(divergence, logits)
+        assert divergence > 0 and grad[:2].isfinite().all() and grad[:2].any()
     assert full_kl(reference, reference).item() == 0.0
 
 
@@ -164,12 +166,3 @@ def test_k3_is_bounded_where_the_ratio_explodes() -> None:
     found = kl_estimate(torch.tensor([-50.0]), torch.tensor([0.0]), how=KLEstimator.K3)
     assert found.item() == 10.0
     assert kl_estimate(torch.tensor([1.0]), torch.tensor([3.0]), how="k1").item() == -2.0
-
-
-def test_entropy_by_hand() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).log().requires_grad_()
-    found = entropy(logits)
-    assert found.tolist() == pytest.approx([1.5 * math.log(2), 0.0])
-    assert entropy(logits.half()).dtype == torch.float32
-    found[0].backward()
-    assert logits.grad[0].isfinite().all()

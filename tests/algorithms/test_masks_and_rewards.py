@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_pl import trajectory
 from ragen_pl.algorithms import masks
-from ragen_pl.algorithms.rewards import place_turn_rewards
+from ragen_pl.algorithms.credit import place_turn_rewards
 
 maths = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 MASKS = [
@@ -25,12 +24,6 @@ TURN = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0, 1, 1, -1]])
 
 def on(mask: torch.Tensor) -> list[int]:
     return mask[0].nonzero().flatten().tolist()
-
-
-def test_label_values_agree_with_the_trajectory() -> None:
-    assert {span.name: int(span) for span in trajectory.Span} == {
-        name: getattr(masks, name) for name in list(trajectory.Span.__members__)
-    }
 
 
 @pytest.mark.parametrize(

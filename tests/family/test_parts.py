@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_pl.algorithms.advantages.gigpo import gigpo
+from ragen_pl.algorithms.credit import carry_into_mask
 from ragen_pl.algorithms.masks import no_special, sampled, think_weighted
-from ragen_pl.algorithms.mismatch import Level, MaskedWeights, TruncatedWeights, importance
+from ragen_pl.algorithms.mismatch import Level, MaskedWeights, TruncatedWeights, importance_ratio
 from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer, Running, Schedule
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.algorithms.ratio_losses import cispo, sequence_surrogate
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.modules.credit import carried_to_credit
 from ragen_pl.modules.losses import LossSettings
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import AdaptersOff, FrozenCopy, MovingAverage
@@ -73,9 +73,9 @@ def test_a_clipped_weight_lets_every_token_learn() -> None:
 
 def test_importance_weights_of_tokens_and_responses() -> None:
     trainer = torch.tensor([[0.5, 0.2, 9.0, 0.0, 0.0, -1.0]])
-    token = importance(trainer, torch.zeros(1, 6), TURN, level=Level.TOKEN)
+    token = importance_ratio(trainer, torch.zeros(1, 6), TURN, level=Level.TOKEN)
     torch.testing.assert_close(token[MASK], trainer[MASK].exp())
-    response = importance(trainer, torch.zeros(1, 6), TURN, level=Level.SEQUENCE)
+    response = importance_ratio(trainer, torch.zeros(1, 6), TURN, level=Level.SEQUENCE)
     expected = torch.tensor([0.7, 0.7, -1.0, -1.0, -1.0]).exp()
     torch.testing.assert_close(response[MASK], expected)
     cut = TruncatedWeights(cap=1.1)(trainer, torch.zeros(1, 6), TURN)
@@ -156,7 +156,7 @@ def test_a_schedule_moves_from_raw_to_batch_to_group() -> None:
 def test_the_penalty_of_a_token_outside_the_mask_is_carried_inside() -> None:
     values = torch.tensor([[1.0, 2.0, 0.0, 4.0, 8.0, 16.0]])
     inside = torch.tensor([[False, True, False, True, False, False]])
-    carried = carried_to_credit(values, inside, TURN)
+    carried = carry_into_mask(values, inside, TURN)
     assert carried.tolist() == [[0.0, 3.0, 0.0, 28.0, 0.0, 0.0]]
 
 

@@ -11,11 +11,11 @@ from ragen_pl.config import ConfigError, config_dir
 
 PRESETS = sorted(file.stem for file in (config_dir() / "algorithm").glob("*.yaml"))
 ALGORITHMS = "ragen_pl.algorithms"
-KEEP = f"algorithm.filter.keep._target_={ALGORITHMS}.filters"
+KEEP = f"algorithm.filter.keep._target_={ALGORITHMS}.group_filter"
 MASK = f"algorithm.masks.loss._target_={ALGORITHMS}.masks"
 CREDIT = f"algorithm.masks.advantage._target_={ALGORITHMS}.masks"
 HELD = f"algorithm.loss.kl.mask._target_={ALGORITHMS}.masks"
-LOSS = "algorithm.loss.policy._target_=ragen_pl.modules.policy_losses"
+LOSS = f"algorithm.loss.policy._target_={ALGORITHMS}.ratio_losses"
 BY = f"algorithm.normalize.by._target_={ALGORITHMS}.normalization"
 MISMATCH = f"+algorithm.loss.mismatch._target_={ALGORITHMS}.mismatch"
 NO_SCALE = "+algorithm.normalize.by.scale_by_std=false"
@@ -108,6 +108,7 @@ SWITCHES = [
     ("starpo", "algorithm.loss.kl.estimator=k1", "kl_loss"),
     ("starpo", "algorithm.loss.kl.estimator=k2", "kl_loss"),
     ("starpo", "algorithm.loss.kl.estimator=k3", "kl_loss"),
+    ("starpo", "algorithm.loss.kl.estimator=abs", "kl_loss"),
     ("starpo", "algorithm.loss.kl.aggregation=token-mean", "kl_loss"),
 ]  # fmt: skip
 LATER = [  # what differs from the second iteration on
@@ -189,7 +190,7 @@ REFUSED = [
     ("starpo algorithm.filter.rescale=linear", "the share is 1"),
     (
         "starpo rollout.group_size=1 callbacks.collapse.actions=[mitigate] callbacks.collapse.mitigation.group_filter="
-        "{keep:{_target_:ragen_pl.algorithms.filters.AboveDeviation}}",
+        "{keep:{_target_:ragen_pl.algorithms.group_filter.AboveDeviation}}",
         "callbacks.collapse.mitigation.group_filter judges a group",
     ),
     (f"starpo env.prompt_format=no_think {MASK}.think_span", "has no reasoning"),

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ragen_pl.algorithms.advantages.group import GroupRelative
-from ragen_pl.algorithms.filters import AboveDeviation
+from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
-from ragen_pl.algorithms.selection import GroupFilter
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.reference import MovingAverage
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_pl.algorithms.importance import top_in_turn
+from ragen_pl.algorithms.masks import top_in_turn
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.modules.forward import embedded
 from ragen_pl.modules.importance import Importance, patch_scores, saliency

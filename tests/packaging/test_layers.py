@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "trajectory": set(),
     "seeding": set(),
     "distributed": set(),
-    "algorithms": set(),
+    "algorithms": {"trajectory"},
     "models": set(),
     "rollout": BASE | {"models"},
     "metrics": BASE,

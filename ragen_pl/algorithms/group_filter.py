@@ -1,0 +1,242 @@
+"""Group filters: which groups are trained on, and with which weight.
+
+A rule takes the returns and groups of all trajectories of the iteration, all ranks included, and returns the
+trajectories to keep. Groups are kept or dropped whole. `GroupFilter` adds loss rescaling, reweighting and
+further rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ragen_pl.algorithms.advantages.group import group_std
+
+
+class Filter(Protocol):
+    """Rule that selects groups.
+
+    Attributes:
+        judges_alone: the rule judges each group by its own returns only.
+    """
+
+    judges_alone: ClassVar[bool] = False
+
+    def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
+        """Return the trajectories to keep, bool `[trajectories]`.
+
+        Args:
+            returns: `[trajectories]`.
+            group: int64 `[trajectories]`.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepAll(Filter):
+    """Keep every group (StarPO)."""
+
+    def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
+        """Return True for every trajectory."""
+        return torch.ones_like(group, dtype=torch.bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopFraction(Filter):
+    """Keep this share of the groups, and at least `minimum`, by highest deviation (StarPO-S)."""
+
+    fraction: float = 0.25
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        _check_share("fraction", self.fraction, self.minimum)
+
+    def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
+        """Return the trajectories of the first groups in the ranking."""
+        ranked, _ = rank_groups(returns, group)
+        # Rounded up, less the noise of a product such as 0.1 * 30 = 3.0000000000000004.
+        count = math.ceil(self.fraction * len(ranked) - 1e-9)
+        return torch.isin(group, ranked[: max(count, self.minimum)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopCount(Filter):
+    """Keep `count` groups, those with the highest deviation."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"found count={self.count}, expected 1 or more groups to keep")
+
+    def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
+        """Return the trajectories of the first groups in the ranking."""
+        return torch.isin(group, rank_groups(returns, group)[0][: self.count])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopMass(Filter):
+    """Keep the fewest groups that hold this share of the summed deviation (top-p), and at least `minimum`."""
+
+    share: float = 0.9
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        _check_share("share", self.share, self.minimum)
+
+    def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
+        """Return the trajectories of the groups up to the one that reaches the share."""
+        ranked, deviations = rank_groups(returns, group)
+        mass = deviations.double().cumsum(0)
+        threshold = self.share * mass[-1] if len(mass) else 0.0
+        # The group that reaches the share is kept: count the groups below it and add one.
+        count = int((mass < threshold - 1e-9).sum()) + 1
+        return torch.isin(group, ranked[: max(count, self.minimum)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AboveDeviation(Filter):
+    """Keep groups whose deviation exceeds a threshold; 0 is DAPO's dynamic sampling."""
+
+    judges_alone: ClassVar[bool] = True
+    threshold: float = 0.0
+
+    def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
+        """Return the trajectories of the groups above the threshold, possibly none."""
+        return group_std(returns, group) > self.threshold
+
+
+def rank_groups(returns: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Order groups by falling deviation of their returns; ties by rising group index.
+
+    Args:
+        returns: `[trajectories]`.
+        group: int64 `[trajectories]`.
+
+    Returns:
+        Group indices and their deviations, each `[groups]`.
+
+    >>> rank_groups(torch.tensor([0.0, 0.0, 1.0, 3.0]), torch.tensor([4, 4, 7, 7]))
+    (tensor([7, 4]), tensor([1.4142, 0.0000]))
+    """
+    groups = torch.unique(group, sorted=True)
+    first = (group[None, :] == groups[:, None]).int().argmax(dim=1)
+    deviations = group_std(returns, group)[first]
+    order = deviations.argsort(descending=True, stable=True)
+    return groups[order], deviations[order]
+
+
+class Rescale(StrEnum):
+    """Factor of the policy's loss as a function of the share of groups that were kept."""
+
+    NONE = "none"
+    LINEAR = "linear"
+    SQRT = "sqrt"
+
+    def factor(self, share: float) -> float:
+        """Return the factor at this share.
+
+        >>> Rescale.SQRT.factor(0.25)
+        0.5
+        """
+        return {Rescale.NONE: 1.0, Rescale.LINEAR: share, Rescale.SQRT: share**0.5}[self]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterResult:
+    """Decision of a group filter on the trajectories of an iteration.
+
+    Attributes:
+        keep: bool `[trajectories]`.
+        weight: float32 `[trajectories]`, factor of the policy's loss; 0 where dropped.
+        share: number of kept groups divided by the number of groups.
+        deviation: mean in-group deviation of the kept groups' returns.
+    """
+
+    keep: Tensor
+    weight: Tensor
+    share: float
+    deviation: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFilter:
+    """Choose groups by their returns.
+
+    Args:
+        keep: rule that selects groups.
+        rescale: factor of the policy's loss as a function of the kept share.
+        reweight: exponent; the loss of a kept group is multiplied by its deviation to this power, scaled to
+            mean 1 over the kept groups. 0 treats them alike.
+        resample: maximum number of further rollouts to fill the batch with groups that pass (DAPO, Yu et
+            al., 2025); for rules that judge each group by itself.
+
+    Raises:
+        ValueError: a negative number, or `resample` with a rule that ranks groups against each other.
+    """
+
+    keep: Filter = field(default_factory=KeepAll)
+    rescale: Rescale = Rescale.NONE
+    reweight: float = 0.0
+    resample: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rescale", Rescale(self.rescale))
+        for name, value in (("reweight", self.reweight), ("resample", self.resample)):
+            if value < 0:
+                raise ValueError(f"algorithm.filter.{name}={value}: expected 0 or more")
+        if self.resample and not self.keep.judges_alone:
+            raise ValueError(
+                f"algorithm.filter.resample={self.resample}: {type(self.keep).__name__} ranks groups against each "
+                "other, so no number of rollouts fills a batch; set resample=0 or keep AboveDeviation"
+            )
+
+    def __call__(self, returns: Tensor, group: Tensor) -> FilterResult:
+        """Judge the trajectories of an iteration, all ranks included.
+
+        Args:
+            returns: `[trajectories]`.
+            group: int64 `[trajectories]`.
+
+        >>> group_filter = GroupFilter(rescale="linear", reweight=1.0)
+        >>> group_filter(torch.tensor([0.0, 2.0, 0.0, 6.0]), torch.tensor([0, 0, 1, 1])).weight
+        tensor([0.5000, 0.5000, 1.5000, 1.5000])
+        """
+        keep = self.keep(returns, group)
+        groups, kept = len(torch.unique(group)), len(torch.unique(group[keep]))
+        share = kept / groups if groups else 1.0
+        deviation = group_std(returns, group)
+        weight = self._deviation_weight(deviation, keep, group) * self.rescale.factor(share)
+        return FilterResult(
+            keep=keep,
+            weight=torch.where(keep, weight, 0.0),
+            share=share,
+            deviation=float(_per_group(deviation, group, keep).mean()) if kept else 0.0,
+        )
+
+    def _deviation_weight(self, deviation: Tensor, keep: Tensor, group: Tensor) -> Tensor:
+        if not self.reweight:
+            return torch.ones_like(deviation)
+        powers = deviation.pow(self.reweight)
+        mean = _per_group(powers, group, keep).mean()
+        # where no kept group has any deviation, all weigh the same
+        return powers / mean if float(mean) > 0 else torch.ones_like(deviation)
+
+
+def _per_group(values: Tensor, group: Tensor, keep: Tensor) -> Tensor:
+    """Return one value for each kept group, `[groups]`."""
+    groups = torch.unique(group[keep])
+    first = (group[None, :] == groups[:, None]).int().argmax(dim=1)
+    return values[first]
+
+
+def _check_share(name: str, value: float, minimum: int) -> None:
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"found {name}={value}, expected above 0 and at most 1; 1 keeps all")
+    if minimum < 1:
+        raise ValueError(f"found minimum={minimum}, expected 1 or more groups to keep")
