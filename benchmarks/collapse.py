@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from ragen_pl.callbacks.alarms import Alarm
+from ragen_pl.callbacks.collapse import Alarm
 
 ROOT = Path(__file__).parents[1]
 Readings = dict[str, float]
@@ -190,7 +190,7 @@ def write_page(
     last = max(alone.readings)
     tells = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
     ends = "\n".join(
-        f"| {name} | {run.validation_set:.3f} | {run.readings[max(run.readings)].get('true_thoughts', float('nan')):.2f} | "
+        f"| {name} | {run.validation_set:.3f} | {run.readings[max(run.readings)].get('think_accuracy', float('nan')):.2f} | "
         f"{run.readings[max(run.readings)]['valid_actions']:.2f} | {_told(run.events)} |"
         for name, run in runs.items()
     )
@@ -221,7 +221,7 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     alone = runs["left alone"].readings
     for name in (
-        "true_thoughts",
+        "think_accuracy",
         "mutual_information_share",
         "valid_actions",
         "entropy",

@@ -90,7 +90,7 @@ def table(curves: Mapping[tuple[str, int], Curve]) -> str:
         start, _ = interval([float(run.success[0]) for run in runs])
         area, area_half = interval([_area(run) for run in runs])
         spread = f"{max(ends):.3f}, {min(ends):.3f}"
-        true = [run.metrics.get("val/true_thoughts", math.nan) for run in runs]
+        true = [run.metrics.get("val/think_accuracy", math.nan) for run in runs]
         number = np.mean([run.iterations[-1] for run in runs])
         lines.append(
             f"| {algorithm} | {len(runs)} | {start:.3f} | {_told(mean, half)} | {spread} | {number:.0f} | "

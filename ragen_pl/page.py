@@ -1,4 +1,4 @@
-"""`python -m ragen_pl.page records=FOLDER`: the trajectory page of episodes that are on disk."""
+"""`python -m ragen_pl.page records=FOLDER`: write the trajectory page of recorded episodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragen_pl.config.errors import ConfigError
 
 @hydra_main("page")
 def main(cfg: DictConfig) -> None:
-    """Write the page and tell where it is."""
+    """Write the page and print its path."""
     from ragen_pl.viewing.page import PAGE, write_page
     from ragen_pl.viewing.records import FILE, read_records
 

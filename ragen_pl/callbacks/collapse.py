@@ -1,29 +1,74 @@
-"""CollapseMonitor: watches the diagnostics, warns early and, where asked to, stops, rolls back or mitigates."""
+"""CollapseMonitor: watches the diagnostics, warns and, if configured, stops, rolls back or mitigates."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import MLFlowLogger
 
-from ragen_pl.callbacks.alarms import Alarm
+from ragen_pl.callbacks.access import callbacks_of, mlflow_loggers, run_folder
 from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
+from ragen_pl.files import atomic_write
+from ragen_pl.modules.agent import AgentModule
 
 log = logging.getLogger(__name__)
 
 GOOD, EVENTS = "good.ckpt", "collapse.jsonl"
+# Characters that MLflow takes in a tag's value.
+_TAG_LENGTH = 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A limit on one reading of `Diagnostics`; exactly one of `below` and `above` is given.
+
+    Attributes:
+        reading: name of the reading, without `diagnostics/`.
+        below: lower limit.
+        above: upper limit.
+        patience: number of iterations in a row that must pass the limit.
+        calm_above: success rate from which the alarm stays silent: a successful run may settle.
+    """
+
+    reading: str
+    below: float | None = None
+    above: float | None = None
+    patience: int = 1
+    calm_above: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check that there is exactly one limit."""
+        if (self.below is None) == (self.above is None) or self.patience < 1:
+            raise ValueError(
+                f"alarm on {self.reading}: found below={self.below}, above={self.above}, "
+                f"patience={self.patience}; expected one of the two limits and a patience of at least 1"
+            )
+
+    def holds(self, readings: Mapping[str, float]) -> bool:
+        """Return whether the limit is passed; a missing reading or NaN passes none."""
+        value = readings.get(self.reading)
+        if value is None or value != value:
+            return False
+        if self.calm_above is not None and readings.get("success", 0.0) >= self.calm_above:
+            return False
+        return value < self.below if self.below is not None else value > (self.above or 0.0)
+
+    def describe(self, value: float) -> str:
+        """Return the reading's value and the limit as text."""
+        limit = f"below {self.below:g}" if self.below is not None else f"above {self.above:g}"
+        return f"{self.reading} {value:.4g}, {limit}"
 
 
 class Action(StrEnum):
-    """What to do when an alarm trips; a warning is given in any case."""
+    """What to do when an alarm trips; there is always a warning."""
 
     WARN = "warn"
     STOP = "stop"
@@ -34,17 +79,17 @@ class Action(StrEnum):
 class CollapseMonitor(pl.Callback):
     """Act when a reading passes its limit.
 
-    What happened is kept in `collapse.jsonl` in the run's folder, as a metric (`collapse/events`), a tag
-    and an artifact in MLflow, and in checkpoints: a resumed run goes on with what was switched.
+    Events are kept in `collapse.jsonl` in the run's folder, as the metric `collapse/events`, as a tag and an
+    artifact in MLflow, and in checkpoints. A resumed run keeps the switched settings.
 
     Args:
-        alarms: by name.
-        actions: what to do, besides warning.
+        alarms: alarms by name; None leaves one out.
+        actions: what to do besides warning.
         mitigation: settings that `mitigate` switches to, once.
-        grace: first iterations without alarms.
-        cooldown: iterations after an action without alarms.
-        good_every_n_iterations: how often a state without any alarm is kept for `rollback`.
-        max_rollbacks: rollbacks after which the run is stopped instead.
+        grace: number of first iterations without alarms.
+        cooldown: number of iterations without alarms after an action.
+        good_every_n_iterations: interval at which a state without any alarm is kept for `rollback`.
+        max_rollbacks: number of rollbacks after which the run is stopped instead.
     """
 
     def __init__(
@@ -69,13 +114,15 @@ class CollapseMonitor(pl.Callback):
         self.mitigated = False
         self.entropy_coefficient = 0.0
         self.rollbacks = 0
-        self.good: int | None = None  # iteration of the kept state
+        # Iteration of the state kept for a rollback.
+        self.good: int | None = None
 
     # ---- Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the readings, refuse what the run has no place for, take up a mitigation again."""
-        before = trainer.callbacks[: trainer.callbacks.index(self)]  # type: ignore[attr-defined]
+        """Check that the run takes readings and can switch to the mitigation's settings."""
+        callbacks = callbacks_of(trainer, pl.Callback)
+        before = callbacks[: callbacks.index(self)]
         if not any(isinstance(callback, Diagnostics) for callback in before):
             raise ValueError(
                 "CollapseMonitor reads what Diagnostics takes: put callbacks.diagnostics before it"
@@ -84,23 +131,26 @@ class CollapseMonitor(pl.Callback):
             self.mitigation.check(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Switch on again what had been, in a resumed run."""
+        """Switch the mitigation on again in a resumed run."""
         if self.mitigated:
-            self.mitigation.switch_on(trainer, pl_module)
+            agent = cast(AgentModule, pl_module)
+            self.mitigation.switch_on(trainer, agent)
             if self.mitigation.entropy_target is not None:
-                adjust: Any = pl_module
-                adjust.adjust_loss(entropy_coefficient=self.entropy_coefficient)
+                agent.adjust_loss(entropy_coefficient=self.entropy_coefficient)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hold the iteration's readings against the alarms and act."""
-        readings, iteration = _readings(trainer), trainer.current_epoch + 1
+        """Compare the iteration's readings with the alarms and act."""
+        readings = callbacks_of(trainer, Diagnostics)[0].readings
+        iteration = trainer.current_epoch + 1
         if self.mitigated and "entropy" in readings:
-            self.entropy_coefficient = self.mitigation.steer(
-                pl_module, entropy=readings["entropy"], coefficient=self.entropy_coefficient
+            self.entropy_coefficient = self.mitigation.steer_entropy(
+                cast(AgentModule, pl_module),
+                entropy=readings["entropy"],
+                coefficient=self.entropy_coefficient,
             )
         holding = [name for name, alarm in self.alarms.items() if alarm.holds(readings)]
         tripped = self._count(holding, readings, quiet=iteration <= self.quiet_until)
-        # what ranks do together they must agree on, whatever the last bit of a reading is on each
+        # All ranks act together. Rank 0 decides: a reading's last bit may differ between ranks.
         tripped, holding, readings = trainer.strategy.broadcast((tripped, holding, readings))
         if tripped:
             self._act(trainer, pl_module, tripped, readings=readings, iteration=iteration)
@@ -110,30 +160,41 @@ class CollapseMonitor(pl.Callback):
         pl_module.log_dict(metrics, rank_zero_only=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        names = ("counts", "events", "quiet_until", "mitigated", "entropy_coefficient", "rollbacks")
-        state = {name: getattr(self, name) for name in (*names, "good")}
-        return json.loads(json.dumps(state))  # a copy: the run goes on while it is written
+        """Return the state of a resumed run."""
+        state = {
+            "counts": self.counts,
+            "events": self.events,
+            "quiet_until": self.quiet_until,
+            "mitigated": self.mitigated,
+            "entropy_coefficient": self.entropy_coefficient,
+            "rollbacks": self.rollbacks,
+            "good": self.good,
+        }
+        # A deep copy: the run may go on while the checkpoint is written.
+        return cast(dict[str, Any], json.loads(json.dumps(state)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore `state_dict`; an alarm that is new starts from 0."""
-        known = dict(state_dict)
-        self.counts |= {
-            name: count for name, count in known.pop("counts").items() if name in self.counts
-        }
-        for name, value in known.items():
-            setattr(self, name, value)
+        """Restore `state_dict`; a new alarm starts from 0."""
+        for name, count in state_dict["counts"].items():
+            if name in self.counts:
+                self.counts[name] = count
+        self.events = list(state_dict["events"])
+        self.quiet_until = state_dict["quiet_until"]
+        self.mitigated = state_dict["mitigated"]
+        self.entropy_coefficient = state_dict["entropy_coefficient"]
+        self.rollbacks, self.good = state_dict["rollbacks"], state_dict["good"]
 
     # ---- acting
 
     def _count(
         self, holding: Collection[str], readings: Mapping[str, float], *, quiet: bool
     ) -> list[str]:
-        """Count iterations in a row by alarm and return the alarms whose patience is over."""
+        """Count iterations in a row by alarm and return the alarms that reach their patience."""
         for name, alarm in self.alarms.items():
             if quiet:
                 self.counts[name] = 0
-            elif alarm.reading in readings:  # probes are not taken every iteration
+            # A probe's readings are missing in most iterations, which then do not count.
+            elif alarm.reading in readings:
                 self.counts[name] = self.counts[name] + 1 if name in holding else 0
         return [name for name in holding if self.counts[name] >= self.alarms[name].patience]
 
@@ -150,86 +211,80 @@ class CollapseMonitor(pl.Callback):
         if Action.ROLLBACK in self.actions:
             done.append(self._roll_back(trainer))
         if Action.MITIGATE in self.actions and not self.mitigated:
-            settings: Any = pl_module
-            self.entropy_coefficient = float(settings.loss.entropy_coefficient)
-            changed = self.mitigation.switch_on(trainer, pl_module)
-            changed |= self.mitigation.slow_down(trainer)
-            self.mitigated = True
-            told = ", ".join(f"{name} {change}" for name, change in changed.items())
-            done.append(f"switched {told}" if told else "found all settings as they were to be")
+            done.append(self._mitigate(trainer, cast(AgentModule, pl_module)))
         if Action.STOP in self.actions:
             trainer.should_stop = True
             done.append("stopped the run")
         self.quiet_until = iteration + self.cooldown
         self.counts = dict.fromkeys(self.alarms, 0)
-        told = "; ".join(
-            f"{name}: {self.alarms[name].told(readings[self.alarms[name].reading])}"
-            for name in tripped
-        )
-        values = {
-            self.alarms[name].reading: readings[self.alarms[name].reading] for name in tripped
-        }
+        alarms = {name: self.alarms[name] for name in tripped}
+        values = {alarm.reading: readings[alarm.reading] for alarm in alarms.values()}
         event = {
             "iteration": iteration,
-            "alarms": list(tripped),
+            "alarms": list(alarms),
             "readings": values,
-            "told": told,
+            "message": "; ".join(
+                f"{name}: {alarm.describe(values[alarm.reading])}" for name, alarm in alarms.items()
+            ),
             "done": done or ["warned"],
         }
         self.events.append(event)
         self._publish(trainer, event)
 
+    def _mitigate(self, trainer: pl.Trainer, agent: AgentModule) -> str:
+        """Switch to the mitigation's settings and return the changes as text."""
+        self.entropy_coefficient = float(agent.loss.entropy_coefficient)
+        changes = self.mitigation.switch_on(trainer, agent) | self.mitigation.slow_down(trainer)
+        self.mitigated = True
+        if not changes:
+            return "switched nothing: the settings were in place"
+        return "switched " + ", ".join(f"{name} {change}" for name, change in changes.items())
+
     def _keep(self, trainer: pl.Trainer, iteration: int) -> None:
-        """Keep the present state as the last good one. All ranks take part in writing it."""
+        """Keep the present state as the last good one; all ranks write it together."""
         if Action.ROLLBACK in self.actions:
             self.good = iteration
-            trainer.save_checkpoint(self._file(trainer, GOOD))
+            trainer.save_checkpoint(_good_checkpoint(trainer))
 
     def _roll_back(self, trainer: pl.Trainer) -> str:
         """Load weights and optimizer of the last good state; the iteration's number goes on."""
-        file, strategy = self._file(trainer, GOOD), trainer.strategy
+        file, strategy = _good_checkpoint(trainer), trainer.strategy
         if not strategy.broadcast(self.good is not None and file.exists()):
             return "found no good state to roll back to"
         if self.rollbacks >= self.max_rollbacks:
             trainer.should_stop = True
             return f"stopped the run after {self.rollbacks} rollbacks"
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        rates = [
-            group["lr"] for group in groups
-        ]  # as the schedule, and a mitigation, have them now
+        # The learning rates stay as the schedule and a mitigation have set them.
+        rates = [group["lr"] for group in _parameter_groups(trainer)]
         checkpoint = strategy.load_checkpoint(file, weights_only=False)
         strategy.load_model_state_dict(checkpoint, strict=True)
         strategy.load_optimizer_state_dict(checkpoint)
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in zip(_parameter_groups(trainer), rates, strict=True):
             group["lr"] = rate
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, BestCheckpoint):
-                callback.forget()  # what was validated is gone
+        for callback in callbacks_of(trainer, BestCheckpoint):
+            callback.forget()
         self.rollbacks += 1
         return f"rolled weights and optimizer back to iteration {self.good}"
 
-    def _file(self, trainer: pl.Trainer, name: str) -> Path:
-        return Path(str(trainer.strategy.broadcast(str(trainer.default_root_dir)))) / name
-
     def _publish(self, trainer: pl.Trainer, event: Mapping[str, Any]) -> None:
-        """Warn, and write the event down in the run's folder and in MLflow."""
+        """Log a warning and write the event into the run's folder and MLflow."""
         if not trainer.is_global_zero:
             return
-        done = ", ".join(event["done"])
-        log.warning("iteration %d, collapse? %s (%s)", event["iteration"], event["told"], done)
-        file = Path(str(trainer.default_root_dir)) / EVENTS
+        text = f"{event['message']} ({', '.join(event['done'])})"
+        log.warning("iteration %d, collapse? %s", event["iteration"], text)
+        file = run_folder(trainer) / EVENTS
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(one) + "\n" for one in self.events))
-        for logger in trainer.loggers:
-            if isinstance(logger, MLFlowLogger):
-                client, run = logger.experiment, logger.run_id
-                client.set_tag(
-                    run, f"collapse.{event['iteration']}", f"{event['told']} ({done})"[:5000]
-                )
-                client.log_artifact(run, str(file), "collapse")
+        with atomic_write(file) as partial:
+            partial.write_text("".join(json.dumps(event) + "\n" for event in self.events))
+        for logger in mlflow_loggers(trainer):
+            client, run = logger.experiment, logger.run_id
+            client.set_tag(run, f"collapse.{event['iteration']}", text[:_TAG_LENGTH])
+            client.log_artifact(run, str(file), "collapse")
 
 
-def _readings(trainer: pl.Trainer) -> dict[str, float]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next(one.readings for one in callbacks if isinstance(one, Diagnostics))
+def _good_checkpoint(trainer: pl.Trainer) -> Path:
+    return Path(trainer.strategy.broadcast(str(run_folder(trainer)))) / GOOD
+
+
+def _parameter_groups(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -1,37 +1,75 @@
-"""The readings that explain a run, logged as `diagnostics/…`; `docs/diagnostics.md` teaches to read them."""
+"""Readings that explain a run, logged as `diagnostics/...`; `docs/diagnostics.md` explains how to read them.
+
+Each module that computes readings declares their names in its `READINGS`. The config collects these
+constants, so an alarm may watch any of them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import MLFlowLogger
 
-from ragen_pl.callbacks.cross_scoring import cross_score, first_thoughts
+from ragen_pl.callbacks.access import mlflow_loggers, rollout_metrics_of
+from ragen_pl.callbacks.reasoning_probe import (
+    ReasoningProbe,
+    cross_score,
+    first_thoughts,
+    probe_reasoning,
+)
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
-from ragen_pl.metrics.probes import ReasoningProbe, probe_reasoning
 from ragen_pl.metrics.sums import ratio
-from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-# Readings that are also told as a ratio to their mean over the first iterations, where that mean is at least
-# this: a share of noise says nothing.
+READINGS: Final = (
+    "success",
+    "return_mean",
+    "valid_actions",
+    "think_accuracy",
+    "entropy",
+    "think_tokens",
+    "deviation",
+    "gradient_norm_*",
+    "gradient_spike",
+    "gradient_spike_*",
+    "deviation_ratio",
+    "entropy_ratio",
+    "think_tokens_ratio",
+    "distinct_responses_ratio",
+    "mutual_information_share_ratio",
+    "think_accuracy_ratio",
+)
+"""Names of the readings of this module. The config reads this constant without importing the module."""
+
+# Readings copied from the rollout's metrics, by the metric's name.
+_COPIED = {
+    "success": "success",
+    "return": "return_mean",
+    "entropy": "entropy",
+    "think_tokens": "think_tokens",
+    "valid_actions": "valid_actions",
+    "think_accuracy": "think_accuracy",
+}
+# Readings with a ratio to their mean over the first iterations, and the smallest mean that a ratio makes
+# sense for.
 _COMPARED = {
     "deviation": 1e-3,
     "entropy": 1e-3,
     "think_tokens": 1.0,
     "distinct_responses": 1e-3,
     "mutual_information_share": 0.1,
-    "true_thoughts": 0.1,
+    "think_accuracy": 0.1,
 }
-# What is compared to its first reading alone: a probe is rare, and thoughts may turn false within five iterations.
-_FIRST_ALONE = ("mutual_information_share", "true_thoughts")
+# Readings compared with their first value alone: a probe is rare, and thoughts may turn false within five
+# iterations.
+_COMPARED_WITH_FIRST = ("mutual_information_share", "think_accuracy")
 
 
 class Diagnostics(RolloutCallback):
@@ -40,10 +78,11 @@ class Diagnostics(RolloutCallback):
     It draws no random number and changes no weight: a run with it is bit for bit the run without.
 
     Args:
-        probe_every_n_iterations: iterations from one cross-scoring of first thoughts to the next.
-        prompts: N of the probes, at most one a group; N² short sequences are scored. 0 for no probes.
-        first: iterations that ratios compare to.
-        window: earlier iterations whose median gradient norm a spike is measured against.
+        probe_every_n_iterations: iterations between two cross-scorings of first thoughts.
+        prompts: number N of prompts of a probe, at most one a group; N² short sequences are scored. 0 for
+            no probes.
+        first: number of first iterations that ratios compare with.
+        window: number of earlier iterations whose median gradient norm a spike is measured against.
     """
 
     def __init__(
@@ -54,17 +93,22 @@ class Diagnostics(RolloutCallback):
         first: int = 5,
         window: int = 10,
     ) -> None:
-        for name, value, least in (
+        for name, value, minimum in (
             ("probe_every_n_iterations", probe_every_n_iterations, 1),
-            ("prompts", prompts, 0), ("first", first, 1), ("window", window, 2),
-        ):  # fmt: skip
-            if value < least:
-                raise ValueError(f"diagnostics.{name}={value}: expected at least {least}")
+            ("prompts", prompts, 0),
+            ("first", first, 1),
+            ("window", window, 2),
+        ):
+            if value < minimum:
+                raise ValueError(f"diagnostics.{name}={value}: expected at least {minimum}")
         self.probe_every_n_iterations, self.prompts = probe_every_n_iterations, prompts
         self.first, self.window = first, window
-        self.readings: dict[str, float] = {}  # taken of this iteration
-        self._known: dict[str, float] = {}  # the last of each, which is what is logged
-        self._rollout: dict[str, float] = {}  # of the iteration under way
+        # Readings of the iteration that just ended.
+        self.readings: dict[str, float] = {}
+        # The latest value of each reading, which is what is logged.
+        self._latest: dict[str, float] = {}
+        # Readings of the current iteration's rollout.
+        self._rollout: dict[str, float] = {}
         self._firsts: dict[str, list[float]] = {name: [] for name in _COMPARED}
         self._norms: dict[str, list[float]] = {}
 
@@ -74,7 +118,7 @@ class Diagnostics(RolloutCallback):
         pl_module: pl.LightningModule,
         trajectories: Sequence[Trajectory],
     ) -> None:
-        """Read the iteration's trajectories; all ranks do."""
+        """Take the readings of the iteration's trajectories, on all ranks."""
         diversity = ResponseDiversity().to(pl_module.device)
         diversity.update(trajectories)
         self._rollout = diversity.compute()
@@ -82,25 +126,25 @@ class Diagnostics(RolloutCallback):
             probe = self._probe(trainer, pl_module, trajectories)
             if probe is not None:
                 self._rollout |= probe.metrics()
-                self._tell(trainer, probe)
+                self._report(trainer, probe)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Complete the readings and log them."""
-        metrics = getattr(getattr(trainer, "datamodule", None), "metrics", {})
-        self.readings = self._rollout | _of_rollout(metrics) | self._gradients(pl_module)
+        metrics = rollout_metrics_of(trainer)
+        self.readings = self._rollout | _rollout_readings(metrics) | self._gradients(pl_module)
         self.readings |= self._ratios()
-        # all that was ever read is logged, so that what a run shows at last does not depend on where it was resumed
-        gone = {name: 0.0 for name in self._known if name.startswith("action/")}
-        self._known |= gone | self.readings
-        figures = {f"diagnostics/{name}": value for name, value in self._known.items()}
-        figures["step"] = float(trainer.current_epoch + 1)
-        pl_module.log_dict(figures, rank_zero_only=False)
+        # Every reading ever taken is logged: a resumed run ends with the same metrics as the whole run.
+        absent_actions = {name: 0.0 for name in self._latest if name.startswith("action/")}
+        self._latest |= absent_actions | self.readings
+        logged = {f"diagnostics/{name}": value for name, value in self._latest.items()}
+        logged["step"] = float(trainer.current_epoch + 1)
+        pl_module.log_dict(logged, rank_zero_only=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to take the same readings."""
+        """Return the state that a resumed run needs to take the same readings."""
         return {
             "readings": dict(self.readings),
-            "known": dict(self._known),
+            "latest": dict(self._latest),
             "rollout": dict(self._rollout),
             "firsts": {name: list(values) for name, values in self._firsts.items()},
             "norms": {name: list(values) for name, values in self._norms.items()},
@@ -108,7 +152,7 @@ class Diagnostics(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.readings, self._known = dict(state_dict["readings"]), dict(state_dict["known"])
+        self.readings, self._latest = dict(state_dict["readings"]), dict(state_dict["latest"])
         self._rollout = dict(state_dict["rollout"])
         self._firsts = {name: list(values) for name, values in state_dict["firsts"].items()}
         self._norms = {name: list(values) for name, values in state_dict["norms"].items()}
@@ -119,56 +163,51 @@ class Diagnostics(RolloutCallback):
         pl_module: pl.LightningModule,
         trajectories: Sequence[Trajectory],
     ) -> ReasoningProbe | None:
-        policy = getattr(pl_module, "policy", None)
         thoughts = first_thoughts(trajectories, count=self.prompts)
-        if not isinstance(policy, PolicyModule) or len(thoughts) < 2:
+        if not isinstance(pl_module, AgentModule) or len(thoughts) < 2:
             return None
         with trainer.precision_plugin.forward_context():
-            scores, tokens = cross_score(policy, thoughts)
+            scores, tokens = cross_score(pl_module.policy, thoughts)
         return probe_reasoning(scores, tokens)
 
-    def _tell(self, trainer: pl.Trainer, probe: ReasoningProbe) -> None:
+    def _report(self, trainer: pl.Trainer, probe: ReasoningProbe) -> None:
         if not trainer.is_global_zero:
             return
         log.info("iteration %d, first reasoning: %s", trainer.current_epoch + 1, probe)
-        for logger in trainer.loggers:
-            if isinstance(logger, MLFlowLogger):
-                logger.experiment.set_tag(logger.run_id, "diagnostics.regime", str(probe.regime()))
+        for logger in mlflow_loggers(trainer):
+            logger.experiment.set_tag(logger.run_id, "diagnostics.regime", str(probe.regime()))
 
     def _gradients(self, pl_module: pl.LightningModule) -> dict[str, float]:
-        """Return each parameter group's largest norm of the update, and how it stands out of the last ones."""
+        """Return each parameter group's largest gradient norm and its ratio to the recent median."""
+        norms = pl_module.gradient_norms if isinstance(pl_module, AgentModule) else {}
         readings: dict[str, float] = {}
-        norms: Mapping[str, float] = getattr(pl_module, "gradient_norms", {})
+        spikes = []
         for group, norm in norms.items():
             earlier = self._norms.setdefault(group, [])
             readings[f"gradient_norm_{group}"] = norm
             if len(earlier) >= 2:
-                readings[f"gradient_spike_{group}"] = ratio(norm, median(earlier))
+                spikes.append(ratio(norm, median(earlier)))
+                readings[f"gradient_spike_{group}"] = spikes[-1]
             earlier.append(norm)
             del earlier[: -self.window]
-        spikes = [value for name, value in readings.items() if "spike" in name]
         return readings | ({"gradient_spike": max(spikes)} if spikes else {})
 
     def _ratios(self) -> dict[str, float]:
-        """Return readings as shares of their mean over the first iterations, once those are over."""
+        """Return readings as ratios to their mean over the first iterations, once these are over."""
         ratios: dict[str, float] = {}
-        for name in _COMPARED:
-            known = self._firsts[name]
+        for name, smallest in _COMPARED.items():
             if name not in self.readings:
                 continue
-            if len(known) < (1 if name in _FIRST_ALONE else self.first):
-                known.append(self.readings[name])
-            elif fmean(known) >= _COMPARED[name]:
-                ratios[f"{name}_ratio"] = self.readings[name] / fmean(known)
+            firsts = self._firsts[name]
+            if len(firsts) < (1 if name in _COMPARED_WITH_FIRST else self.first):
+                firsts.append(self.readings[name])
+            elif fmean(firsts) >= smallest:
+                ratios[f"{name}_ratio"] = self.readings[name] / fmean(firsts)
         return ratios
 
 
-def _of_rollout(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what the iteration's own metrics say; deviation within groups, or over all where groups are single."""
-    names = {
-        "success": "success", "return": "return_mean", "entropy": "entropy", "think_tokens": "think_tokens",
-        "valid_actions": "valid_actions", "true_thoughts": "true_thoughts",
-    }  # fmt: skip
-    readings = {told: metrics[name] for name, told in names.items() if name in metrics}
+def _rollout_readings(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the readings of the rollout's metrics; deviation is over all episodes if groups are single."""
+    readings = {reading: metrics[name] for name, reading in _COPIED.items() if name in metrics}
     deviation = metrics.get("group_return_std", metrics.get("return_std"))
     return readings if deviation is None else readings | {"deviation": deviation}

@@ -1,10 +1,10 @@
-"""Progress of a run: a live display on a terminal, one plain line per iteration in a log."""
+"""Progress of a run: a live display on a terminal, one plain line an iteration in a log."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
@@ -13,22 +13,39 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from ragen_pl.callbacks.figures import duration, iteration_metrics
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.trajectory import Trajectory
+
+# Metrics of an iteration's line: label, metric, format.
+_SHOWN = (
+    ("success", "rollout/success", "{:.3f}"),
+    ("return", "rollout/return", "{:.3f}"),
+    ("entropy", "rollout/entropy", "{:.3f}"),
+    ("validation success", "val/success", "{:.3f}"),
+)
+_DEFAULT_PHASE = "training"
+
+
+@runtime_checkable
+class NamesPhase(Protocol):
+    """Module that names its training phase, such as the warm start."""
+
+    phase: str
 
 
 class RolloutProgress(RolloutCallback, ProgressBar):
-    """Show iteration, phase, success, reward, entropy, tokens/s and time left.
+    """Show iteration, phase, success, return, entropy, tokens/s and remaining time.
 
-    A module that trains by steps rather than by iterations (such as the warm start) is shown by its steps;
-    its name is the module's attribute `phase`, else "training".
+    A module that trains by steps instead of iterations, such as the warm start, is shown by its steps. Its
+    attribute `phase` names them, if it has one.
 
     Args:
-        refresh_per_second: of the live display.
+        refresh_per_second: refresh rate of the live display.
         console: where to write; default the terminal.
-        lines: of a log for a phase that counts steps.
+        lines: number of log lines of a phase that counts steps.
     """
 
+    # The run's warm start is shown too.
     in_warm_start = True
 
     def __init__(
@@ -40,12 +57,12 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._enabled = True
         self._display: _Display | None = None
         self._by_steps = False
-        self._began = self._rollout_began = 0.0
-        self._first = self._reported = 0
+        self._start_time = self._rollout_start_time = 0.0
+        self._first_count = self._reported_count = 0
         self._tokens_per_second: float | None = None
 
     def disable(self) -> None:
-        """Show nothing (Lightning calls it on the ranks that do not show progress)."""
+        """Show nothing; Lightning calls this on ranks that do not show progress."""
         self._enabled = False
 
     def enable(self) -> None:
@@ -55,7 +72,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     # ---- Lightning's hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Keep the Trainer."""
+        """Keep the Trainer; only rank 0 shows progress."""
         super().setup(trainer, pl_module, stage)
         if not trainer.is_global_zero:
             self.disable()
@@ -63,11 +80,11 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the display."""
         self._by_steps = trainer.max_epochs in (None, -1)
-        self._began, self._first = time.monotonic(), self._done()
-        self._reported = self._first
+        self._start_time, self._first_count = time.monotonic(), self._count()
+        self._reported_count = self._first_count
         if self._enabled and self.console.is_terminal:
             self._display = _Display(self.console, refresh_per_second=self.refresh_per_second)
-        self._phase("training")
+        self._show(_DEFAULT_PHASE)
 
     def on_train_batch_end(
         self,
@@ -79,18 +96,18 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     ) -> None:
         """Advance the update phase."""
         if self._by_steps:
-            self._phase(str(getattr(pl_module, "phase", "training")))
+            self._show(_phase_of(pl_module))
             self._report_steps()
         else:
-            self._phase("update", batch_idx + 1, int(trainer.num_training_batches))
+            self._show("update", batch_idx + 1, int(trainer.num_training_batches))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the iteration before, all of whose metrics are now known."""
+        """Report the previous iteration, whose metrics are now complete."""
         self._report()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show that validation sets are being played."""
-        self._phase("validate")
+        """Show the validation phase."""
+        self._show("validate")
 
     def on_validation_batch_end(
         self,
@@ -104,18 +121,18 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         """Advance the validation."""
         batches = trainer.num_val_batches
         total = batches[dataloader_idx] if isinstance(batches, list) else batches
-        self._phase("validate", batch_idx + 1, int(total) if total != float("inf") else None)
+        self._show("validate", batch_idx + 1, int(total) if total != float("inf") else None)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report the last iteration and close the display."""
         self._report()
-        self._phase("finished")
+        self._show("finished")
         self._close()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Give the terminal back."""
+        """Close the display."""
         self._close()
 
     # ---- hooks of the rollout/update loop
@@ -123,71 +140,77 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the rollout phase."""
         self._report()
-        self._rollout_began = time.monotonic()
-        self._phase("rollout")
+        self._rollout_start_time = time.monotonic()
+        self._show("rollout")
 
     def on_rollout_progress(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, done: int, total: int
     ) -> None:
         """Advance the rollout phase."""
-        self._phase("rollout", done, total)
+        self._show("rollout", done, total)
 
     def on_rollout_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, trajectories: Sequence[Any]
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, trajectories: Sequence[Trajectory]
     ) -> None:
-        """Measure the rollout's speed, on this rank."""
-        tokens = sum(len(turn.response_ids) for one in trajectories for turn in one.turns)
-        self._tokens_per_second = tokens / max(1e-9, time.monotonic() - self._rollout_began)
-        self._phase("update")
+        """Measure the rollout's speed on this rank."""
+        tokens = sum(
+            len(turn.response_ids) for trajectory in trajectories for turn in trajectory.turns
+        )
+        self._tokens_per_second = tokens / max(1e-9, time.monotonic() - self._rollout_start_time)
+        self._show("update")
 
-    # ---- what is shown
+    # ---- content
 
-    def _done(self) -> int:
+    def _count(self) -> int:
         return self.trainer.global_step if self._by_steps else self.trainer.current_epoch
 
     def _total(self) -> int | None:
         total = self.trainer.max_steps if self._by_steps else self.trainer.max_epochs
         return total if total is not None and total > 0 else None
 
-    def _phase(self, name: str, done: int = 0, total: int | None = None) -> None:
+    def _show(self, phase: str, done: int = 0, total: int | None = None) -> None:
         if self._display is not None:
-            word = name if self._by_steps else "iteration"
-            self._display.show(
-                word, self._done(), self._total(), phase=(name, done, total), words=self._words()
+            self._display.update(
+                overall=(phase if self._by_steps else "iteration", self._count(), self._total()),
+                phase=(phase, done, total),
+                text=self._text(),
             )
 
-    def _words(self) -> str:
+    def _text(self) -> str:
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        words = iteration_metrics(metrics)
-        speed = metrics.get("time/tokens_per_second", self._tokens_per_second)
         if self._by_steps:
-            words = [f"{n} {v:.3g}" for n, v in metrics.items() if n != "epoch"][:4]
-        elif speed is not None:
-            words.append(f"{speed:,.0f} tokens/s")
-        done, total = self._done(), self._total()
-        if total is not None and done > self._first:
-            pace = (time.monotonic() - self._began) / (done - self._first)
-            words.append(f"{duration(pace * (total - done))} left")
-        return "  ".join(words)
+            fields = [f"{name} {value:.3g}" for name, value in metrics.items() if name != "epoch"][
+                :4
+            ]
+        else:
+            fields = iteration_metrics(metrics)
+            speed = metrics.get("time/tokens_per_second", self._tokens_per_second)
+            if speed is not None:
+                fields.append(f"{speed:,.0f} tokens/s")
+        count, total = self._count(), self._total()
+        if total is not None and count > self._first_count:
+            pace = (time.monotonic() - self._start_time) / (count - self._first_count)
+            fields.append(f"{duration(pace * (total - count))} left")
+        return "  ".join(fields)
 
     def _report(self) -> None:
-        """Print the line of a finished iteration, where there is no live display."""
-        done = self._done()
-        if self._by_steps or done == self._reported:
+        """Print the line of a finished iteration if there is no live display."""
+        count = self._count()
+        if self._by_steps or count == self._reported_count:
             return
-        self._reported = done
-        self._line(f"iteration {done}/{self._total() or '?'}")
+        self._reported_count = count
+        self._line(f"iteration {count}/{self._total() or '?'}")
 
     def _report_steps(self) -> None:
-        done, total = self._done(), self._total()
-        if done != self._reported and done % max(1, (total or 10 * self.lines) // self.lines) == 0:
-            self._reported = done
-            phase = getattr(self.trainer.lightning_module, "phase", "training")
-            self._line(f"{phase} {done}/{total or '?'}")
+        count, total = self._count(), self._total()
+        interval = max(1, (total or 10 * self.lines) // self.lines)
+        if count != self._reported_count and count % interval == 0:
+            self._reported_count = count
+            self._line(f"{_phase_of(self.trainer.lightning_module)} {count}/{total or '?'}")
 
     def _line(self, head: str) -> None:
         if self._enabled and self._display is None:
-            print(f"{head}  {self._words()}", file=self.console.file, flush=True)
+            print(f"{head}  {self._text()}", file=self.console.file, flush=True)
 
     def _close(self) -> None:
         if self._display is not None:
@@ -195,16 +218,45 @@ class RolloutProgress(RolloutCallback, ProgressBar):
             self._display = None
 
 
+def _phase_of(pl_module: pl.LightningModule) -> str:
+    return pl_module.phase if isinstance(pl_module, NamesPhase) else _DEFAULT_PHASE
+
+
+def iteration_metrics(metrics: Mapping[str, float]) -> list[str]:
+    """Return an iteration's metrics as text; missing ones are left out.
+
+    >>> iteration_metrics({"rollout/success": 0.5, "val/success": 0.25, "other": 1.0})
+    ['success 0.500', 'validation success 0.250']
+    """
+    return [
+        f"{label} {form.format(float(metrics[name]))}"
+        for label, name, form in _SHOWN
+        if name in metrics
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Return a time in minutes and seconds, with hours if there are any.
+
+    >>> duration(75), duration(3675)
+    ('1:15', '1:01:15')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 class _Display:
     """Two bars and a line of metrics on a terminal."""
 
     def __init__(self, console: Console, *, refresh_per_second: float) -> None:
-        columns = (
+        self.bars = Progress(
             TextColumn("{task.description:<12}"),
             BarColumn(bar_width=40),
             MofNCompleteColumn(),
+            console=console,
+            auto_refresh=False,
         )
-        self.bars = Progress(*columns, console=console, auto_refresh=False)
         self.rows: list[TaskID] = [self.bars.add_task("", total=None) for _ in range(2)]
         self.text = Text()
         self.live = Live(
@@ -212,25 +264,18 @@ class _Display:
         )
         self.live.start()
 
-    def show(
+    def update(
         self,
-        word: str,
-        done: int,
-        total: int | None,
         *,
+        overall: tuple[str, int, int | None],
         phase: tuple[str, int, int | None],
-        words: str,
+        text: str,
     ) -> None:
-        name, phase_done, phase_total = phase
-        self.bars.update(self.rows[0], description=word, completed=done, total=total)
-        self.bars.update(
-            self.rows[1],
-            description=name,
-            completed=phase_done,
-            total=phase_total,
-            visible=name != word,
-        )
-        self.text.plain = words
+        """Show both bars, each as label, completed and total, and the text."""
+        for row, (label, completed, total) in zip(self.rows, (overall, phase), strict=True):
+            self.bars.update(row, description=label, completed=completed, total=total)
+        self.bars.update(self.rows[1], visible=phase[0] != overall[0])
+        self.text.plain = text
 
     def close(self) -> None:
         self.live.stop()

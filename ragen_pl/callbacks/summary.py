@@ -1,4 +1,4 @@
-"""What a run came to: a table of before and after, and the commands that go on from here."""
+"""RunSummary: a table of the validation before and after a run, and the commands to continue from there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import MLFlowLogger
 from rich.console import Console
 from rich.table import Table
 
+from ragen_pl.callbacks.access import mlflow_loggers, run_folder
 from ragen_pl.metrics.intervals import wilson
 
-# Rows of the table: word, metric, digits.
+# Rows of the table: label, metric, number of digits.
 _ROWS = (
     ("success", "success", 3),
     ("return", "return", 3),
@@ -24,14 +24,16 @@ _ROWS = (
     ("valid actions", "valid_actions", 3),
     ("response tokens", "response_tokens", 1),
 )
+# Columns of a log, which has no width of its own; rich's default of 80 would wrap the table.
+_LOG_WIDTH = 120
 
 
 class RunSummary(pl.Callback):
     """Remember a run's first and last validation and print them side by side.
 
     Args:
-        references: metrics to set beside them, by player: `{"random": {"success": 0.2}}`.
-        print_at_end: print when fit ends; set it to False to call `show` later, with more references.
+        references: metrics of other policies for further columns: `{"random": {"success": 0.2}}`.
+        print_at_end: print when fit ends; set it to False to call `show` later with more references.
         console: where to print; default the terminal.
     """
 
@@ -42,22 +44,22 @@ class RunSummary(pl.Callback):
         print_at_end: bool = True,
         console: Console | None = None,
     ) -> None:
-        self.references = {name: dict(figures) for name, figures in (references or {}).items()}
+        self.references = {name: dict(metrics) for name, metrics in (references or {}).items()}
         self.print_at_end, self.console = print_at_end, console
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take note of the validation sets' metrics."""
+        """Keep the validation set's metrics."""
         if trainer.sanity_checking:
             return
-        figures = {
+        metrics = {
             name.removeprefix("val/"): float(value)
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val/")
         }
-        self.before = self.before or figures
-        self.after = figures
+        self.before = self.before or metrics
+        self.after = metrics
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the summary."""
@@ -65,7 +67,7 @@ class RunSummary(pl.Callback):
             self.show(trainer)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return what a resumed run needs to know."""
+        """Return the state of a resumed run."""
         return {"before": dict(self.before), "after": dict(self.after)}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, float]]) -> None:
@@ -78,57 +80,56 @@ class RunSummary(pl.Callback):
         *,
         references: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Print table and commands, on rank 0."""
+        """Print the table and the commands, on rank 0."""
         if not trainer.is_global_zero:
             return
         console = self.console or Console()
         if not console.is_terminal and self.console is None:
-            console.width = 120  # a log has no width of its own, and 80 would wrap the table
+            console.width = _LOG_WIDTH
         columns = {"before": self.before, "after": self.after}
         if self.after:
             console.print(summary_table({**columns, **self.references, **(references or {})}))
-        for word, line in where_things_are(trainer).items():
-            console.print(f"{word:<11}{line}", soft_wrap=True, highlight=False, markup=False)
+        for label, text in next_steps(trainer).items():
+            console.print(f"{label:<11}{text}", soft_wrap=True, highlight=False, markup=False)
 
 
 def summary_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a table of validation set metrics, a column for each player or moment."""
-    table = Table(title="Held-out validation set")
+    """Return a table of validation metrics with a column for each policy or moment."""
+    table = Table(title="Validation set")
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")
-    for word, name, digits in _ROWS:
-        if any(name in figures for figures in columns.values()):
-            table.add_row(word, *(_cell(figures, name, digits) for figures in columns.values()))
+    for label, name, digits in _ROWS:
+        if any(name in metrics for metrics in columns.values()):
+            table.add_row(label, *(_cell(metrics, name, digits) for metrics in columns.values()))
     return table
 
 
-def _cell(figures: Mapping[str, float], name: str, digits: int) -> str:
-    if name not in figures:
+def _cell(metrics: Mapping[str, float], name: str, digits: int) -> str:
+    if name not in metrics:
         return "-"
-    text = f"{figures[name]:.{digits}f}"
-    if name == "success" and figures.get("episodes"):
-        text += f" ± {wilson(figures[name], count=figures['episodes']).half_width:.3f}"
+    text = f"{metrics[name]:.{digits}f}"
+    if name == "success" and metrics.get("episodes"):
+        text += f" ± {wilson(metrics[name], count=metrics['episodes']).half_width:.3f}"
     return text
 
 
-def where_things_are(trainer: pl.Trainer) -> dict[str, str]:
-    """Return where the checkpoint is and the commands to open MLflow and to resume."""
+def next_steps(trainer: pl.Trainer) -> dict[str, str]:
+    """Return the paths of checkpoint, page and plots, and the commands to open MLflow and to resume."""
     lines: dict[str, str] = {}
     checkpoint = newest_checkpoint(trainer)
     if checkpoint:
         lines["checkpoint"] = checkpoint
-    lines |= what_to_look_at(Path(trainer.default_root_dir))
-    for logger in trainer.loggers:
-        if isinstance(logger, MLFlowLogger):
-            lines["MLflow"] = open_command(str(logger._tracking_uri))
+    lines |= page_and_plots(run_folder(trainer))
+    for logger in mlflow_loggers(trainer):
+        lines["MLflow"] = open_command(str(logger._tracking_uri))
     if checkpoint:
-        lines["resume"] = resume_command(own_overrides(), checkpoint=checkpoint)
+        lines["resume"] = resume_command(run_overrides(), checkpoint=checkpoint)
     return lines
 
 
-def what_to_look_at(run: Path) -> dict[str, str]:
-    """Return where a run's newest trajectory page and its plots are, as far as there are any."""
+def page_and_plots(run: Path) -> dict[str, str]:
+    """Return the paths of a run's newest trajectory page and of its plots, if they exist."""
     pages = sorted(run.glob("trajectories/*/page.html"))
     lines = {"page": str(pages[-1].absolute())} if pages else {}
     if any(run.glob("plots/*.png")):
@@ -137,9 +138,9 @@ def what_to_look_at(run: Path) -> dict[str, str]:
 
 
 def newest_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Return the absolute path of the last checkpoint, None where none was written."""
+    """Return the absolute path of the last checkpoint, or None if none was written."""
     for callback in trainer.checkpoint_callbacks:
-        # one that keeps the best is not the newest
+        # A checkpoint with a monitor is the best one, not the newest.
         if isinstance(callback, ModelCheckpoint) and callback.monitor is None:
             path = callback.last_model_path or callback.best_model_path
             if path:
@@ -148,26 +149,25 @@ def newest_checkpoint(trainer: pl.Trainer) -> str | None:
 
 
 def open_command(uri: str) -> str:
-    """Return how to look at the runs of a tracking store."""
-    return (
-        uri
-        if uri.startswith(("http://", "https://"))
-        else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
-    )
+    """Return the command that shows a tracking store, or the address of a server."""
+    if uri.startswith(("http://", "https://")):
+        return uri
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
-def own_overrides() -> list[str]:
-    """Return the overrides of this run, which in a sweep are not all of the command line's."""
+def run_overrides() -> list[str]:
+    """Return the overrides of this run; in a sweep, the command line has those of other runs too."""
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
-        own = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
-        folders = [part for path in own for part in ("--config-dir", path)]
-        return [*folders, *hydra.overrides.task]
+        sources = hydra.runtime.config_sources
+        folders = [source.path for source in sources if source.provider == "command-line"]
+        options = [option for path in folders for option in ("--config-dir", path)]
+        return [*options, *hydra.overrides.task]
     return sys.argv[1:]
 
 
 def resume_command(arguments: Sequence[str], *, checkpoint: str) -> str:
-    """Return the command that goes on from a checkpoint, with the arguments the run had.
+    """Return the command that resumes from a checkpoint with the run's arguments.
 
     >>> resume_command(["env=bandit", "ckpt_path=last"], checkpoint="runs/a/last.ckpt")
     'python -m ragen_pl.fit env=bandit ckpt_path=runs/a/last.ckpt'

@@ -42,13 +42,4 @@ DIAGNOSTICS: dict[str, Rule] = {
     **{f"callbacks.diagnostics.{name}": rule for name, rule in _DIAGNOSTICS.items()},
     **{f"callbacks.collapse.{name}": rule for name, rule in _COLLAPSE.items()},
 }
-READINGS: tuple[str, ...] = (
-    "success", "return_mean", "valid_actions", "true_thoughts", "deviation", "entropy", "think_tokens", "think_blocks",
-    "distinct_responses", "distinct_thoughts", "action_entropy", "top_action", "action/*", "gradient_norm_*",
-    "gradient_spike", "gradient_spike_*", "conditional_entropy", "conditional_entropy_per_token", "marginal_entropy",
-    "mutual_information", "mutual_information_bound", "mutual_information_share", "retrieval_accuracy",
-    "retrieval_above_chance", "regime", "deviation_ratio", "entropy_ratio", "think_tokens_ratio",
-    "distinct_responses_ratio", "mutual_information_share_ratio", "true_thoughts_ratio",
-)  # fmt: skip
-"""What an alarm may watch, as Diagnostics names it."""
 DIAGNOSTICS_TEXT: tuple[str, ...] = ("callbacks.collapse.alarms.*.reading",)

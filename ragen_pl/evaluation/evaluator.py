@@ -20,7 +20,7 @@ from ragen_pl.evaluation.checks import is_greedy, pass_ks, tracked_run
 from ragen_pl.evaluation.mlflow_log import log_evaluation
 from ragen_pl.evaluation.report import print_tables, write_report
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
-from ragen_pl.metrics.intervals import by_difficulty, figures
+from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
@@ -121,8 +121,8 @@ class Evaluator:
         told = self.evaluation.validation_sets.setdefault(
             settings.name, _validation(settings, self)
         )
-        found: dict[str, Any] = dict(figures(trajectories, pass_ks=self.pass_ks))
-        if levels := by_difficulty(trajectories):
+        found: dict[str, Any] = dict(validation_metrics(trajectories, pass_ks=self.pass_ks))
+        if levels := success_by_difficulty(trajectories):
             found["by_difficulty"] = {str(level): known for level, known in levels.items()}
         told["policies"][policy_name] = found
 

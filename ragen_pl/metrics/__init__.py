@@ -1,1 +1,1 @@
-"""torchmetrics that hold sums and counts, so that any split over steps and ranks gives the same metrics."""
+"""Metrics of episodes and updates. They hold sums and counts: any split over steps and ranks gives the same result."""

@@ -1,10 +1,11 @@
-"""How varied responses are: distinct ones, distinct thoughts, and how actions are spread."""
+"""Diversity of responses: distinct responses, distinct thoughts and the distribution of actions."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,14 +14,25 @@ from torchmetrics import Metric
 from ragen_pl.distributed import gather_over_ranks, gather_states
 from ragen_pl.trajectory import Trajectory
 
-_MOST_NAMES = 8  # actions beyond so many names are not told one by one
+READINGS: Final = (
+    "think_blocks",
+    "distinct_responses",
+    "distinct_thoughts",
+    "action_entropy",
+    "top_action",
+    "action/*",
+)
+"""Names of the metrics, which `Diagnostics` reads. The config reads this constant without importing the module."""
+
+# Each action's share is a metric of its own up to this number of actions.
+_MAX_ACTIONS = 8
 
 
 class ResponseDiversity(Metric):
-    """Digests of responses, thoughts and actions, so that counting them over ranks needs no texts.
+    """Counts of distinct responses, thoughts and actions, from digests: ranks need not exchange texts.
 
     Args:
-        over_ranks: whether `compute` counts all ranks' responses; False for one process's.
+        over_ranks: whether `compute` counts the responses of all ranks, or of this process alone.
     """
 
     full_state_update = False
@@ -31,7 +43,8 @@ class ResponseDiversity(Metric):
     def __init__(self, *, over_ranks: bool = True) -> None:
         super().__init__(sync_on_compute=over_ranks, dist_sync_fn=gather_states)
         self.over_ranks = over_ranks
-        self.names: dict[int, str] = {}  # of actions, by digest
+        # Names of actions by digest.
+        self.action_names: dict[int, str] = {}
         for name in ("responses", "thoughts", "actions"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
@@ -39,18 +52,19 @@ class ResponseDiversity(Metric):
         """Count these trajectories' turns."""
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         actions = [action for turn in turns for action in turn.actions]
-        self.names |= {_digest(action): action for action in set(actions)}
-        # a first 0 keeps every rank's list from being empty, which can't be gathered
+        self.action_names |= {_digest(action): action for action in set(actions)}
+        # Digests start with a 0 that is not counted: an empty list can't be gathered over ranks.
         self.responses.append(_digests([turn.response_text for turn in turns]))
         self.thoughts.append(_digests([turn.think for turn in turns if turn.think is not None]))
         self.actions.append(_digests(actions))
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics; those without anything to count are left out.
+        """Return the metrics; those with nothing to count are left out.
 
         `think_blocks`: share of responses with a valid think block; `distinct_responses`, `distinct_thoughts`:
-        different ones as a share of all; `action_entropy`: of the actions' distribution, in nats;
-        `top_action`: share of the commonest; `action/<name>`: each action's share, where they are few.
+        number of different ones divided by the number of all; `action_entropy`: entropy of the distribution of
+        actions, in nats; `top_action`: share of the most frequent action; `action/<name>`: share of each action,
+        for up to eight actions.
         """
         responses, thoughts, actions = map(_joined, (self.responses, self.thoughts, self.actions))
         metrics: dict[str, float] = {}
@@ -60,13 +74,13 @@ class ResponseDiversity(Metric):
         if len(thoughts):
             metrics["distinct_thoughts"] = len(thoughts.unique()) / len(thoughts)
         if len(actions):
-            metrics |= self._spread(actions)
+            metrics |= self._action_metrics(actions)
         return metrics
 
-    def _spread(self, actions: Tensor) -> dict[str, float]:
+    def _action_metrics(self, actions: Tensor) -> dict[str, float]:
         names: dict[int, str] = {}
-        for of_rank in gather_over_ranks(self.names) if self.over_ranks else [self.names]:
-            names |= of_rank
+        for own in gather_over_ranks(self.action_names) if self.over_ranks else [self.action_names]:
+            names |= own
         kinds, counts = actions.unique(return_counts=True)
         shares = {
             names[kind]: count / len(actions)
@@ -76,7 +90,7 @@ class ResponseDiversity(Metric):
             "action_entropy": sum(-share * math.log(share) for share in shares.values()),
             "top_action": max(shares.values()),
         }
-        if len(shares) <= _MOST_NAMES:
+        if len(shares) <= _MAX_ACTIONS:
             metrics |= {f"action/{name}": shares[name] for name in sorted(shares)}
         return metrics
 
@@ -90,7 +104,7 @@ def _digests(texts: Sequence[str]) -> Tensor:
     return torch.tensor([0, *(_digest(text) for text in texts)], dtype=torch.int64)
 
 
-def _joined(parts: list[Tensor] | Tensor) -> Tensor:
-    """Return all digests of a state, which torchmetrics has joined where it gathered ranks."""
-    every = parts if isinstance(parts, Tensor) else torch.cat([torch.zeros(0).long(), *parts])
-    return every[every != 0]
+def _joined(state: list[Tensor] | Tensor) -> Tensor:
+    """Return all digests of a state, which is one tensor if torchmetrics gathered it over ranks."""
+    digests = state if isinstance(state, Tensor) else torch.cat([torch.zeros(0).long(), *state])
+    return digests[digests != 0]

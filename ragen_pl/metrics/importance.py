@@ -1,4 +1,4 @@
-"""What importance masks select: whose score is high, and what stays in M_loss."""
+"""Statistics of importance masks: scores by kind of token, and the share of tokens kept in M_loss."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ KINDS = ("image", "text", "think", "tag", "action", "end", "other", "seen", "pre
 
 
 class ImportanceStatistics(NamedSums):
-    """Sums over the positions of an iteration, by what they belong to.
+    """Sums over the positions of an iteration, by kind of token.
 
-    `image` and `text` were shown, the others sampled; `seen` and `predicted` are the observation and the
-    prediction of formats that ask for them.
+    `image` and `text` are tokens of the prompt, all other kinds are sampled tokens. `seen` and `predicted` are
+    the observation and the prediction of prompt formats that ask for them.
     """
 
     def __init__(self) -> None:
         super().__init__(
-            [f"{kind}_{what}" for kind in KINDS for what in ("score", "count", "trained", "kept")]
+            [f"{kind}_{name}" for kind in KINDS for name in ("score", "count", "trained", "kept")]
         )
 
     def add(
         self,
         kind: str,
         scores: Tensor,
-        where: Tensor,
+        positions: Tensor,
         *,
         before: Tensor | None = None,
         after: Tensor | None = None,
@@ -35,33 +35,33 @@ class ImportanceStatistics(NamedSums):
 
         Args:
             kind: one of `KINDS`.
-            scores: `[rows, time]`.
-            where: bool `[rows, time]`: the kind's positions.
-            before: bool `[rows, time]`: M_loss before it was narrowed, for what was sampled.
-            after: bool `[rows, time]`: and afterwards.
+            scores: importance scores, `[rows, time]`.
+            positions: the kind's positions, bool `[rows, time]`.
+            before: M_loss before the importance mask, for sampled tokens, bool `[rows, time]`.
+            after: M_loss after the importance mask, bool `[rows, time]`.
         """
         sums: dict[str, float | Tensor] = {
-            f"{kind}_score": torch.where(where, scores, 0.0).double().sum(),
-            f"{kind}_count": where.sum(),
+            f"{kind}_score": torch.where(positions, scores, 0.0).double().sum(),
+            f"{kind}_count": positions.sum(),
         }
         if before is not None and after is not None:
             sums |= {
-                f"{kind}_trained": (where & before).sum(),
-                f"{kind}_kept": (where & after).sum(),
+                f"{kind}_trained": (positions & before).sum(),
+                f"{kind}_kept": (positions & after).sum(),
             }
         self.update(sums)
 
     def compute(self) -> dict[str, float]:
-        """Return, by kind, `score_share_*` of the total score, `score_mean_*`, and `kept_*` of M_loss's tokens."""
+        """Return by kind: `score_share_*` of the total score, `score_mean_*`, and the share `kept_*` of M_loss."""
         totals = self.totals()
-        everything = sum(totals[f"{kind}_score"] for kind in KINDS)
-        figures = {}
+        total_score = sum(totals[f"{kind}_score"] for kind in KINDS)
+        metrics = {}
         for kind in KINDS:
             if not totals[f"{kind}_count"]:
                 continue
             score = totals[f"{kind}_score"]
-            figures[f"score_share_{kind}"] = ratio(score, everything)
-            figures[f"score_mean_{kind}"] = ratio(score, totals[f"{kind}_count"])
+            metrics[f"score_share_{kind}"] = ratio(score, total_score)
+            metrics[f"score_mean_{kind}"] = ratio(score, totals[f"{kind}_count"])
             if totals[f"{kind}_trained"]:
-                figures[f"kept_{kind}"] = ratio(totals[f"{kind}_kept"], totals[f"{kind}_trained"])
-        return figures
+                metrics[f"kept_{kind}"] = ratio(totals[f"{kind}_kept"], totals[f"{kind}_trained"])
+        return metrics

@@ -1,17 +1,25 @@
-"""What episodes of a validation set come to: shares with intervals, pass@k, by difficulty."""
+"""Metrics of a validation set's episodes: shares with intervals, pass@k, success by difficulty."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.trajectory import Trajectory
 
-_TOLD = ("return", "turns", "failed", "valid_actions", "effective_actions", "response_tokens")
-_Z = 1.959963984540054  # of a 95% interval
+_ROLLOUT_METRICS = (
+    "return",
+    "turns",
+    "failed",
+    "valid_actions",
+    "effective_actions",
+    "response_tokens",
+)
+# Quantile of the normal distribution for a 95% interval.
+_Z = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,10 @@ class Share:
         """Half the interval's width."""
         return (self.high - self.low) / 2
 
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return the share and its interval as `name`, `name_low` and `name_high`."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 def wilson(share: float, *, count: float) -> Share:
     """Return a share of `count` independent trials with its 95% interval (Wilson, 1927).
@@ -38,35 +50,36 @@ def wilson(share: float, *, count: float) -> Share:
     1.0
     """
     square = _Z**2 / count
-    centre = (share + square / 2) / (1 + square)
+    center = (share + square / 2) / (1 + square)
     spread = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return Share(
-        share, max(0.0, min(share, centre - spread)), min(1.0, max(share, centre + spread))
-    )
+    low = max(0.0, min(share, center - spread))
+    high = min(1.0, max(share, center + spread))
+    return Share(share, low, high)
 
 
 def clustered(successes: Sequence[Sequence[bool]]) -> Share:
-    """Return the share of successes over samples of several starts, with its 95% interval.
+    """Return the share of successes over samples of several groups, with its 95% interval.
 
-    Samples of one start are alike, so the interval is Wilson's for as many independent trials as would
-    leave the spread between the starts' means: never fewer than starts, never more than samples.
+    Samples of a group are correlated. The interval is Wilson's for the number of independent trials that
+    would give the observed variance between the groups' means, at least the number of groups and at most the
+    number of samples.
 
     Args:
-        successes: for each start, whether each of its samples succeeded.
+        successes: for each group, whether each of its samples succeeded.
     """
-    means = [sum(one) / len(one) for one in successes]
+    means = [sum(samples) / len(samples) for samples in successes]
     count, total = len(means), sum(map(len, successes))
     share = sum(map(sum, successes)) / total
     if total == count or count < 2:
         return wilson(share, count=total if total == count else count)
-    centre = sum(means) / count
-    variance = sum((mean - centre) ** 2 for mean in means) / (count - 1) / count
+    center = sum(means) / count
+    variance = sum((mean - center) ** 2 for mean in means) / (count - 1) / count
     trials = share * (1 - share) / variance if variance > 0 else count
     return wilson(share, count=min(max(trials, count), total))
 
 
 def pass_at(k: int, *, samples: int, successes: int) -> float:
-    """Return the chance that one of k samples drawn without return succeeds (Chen et al., 2021).
+    """Return the probability that one of k samples drawn without replacement succeeds (Chen et al., 2021).
 
     The unbiased estimator `1 - C(n - c, k) / C(n, k)` of n samples, c of them successes.
 
@@ -79,60 +92,46 @@ def pass_at(k: int, *, samples: int, successes: int) -> float:
     1.0
     """
     if not 1 <= k <= samples:
-        raise ValueError(f"pass_at: found {k}, expected 1 to {samples}, the samples of a start")
+        raise ValueError(f"pass_at: found {k}, expected 1 to {samples}, the samples of a group")
     return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
 
 
-def figures(trajectories: Sequence[Trajectory], *, pass_ks: Sequence[int] = ()) -> dict[str, float]:
-    """Return what the episodes come to; groups are the samples of one start.
+def validation_metrics(
+    trajectories: Sequence[Trajectory], *, pass_ks: Sequence[int] = ()
+) -> dict[str, float]:
+    """Return the metrics of a validation set's episodes; groups are the samples of one initial state.
 
     Shares of no responses at all are left out.
     """
-    success = clustered(_by_start(trajectories))
-    known = rollout_metrics(trajectories)
-    result = {
-        "episodes": known["episodes"],
-        "success": success.value,
-        "success_low": success.low,
-        "success_high": success.high,
-    }
-    result |= {name: known[name] for name in _TOLD if not math.isnan(known[name])}
+    groups = _successes_by_group(trajectories)
+    rollout = rollout_metrics(trajectories)
+    metrics = {"episodes": rollout["episodes"]} | clustered(groups).metrics("success")
+    metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
     for k in pass_ks:
-        rates = [
-            pass_at(k, samples=len(one), successes=sum(one)) for one in _by_start(trajectories)
-        ]
+        rates = [pass_at(k, samples=len(samples), successes=sum(samples)) for samples in groups]
         interval = wilson(math.fsum(rates) / len(rates), count=len(rates))
-        result |= {
-            f"pass@{k}": interval.value,
-            f"pass@{k}_low": interval.low,
-            f"pass@{k}_high": interval.high,
-        }
-    return result
+        metrics |= interval.metrics(f"pass@{k}")
+    return metrics
 
 
-def by_difficulty(trajectories: Sequence[Trajectory]) -> dict[int, dict[str, float]]:
-    """Return success with its interval for each difficulty of a start, easiest first.
+def success_by_difficulty(trajectories: Sequence[Trajectory]) -> dict[int, dict[str, float]]:
+    """Return success with its interval for each difficulty of an initial state, easiest first.
 
-    Empty where the environment tells none.
+    Empty if the environment reports no difficulty.
     """
-    found: dict[int, list[Trajectory]] = defaultdict(list)
-    for one in trajectories:
-        if one.difficulty is not None:
-            found[one.difficulty].append(one)
-    result = {}
-    for difficulty, some in sorted(found.items()):
-        success = clustered(_by_start(some))
-        result[difficulty] = {
-            "episodes": float(len(some)),
-            "success": success.value,
-            "success_low": success.low,
-            "success_high": success.high,
-        }
-    return result
+    levels: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.difficulty is not None:
+            levels[trajectory.difficulty].append(trajectory)
+    return {
+        difficulty: {"episodes": float(len(episodes))}
+        | clustered(_successes_by_group(episodes)).metrics("success")
+        for difficulty, episodes in sorted(levels.items())
+    }
 
 
-def _by_start(trajectories: Sequence[Trajectory]) -> list[list[bool]]:
-    groups: Mapping[int, list[bool]] = defaultdict(list)
-    for one in trajectories:
-        groups[one.group].append(bool(one.success))
+def _successes_by_group(trajectories: Sequence[Trajectory]) -> list[list[bool]]:
+    groups: dict[int, list[bool]] = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.group].append(bool(trajectory.success))
     return list(groups.values())

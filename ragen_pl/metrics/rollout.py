@@ -1,4 +1,4 @@
-"""What a set of trajectories shows: success, return, turns, form, lengths, spread within groups."""
+"""Metrics of trajectories: success, return, turns, valid actions, lengths, spread within groups."""
 
 from __future__ import annotations
 
@@ -8,71 +8,71 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragen_pl.metrics.sums import NamedSums, ratio
-from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory, Turn
 
-_NAMES = (
-    "episodes", "successes", "return", "return_square", "turns", "valid", "effective", "response_tokens", "think_tokens",
-    "entropy", "hit_length_limit", "failed", "turn_limit", "truth_known", "truth_told", "groups", "group_std",
-    "observations_told", "true_observations", "predictions_told", "true_predictions",
-)  # fmt: skip
-_THOUGHTS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
+_SUMS = (
+    "episodes",
+    "successes",
+    "return",
+    "return_square",
+    "turns",
+    "valid",
+    "effective",
+    "response_tokens",
+    "think_tokens",
+    "entropy",
+    "hit_length_limit",
+    "failed",
+    "turn_limit",
+    "described_states",
+    "correct_thoughts",
+    "groups",
+    "group_std",
+    "observations",
+    "observation_agreement",
+    "predictions",
+    "prediction_agreement",
+)
+_REASONING_SPANS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
 
 
 class RolloutStatistics(NamedSums):
-    """Sums over trajectories; groups must not be split over ranks.
+    """Sums over trajectories; a group must not be split over ranks.
 
     Args:
-        over_ranks: whether `compute` adds the ranks' sums up; False for metrics of one process.
+        over_ranks: whether `compute` adds up the sums of all ranks, or returns those of this process alone.
     """
 
     def __init__(self, *, over_ranks: bool = True) -> None:
-        super().__init__(_NAMES, over_ranks=over_ranks)
+        super().__init__(_SUMS, over_ranks=over_ranks)
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:  # type: ignore[override]
         """Count these trajectories."""
         sums: dict[str, float] = defaultdict(float)
-        groups: dict[int, list[float]] = defaultdict(list)
+        group_returns: dict[int, list[float]] = defaultdict(list)
         for trajectory in trajectories:
-            sums["episodes"] += 1
-            sums["failed"] += trajectory.status is EpisodeStatus.FAILED
-            sums["turn_limit"] += (
-                trajectory.status is EpisodeStatus.TURN_LIMIT and not trajectory.success
-            )
-            sums["successes"] += trajectory.success
-            sums["return"] += trajectory.reward
-            sums["return_square"] += trajectory.reward**2
-            groups[trajectory.group].append(trajectory.reward)
+            _add_episode(sums, trajectory)
+            group_returns[trajectory.group].append(trajectory.reward)
             for turn in trajectory.turns:
-                sums["turns"] += 1
-                sums["valid"] += turn.action_is_valid
-                sums["effective"] += turn.action_is_effective
-                sums["response_tokens"] += len(turn.response_ids)
-                sums["think_tokens"] += int(np.isin(turn.spans, _THOUGHTS).sum())
-                sums["entropy"] += turn.response_entropy * len(turn.response_ids)
-                sums["hit_length_limit"] += turn.hit_length_limit
-                for statement in turn.statements:
-                    sums[f"{statement.part}s_told"] += 1
-                    sums[f"true_{statement.part}s"] += statement.agreement
-                if "truth" in turn.info:
-                    sums["truth_known"] += 1
-                    sums["truth_told"] += turn.think == turn.info["truth"]
-        spreads = [np.std(rewards, ddof=1) for rewards in groups.values() if len(rewards) > 1]
+                _add_turn(sums, turn)
+        spreads = [
+            np.std(returns, ddof=1) for returns in group_returns.values() if len(returns) > 1
+        ]
         sums["groups"] += len(spreads)
         sums["group_std"] += float(sum(spreads))
         super().update(sums)
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics; `nan` where nothing was counted."""
+        """Return the metrics; NaN without episodes or turns, no entry for what environments do not tell."""
         total = self.totals()
         episodes, turns = total["episodes"], total["turns"]
-        figures = {
+        mean_return = ratio(total["return"], episodes)
+        variance = ratio(total["return_square"], episodes) - mean_return**2
+        metrics = {
             "episodes": episodes,
             "success": ratio(total["successes"], episodes),
-            "return": ratio(total["return"], episodes),
-            "return_std": max(
-                0.0, ratio(total["return_square"], episodes) - ratio(total["return"], episodes) ** 2
-            )
-            ** 0.5,
+            "return": mean_return,
+            "return_std": max(0.0, variance) ** 0.5,
             "turns": ratio(turns, episodes),
             "valid_actions": ratio(total["valid"], turns),
             "effective_actions": ratio(total["effective"], turns),
@@ -83,18 +83,47 @@ class RolloutStatistics(NamedSums):
             "failed": ratio(total["failed"], episodes),
             "turn_limit": ratio(total["turn_limit"], episodes),
         }
-        if total["truth_known"]:
-            figures["true_thoughts"] = ratio(total["truth_told"], total["truth_known"])
-        for part in ("observations", "predictions"):
-            if total[f"{part}_told"]:
-                figures[f"true_{part}"] = ratio(total[f"true_{part}"], total[f"{part}_told"])
-        if total["groups"]:
-            figures["group_return_std"] = ratio(total["group_std"], total["groups"])
-        return figures
+        optional = {
+            "think_accuracy": ("correct_thoughts", "described_states"),
+            "observation_accuracy": ("observation_agreement", "observations"),
+            "prediction_accuracy": ("prediction_agreement", "predictions"),
+            "group_return_std": ("group_std", "groups"),
+        }
+        return metrics | {
+            name: ratio(total[summed], total[count])
+            for name, (summed, count) in optional.items()
+            if total[count]
+        }
+
+
+def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
+    at_turn_limit = trajectory.status is EpisodeStatus.TURN_LIMIT
+    sums["episodes"] += 1
+    sums["failed"] += trajectory.status is EpisodeStatus.FAILED
+    sums["turn_limit"] += at_turn_limit and not trajectory.success
+    sums["successes"] += trajectory.success
+    sums["return"] += trajectory.reward
+    sums["return_square"] += trajectory.reward**2
+
+
+def _add_turn(sums: dict[str, float], turn: Turn) -> None:
+    sums["turns"] += 1
+    sums["valid"] += turn.action_is_valid
+    sums["effective"] += turn.action_is_effective
+    sums["response_tokens"] += len(turn.response_ids)
+    sums["think_tokens"] += int(np.isin(turn.spans, _REASONING_SPANS).sum())
+    sums["entropy"] += turn.response_entropy * len(turn.response_ids)
+    sums["hit_length_limit"] += turn.hit_length_limit
+    for statement in turn.statements:
+        sums[f"{statement.part}s"] += 1
+        sums[f"{statement.part}_agreement"] += statement.agreement
+    if "truth" in turn.info:
+        sums["described_states"] += 1
+        sums["correct_thoughts"] += turn.think == turn.info["truth"]
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the metrics of these trajectories alone, whatever other ranks have played."""
+    """Return the metrics of these trajectories alone, without those of other ranks."""
     statistics = RolloutStatistics(over_ranks=False)
     statistics.update(trajectories)
     return statistics.compute()

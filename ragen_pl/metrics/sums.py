@@ -12,9 +12,14 @@ from ragen_pl.distributed import gather_states
 
 
 class NamedSums(Metric):
-    """Hold a float64 sum for each name and, for some, a maximum; subclasses say what they mean.
+    """Float64 sums by name and, for some names, maxima; subclasses turn them into metrics.
 
-    One vector is synchronised over the ranks, not a tensor a name.
+    The ranks synchronize one vector of all sums.
+
+    Args:
+        names: names of the sums.
+        maxima: names of the maxima.
+        over_ranks: whether `compute` adds up the sums of all ranks, or returns those of this process alone.
     """
 
     full_state_update = False
@@ -37,7 +42,7 @@ class NamedSums(Metric):
             )
 
     def update(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add to the sums named, raise the maxima named."""
+        """Add to the named sums and raise the named maxima."""
         unknown = set(values) - set(self.names) - set(self.maximum_names)
         if unknown:
             raise KeyError(
@@ -66,7 +71,7 @@ class NamedSums(Metric):
         return self.sums.tolist() + (self.maxima.tolist() if self.maximum_names else [])
 
     def import_state(self, state: Sequence[float]) -> None:
-        """Restore what `export_state` gave."""
+        """Restore the state of `export_state`."""
         self.reset()
         self._update_count = 1
         self.sums += torch.tensor(
@@ -79,5 +84,5 @@ class NamedSums(Metric):
 
 
 def ratio(total: float, count: float) -> float:
-    """Return total / count, NaN where nothing was counted."""
+    """Return total / count, NaN if the count is 0."""
     return total / count if count else float("nan")

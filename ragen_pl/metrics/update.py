@@ -1,4 +1,4 @@
-"""What the update phase did: losses, divergences, clipping, gradient norms, and how well values explain returns."""
+"""Statistics of the update phase: losses, divergences, clipping, and how well values explain returns."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ _PER_STEP = ("loss", "policy_loss", "value_loss", "kl_loss", "entropy_bonus")
 class UpdateStatistics(NamedSums):
     """Sums over the minibatches of an update phase.
 
-    `*_loss` and `loss` are sums over steps of this rank's share of a global mean, so they add up
-    over ranks; `tokens` counts trained tokens.
+    `loss` and `*_loss` are sums over steps of this rank's share of a global mean; they add up over ranks.
+    `tokens` is the number of trained tokens.
     """
 
     def __init__(self) -> None:
         super().__init__((*_PER_TOKEN, *_PER_STEP, "tokens", "kl", "kl_tokens"))
 
-    def figures(self, *, steps: int) -> dict[str, float]:
-        """Return the metrics of an update phase of this many optimizer steps."""
+    def metrics(self, *, steps: int) -> dict[str, float]:
+        """Return the metrics of an update phase.
+
+        Args:
+            steps: number of optimizer steps.
+        """
         total = self.compute()
-        figures = {name: ratio(total[name], total["tokens"]) for name in _PER_TOKEN}
-        figures["clip_fraction"] = figures["clipped_low"] + figures["clipped_high"]
-        figures |= {name: ratio(total[name], steps) for name in _PER_STEP}
+        metrics = {name: ratio(total[name], total["tokens"]) for name in _PER_TOKEN}
+        metrics["clip_fraction"] = metrics["clipped_low"] + metrics["clipped_high"]
+        metrics |= {name: ratio(total[name], steps) for name in _PER_STEP}
         if total["kl_tokens"]:
-            figures["reference_kl"] = ratio(total["kl"], total["kl_tokens"])
-        return figures
+            metrics["reference_kl"] = ratio(total["kl"], total["kl_tokens"])
+        return metrics
 
 
 class PreparationStatistics(NamedSums):
-    """Trainer against behavior log-probs, and values against returns, before an update."""
+    """Mismatch of trainer and behavior log-probs, and of values and returns, before an update."""
 
     def __init__(self) -> None:
         names = (
@@ -46,7 +50,7 @@ class PreparationStatistics(NamedSums):
         super().__init__(names, maxima=("mismatch_max",))
 
     def compute(self) -> dict[str, float]:
-        """Return `logprob_mismatch` (mean and max |Δ|, k3 KL) and `explained_variance`."""
+        """Return `logprob_mismatch` (mean and max of the absolute difference, k3 KL) and `explained_variance`."""
         total = self.totals()
         count = total["credited"]
         spread = total["returns_square"] - ratio(total["returns"] ** 2, count)

@@ -227,7 +227,7 @@ class AgentModule(pl.LightningModule):
         figures = {f"rollout/{name}": value for name, value in datamodule.metrics.items()}
         figures |= {f"rollout/{name}": value for name, value in self.preparation.compute().items()}
         figures |= {
-            f"update/{name}": value for name, value in self.statistics.figures(steps=steps).items()
+            f"update/{name}": value for name, value in self.statistics.metrics(steps=steps).items()
         }
         figures |= {
             f"update/gradient_norm_{name}": value for name, value in self.gradient_norms.items()

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.pairs import class_named
-from ragen_pl.config.schema_diagnostics import READINGS
+from ragen_pl.config.readings import declared_readings
 from ragen_pl.run.environment_check import probe
 from ragen_pl.run.folder import RUN_DIR, Run, locate
 from ragen_pl.run.tracking import check_reachable, tracking_uri
@@ -222,8 +222,9 @@ def check_monitor(cfg: DictConfig) -> None:
                 f"callbacks.collapse.alarms.{name}: expected one of below and above; set the other to null"
             )
         reading = str(alarm.get("reading") or "") if alarm else ""
-        if reading and not any(fnmatchcase(reading, known) for known in READINGS):
-            near = get_close_matches(reading, READINGS, n=1)
+        readings = declared_readings()
+        if reading and not any(fnmatchcase(reading, known) for known in readings):
+            near = get_close_matches(reading, readings, n=1)
             raise ConfigError(
                 f"callbacks.collapse.alarms.{name}.reading={reading}: no such reading; "
                 + (f"did you mean {near[0]}?" if near else "docs/diagnostics.md has them all")

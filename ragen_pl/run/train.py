@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
-from ragen_pl.callbacks.summary import RunSummary, own_overrides, resume_command
+from ragen_pl.callbacks.summary import RunSummary, run_overrides, resume_command
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
@@ -257,7 +257,7 @@ def report_stop(error: SystemExit, run: Run) -> object:
         # the first rank reports, and would be killed by another rank's exit code
         return 0
     signal = "Ctrl-C" if by_hand else "SIGTERM"
-    arguments = own_overrides()
+    arguments = run_overrides()
     if run.last.exists():
         saved, checkpoint = f"the last checkpoint is {run.last}", str(run.last)
     else:

@@ -8,22 +8,22 @@ import numpy as np
 
 
 def enlarged(image: np.ndarray, *, factor: int) -> np.ndarray:
-    """Return an image with every pixel repeated `factor` times each way, at least once.
+    """Return an image with every pixel repeated `factor` times in each direction.
 
     Args:
         image: uint8 `[height, width, 3]`.
-        factor: below 1 it leaves the image as it is.
+        factor: number of repetitions; values below 1 leave the image as it is.
     """
     times = max(1, factor)
     return image.repeat(times, axis=0).repeat(times, axis=1)
 
 
 def beside(images: Sequence[np.ndarray], *, gap: int) -> np.ndarray:
-    """Return images from left to right on white, aligned at the top, `gap` pixels apart.
+    """Return images from left to right on white, aligned at the top.
 
     Args:
-        images: each uint8 `[height, width, 3]`, of any size; one at least.
-        gap: pixels.
+        images: at least one image, each uint8 `[height, width, 3]` of any size.
+        gap: pixels between two images.
     """
     height = max(image.shape[0] for image in images)
     width = sum(image.shape[1] + gap for image in images) - gap

@@ -1,12 +1,13 @@
-"""Plots of a run: the learning curve with intervals, by iteration and by wall time, and time by phase.
+"""Plots of a run: success by iteration and by wall time, with intervals, and time by phase.
 
-Drawn from rows, one an iteration; `ragen_pl.callbacks.plots` keeps them.
+They are drawn from rows, one an iteration, which `ragen_pl.callbacks.plots` collects.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,32 +18,41 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = dict[str, float]
-"""Of an iteration: `iteration`, `elapsed_s`, `rollout/success`, `val/success` …, `time/rollout_s` …"""
+"""Metrics of an iteration: `iteration`, `elapsed_s`, `rollout/success`, `val/success`, `time/rollout_s` ..."""
 
 PHASES = ("rollout", "update", "validation", "other")
-_COLOURS = {"rollout": "#2f7fd6", "update": "#e07b1f", "validation": "#3a9a63", "other": "#9aa3b2"}
+_PHASE_COLORS = {
+    "rollout": "#2f7fd6",
+    "update": "#e07b1f",
+    "validation": "#3a9a63",
+    "other": "#9aa3b2",
+}
+# Prefix of the metrics, label and color of each learning curve.
+_CURVES = (
+    ("rollout", "sampled in training", "#9aa3b2"),
+    ("val", "held-out validation set", "#2257bf"),
+)
 _MINUTE = 60.0
 
 
 def draw_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
-    """Draw the plots that the rows have metrics for into a folder and return their files.
-
-    A file appears under its name once it is whole.
-    """
+    """Draw the plots that the rows have metrics for into a folder and return their files."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
+    plots: dict[str, Callable[[Axes], None]] = {}
     if any("val/success" in row or "rollout/success" in row for row in rows):
-        drawn += [
-            _figure(folder / "learning_by_iteration.png", title, lambda axes: _learning(axes, rows, by="iteration")),
-            _figure(folder / "learning_by_time.png", title, lambda axes: _learning(axes, rows, by="elapsed_s")),
-        ]  # fmt: skip
-    if any(f"time/{phase}_s" in row for row in rows for phase in PHASES):
-        drawn.append(_figure(folder / "time_by_phase.png", title, lambda axes: _phases(axes, rows)))
-    return drawn
+        plots["learning_by_iteration.png"] = partial(_learning, rows=rows, by="iteration")
+        plots["learning_by_time.png"] = partial(_learning, rows=rows, by="elapsed_s")
+    if any(_is_timed(row) for row in rows):
+        plots["time_by_phase.png"] = partial(_phases, rows=rows)
+    return [_figure(folder / name, title, draw) for name, draw in plots.items()]
+
+
+def _is_timed(row: Row) -> bool:
+    return any(f"time/{phase}_s" in row for phase in PHASES)
 
 
 def _figure(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
-    # the object-oriented way: pyplot would keep metrics, choose a backend and want a display
+    # Without pyplot, which keeps figures in memory and selects a backend that may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,45 +69,42 @@ def _figure(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
     return path
 
 
-def _learning(axes: Axes, rows: Sequence[Row], *, by: str) -> None:
-    """Success of what was sampled in training and of the held-out validation set, with 95% intervals."""
-    curves = (
-        ("rollout", "sampled in training", "#9aa3b2"),
-        ("val", "held-out validation set", "#2257bf"),
-    )
+def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
+    """Draw success of the sampled episodes and on the held-out validation set, with 95% intervals."""
     divisor = _MINUTE if by == "elapsed_s" else 1.0
-    for prefix, label, color in curves:
-        known = [row for row in rows if not math.isnan(row.get(f"{prefix}/success", math.nan))]
-        if not known:
+    for prefix, label, color in _CURVES:
+        name = f"{prefix}/success"
+        points = [row for row in rows if not math.isnan(row.get(name, math.nan))]
+        if not points:
             continue
-        places = [row[by] / divisor for row in known]
-        shares = [row[f"{prefix}/success"] for row in known]
-        few = len(known) < 60
-        axes.plot(places, shares, color=color, label=label, marker="o" if few else "", markersize=3)
-        bounds = [
-            wilson(share, count=row.get(f"{prefix}/episodes") or math.inf)
-            for row, share in zip(known, shares, strict=True)
+        x = [row[by] / divisor for row in points]
+        shares = [row[name] for row in points]
+        marker = "o" if len(points) < 60 else ""
+        axes.plot(x, shares, color=color, label=label, marker=marker, markersize=3)
+        intervals = [
+            wilson(row[name], count=row.get(f"{prefix}/episodes") or math.inf) for row in points
         ]
-        lows, highs = [one.low for one in bounds], [one.high for one in bounds]
-        axes.fill_between(places, lows, highs, color=color, alpha=0.2, linewidth=0)
+        low, high = [share.low for share in intervals], [share.high for share in intervals]
+        axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("success (95% interval, Wilson)")
-    axes.set_xlabel("iterations" if by == "iteration" else "minutes of reinforcement learning")
+    axes.set_xlabel("iteration" if by == "iteration" else "minutes of reinforcement learning")
     axes.legend(frameon=False)
 
 
-def _phases(axes: Axes, rows: Sequence[Row]) -> None:
-    """Seconds of each iteration by phase, stacked; the legend tells the totals."""
-    timed = [row for row in rows if any(f"time/{phase}_s" in row for phase in PHASES)]
+def _phases(axes: Axes, *, rows: Sequence[Row]) -> None:
+    """Draw the seconds of each iteration by phase, stacked, with the totals in the legend."""
+    timed = [row for row in rows if _is_timed(row)]
+    x = [row["iteration"] for row in timed]
     columns = {phase: [row.get(f"time/{phase}_s", 0.0) for row in timed] for phase in PHASES}
     total = sum(map(sum, columns.values())) or 1.0
     bottom = [0.0] * len(timed)
     for phase, seconds in columns.items():
-        share = f"{phase}: {sum(seconds) / _MINUTE:.1f} min, {100 * sum(seconds) / total:.0f}%"
-        places = [row["iteration"] for row in timed]
-        axes.bar(places, seconds, bottom=bottom, width=0.9, color=_COLOURS[phase], label=share)
-        bottom = [low + one for low, one in zip(bottom, seconds, strict=True)]
-    axes.set_xlabel("iterations")
+        label = f"{phase}: {sum(seconds) / _MINUTE:.1f} min, {100 * sum(seconds) / total:.0f}%"
+        axes.bar(x, seconds, bottom=bottom, width=0.9, color=_PHASE_COLORS[phase], label=label)
+        bottom = [low + height for low, height in zip(bottom, seconds, strict=True)]
+    axes.set_xlabel("iteration")
     axes.set_ylabel("seconds")
-    axes.set_ylim(0, 1.4 * max(bottom, default=1.0))  # room for the legend
+    # Room for the legend above the bars.
+    axes.set_ylim(0, 1.4 * max(bottom, default=1.0))
     axes.legend(frameon=False)

@@ -1,14 +1,14 @@
-"""An episode as one line of JSON, its images as PNG files: what pages, replays and notebooks read.
+"""An episode as one line of JSON, with its images as PNG files: what pages, replays and notebooks read.
 
-The schema is told in `docs/evaluation.md`. Nothing here knows of tables or checkpoints; credit per token
-is taken out of a batch in `ragen_pl.viewing.token_credit`.
+`docs/evaluation.md` documents the schema. The per-token values of an update come from
+`ragen_pl.viewing.token_credit`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,14 +19,14 @@ from PIL import Image
 from ragen_pl.files import atomic_write
 from ragen_pl.trajectory import Trajectory, Turn
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "trajectories.jsonl"
-PICTURES = "images"
-_IMAGE = "<image>"
+IMAGES = "images"
+_IMAGE_SLOT = "<image>"
 
 
 class TokenReader(Protocol):
-    """What turns ids into text; a `ContextManager` does."""
+    """Object that turns token ids into text, such as a `ContextManager`."""
 
     @property
     def bundle(self) -> Any:
@@ -38,18 +38,26 @@ class TokenReader(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class TokenCredit:
-    """What an update knows of an episode's sampled tokens, in order; None where it does not."""
+    """Per-token values of an update for the sampled tokens of an episode, in order; None if not available.
 
-    values: np.ndarray | None = None  # float32 [tokens]: of the critic, before the update
-    advantages: np.ndarray | None = None  # float32 [tokens]
-    returns: np.ndarray | None = None  # float32 [tokens]: value targets
-    loss_mask: np.ndarray | None = None  # bool [tokens]: M_loss
-    advantage_mask: np.ndarray | None = None  # bool [tokens]: M_adv
+    Attributes:
+        values: critic's values before the update, float32 `[tokens]`.
+        advantages: float32 `[tokens]`.
+        returns: value targets, float32 `[tokens]`.
+        loss_mask: M_loss, bool `[tokens]`.
+        advantage_mask: M_adv, bool `[tokens]`.
+    """
 
-    def of(self, place: slice) -> dict[str, list[float] | list[bool]]:
-        """Return what is known of some of the tokens, in JSON's types."""
+    values: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    returns: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
+    advantage_mask: np.ndarray | None = None
+
+    def at(self, tokens: slice) -> dict[str, list[float] | list[bool]]:
+        """Return the available values of some of the tokens as JSON types."""
         return {
-            name: column[place].tolist()
+            name: column[tokens].tolist()
             for name, column in asdict(self).items()
             if column is not None
         }
@@ -57,7 +65,13 @@ class TokenCredit:
 
 @dataclass(kw_only=True, slots=True)
 class Origin:
-    """Where an episode was played: in a training iteration, or on a validation set by some player."""
+    """Where an episode was played.
+
+    Attributes:
+        iteration: training iteration; None for an evaluation.
+        validation_set: name of the validation set; None for training.
+        policy: name of the policy that played.
+    """
 
     iteration: int | None = None
     validation_set: str | None = None
@@ -65,32 +79,57 @@ class Origin:
 
 
 class ImageFiles:
-    """Writes each image once, under the digest of its pixels.
+    """Image files named by the digest of their pixels, each written once.
 
     Args:
-        folder: where records are written; the files go to `images/` in it.
+        folder: folder of the records; the files go to `images/` in it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[str, str] = {}
+        self._names: dict[str, str] = {}
 
     def name(self, image: np.ndarray) -> str:
-        """Return the path of an image's file relative to the folder; write it if it is new.
+        """Return the path of an image's file relative to the folder, after writing it if it is new.
 
         Args:
             image: uint8 `[height, width, 3]`.
         """
         pixels = np.ascontiguousarray(image)
         digest = hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()[:16]
-        if digest not in self._known:
-            name = f"{PICTURES}/{digest}.png"
+        if digest not in self._names:
+            name = f"{IMAGES}/{digest}.png"
             file = self.folder / name
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(pixels).save(file)
-            self._known[digest] = name
-        return self._known[digest]
+            self._names[digest] = name
+        return self._names[digest]
+
+    def names(self, images: Sequence[np.ndarray]) -> list[str]:
+        """Return the paths of several images' files."""
+        return [self.name(image) for image in images]
+
+
+def sample_groups(groups: Sequence[Hashable], *, count: int) -> list[int]:
+    """Return the indices of about `count` episodes: whole groups, spread evenly over all groups.
+
+    Args:
+        groups: group of each episode.
+        count: number of episodes; it is rounded up to whole groups.
+
+    >>> sample_groups([0, 1, 2, 3, 4, 5], count=3), sample_groups([7], count=3)
+    ([0, 2, 4], [0])
+    >>> sample_groups([1, 1, 2, 2], count=1)
+    [0, 1]
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    size = max(map(len, members.values()), default=1)
+    kept = min(-(-count // size), len(members))
+    in_order = list(members.values())
+    return [index for number in range(kept) for index in in_order[number * len(members) // kept]]
 
 
 def to_record(
@@ -101,20 +140,20 @@ def to_record(
     credit: TokenCredit | None = None,
     origin: Origin | None = None,
 ) -> dict[str, Any]:
-    """Return an episode in JSON's types.
+    """Return an episode as JSON types.
 
     Args:
-        trajectory: the episode.
-        reader: gives the prompts as text and the tokens' pieces; None leaves both out.
-        images: writes image files; None leaves images out.
-        credit: values, advantages and masks of the sampled tokens, turn after turn.
-        origin: where it was played.
+        trajectory: episode to record.
+        reader: source of the prompts' text and the tokens' pieces; None leaves both out.
+        images: image files to write to; None leaves images out.
+        credit: per-token values of the sampled tokens, turn after turn.
+        origin: where the episode was played.
     """
     turns, first = [], 0
     for number, turn in enumerate(trajectory.turns, start=1):
         record = _turn(turn, number=number, reader=reader, images=images)
         if credit is not None:
-            record |= credit.of(slice(first, first + len(turn.response_ids)))
+            record |= credit.at(slice(first, first + len(turn.response_ids)))
         first += len(turn.response_ids)
         turns.append(record)
     return {
@@ -129,27 +168,26 @@ def to_record(
         "difficulty": trajectory.difficulty,
         "error": trajectory.error,
         "turns": turns,
-        "final_images": _named(trajectory.final_images, images),
+        "final_images": images.names(trajectory.final_images) if images else [],
     }
 
 
 def _turn(
     turn: Turn, *, number: int, reader: TokenReader | None, images: ImageFiles | None
 ) -> dict[str, Any]:
-    record: dict[str, Any] = {
+    patches = turn.prompt_patches
+    return {
         "turn": number,
         "observation": turn.observation.text,
-        "images": _named(turn.observation.images, images),
-        "prompt_text": None if reader is None else prompt_text(turn.prompt_ids, reader=reader),
+        "images": images.names(turn.observation.images) if images else [],
+        "prompt_text": prompt_text(turn.prompt_ids, reader=reader) if reader else None,
         "prompt_ids": turn.prompt_ids.tolist(),
-        "prompt_images": _named(turn.prompt_images, images),
-        "prompt_patches": None
-        if turn.prompt_patches is None
-        else [patches.tolist() for patches in turn.prompt_patches],
+        "prompt_images": images.names(turn.prompt_images) if images else [],
+        "prompt_patches": None if patches is None else [kept.tolist() for kept in patches],
         "turns_left_out": list(turn.turns_left_out),
         "response": turn.response_text,
         "response_ids": turn.response_ids.tolist(),
-        "response_pieces": None if reader is None else reader.pieces(turn.response_ids),
+        "response_pieces": reader.pieces(turn.response_ids) if reader else None,
         "logprobs": [float(value) for value in turn.response_logprobs],
         "spans": turn.spans.tolist(),
         "entropy": float(turn.response_entropy),
@@ -164,41 +202,33 @@ def _turn(
         "temperature": float(turn.temperature),
         "info": turn.info,
     }
-    return record
 
 
 def prompt_text(ids: np.ndarray, *, reader: TokenReader) -> str:
-    """Return a prompt as the model saw it, control tokens included, each image's tokens as `<image>`."""
-    bundle = reader.bundle
-    slot = bundle.image_token_id
-    parts: list[str] = []
-    rest: list[int] = []
-    for token, before in zip(ids.tolist(), [None, *ids.tolist()], strict=False):
-        if slot is not None and token == slot:
-            if before != slot:
-                parts += [_decode(rest, bundle), _IMAGE]
-                rest = []
-        else:
-            rest.append(token)
-    return "".join([*parts, _decode(rest, bundle)])
+    """Return a prompt as the model reads it: control tokens included, each image's tokens as `<image>`."""
+    image_token = reader.bundle.image_token_id
+    pieces: list[str] = []
+    text_ids: list[int] = []
+    previous = None
+    for token in ids.tolist():
+        if image_token is None or token != image_token:
+            text_ids.append(token)
+        elif previous != image_token:
+            pieces += [_decoded(text_ids, reader.bundle), _IMAGE_SLOT]
+            text_ids = []
+        previous = token
+    return "".join([*pieces, _decoded(text_ids, reader.bundle)])
 
 
-def _decode(ids: Sequence[int], bundle: Any) -> str:
+def _decoded(ids: Sequence[int], bundle: Any) -> str:
     return str(bundle.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
-def _named(images: Sequence[np.ndarray], files: ImageFiles | None) -> list[str]:
-    return [] if files is None else [files.name(image) for image in images]
-
-
 def write_records(records: Iterable[dict[str, Any]], folder: Path, *, file: str = FILE) -> Path:
-    """Write records as JSONL into a folder and return the file's path.
-
-    The file appears under its name once it is whole.
-    """
+    """Write records as JSONL into a folder and return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file
-    with atomic_write(path) as file, file.open("w", encoding="utf-8") as stream:
+    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as stream:
         for record in records:
             stream.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
     return path
@@ -212,30 +242,31 @@ def write_episodes(
     credit: Sequence[TokenCredit | None] | None = None,
     origin: Origin | None = None,
 ) -> list[dict[str, Any]]:
-    """Write episodes' records and images into a folder and return the records.
+    """Write the records and images of episodes into a folder and return the records.
 
     Args:
-        trajectories: the episodes.
-        folder: where `trajectories.jsonl` and `images/` are written.
-        reader: as of `to_record`.
-        credit: of each episode, as of `to_record`.
-        origin: where they were played.
+        trajectories: episodes to record.
+        folder: folder for `trajectories.jsonl` and `images/`.
+        reader: as for `to_record`.
+        credit: per-token values of each episode, as for `to_record`.
+        origin: where the episodes were played.
     """
     images = ImageFiles(folder)
-    known = credit or [None] * len(trajectories)
     records = [
-        to_record(one, reader=reader, images=images, credit=its, origin=origin)
-        for one, its in zip(trajectories, known, strict=True)
+        to_record(trajectory, reader=reader, images=images, credit=tokens, origin=origin)
+        for trajectory, tokens in zip(
+            trajectories, credit or [None] * len(trajectories), strict=True
+        )
     ]
     write_records(records, folder)
     return records
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSONL file; image paths are relative to the file's folder.
+    """Yield the records of a JSONL file; their image paths are relative to the file's folder.
 
     Raises:
-        ValueError: a line is no record of this schema.
+        ValueError: a line is not a record of this schema.
     """
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):
@@ -252,7 +283,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: object) -> object:
-    """Return what an environment left in its info in JSON's types, as text where there are none."""
+    """Return an entry of an environment's info as a JSON type, or as text if there is none."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)

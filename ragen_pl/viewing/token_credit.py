@@ -1,4 +1,4 @@
-"""Credit per token taken out of an update's batch, episode by episode."""
+"""Per-token values of an update's batch, episode by episode, for the records."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ragen_pl.viewing.records import TokenCredit
 def token_credit(
     batch: TrajectoryBatch | None, trajectories: Sequence[Trajectory], *, values: bool = True
 ) -> list[TokenCredit | None]:
-    """Return what a prepared batch knows of the sampled tokens of the trajectories it was collated from.
+    """Return the values, advantages and masks of the sampled tokens of a batch's trajectories.
 
     Args:
-        batch: after credit was assigned; None where there is none.
-        trajectories: those that were played.
-        values: whether a critic filled the batch's values in.
+        batch: batch after credit assignment; None if there is none.
+        trajectories: trajectories that were played, among them those of the batch.
+        values: whether a critic filled the batch's values.
 
     Returns:
-        One entry a trajectory; None for those that are not in the batch.
+        One entry a trajectory; None for a trajectory that is not in the batch.
     """
     if batch is None:
         return [None] * len(trajectories)
@@ -31,23 +31,27 @@ def token_credit(
     sampled = samples.sampled & (samples.spans != Span.SHOWN)
     order = samples.token[sampled].argsort()
     columns = {
-        "advantages": samples.advantages, "returns": samples.returns,
-        "loss_mask": samples.loss_mask, "advantage_mask": samples.advantage_mask,
-    }  # fmt: skip
+        "advantages": samples.advantages,
+        "returns": samples.returns,
+        "loss_mask": samples.loss_mask,
+        "advantage_mask": samples.advantage_mask,
+    }
     if values:
         columns["values"] = samples.values
     flat = {name: column[sampled][order].cpu().numpy() for name, column in columns.items()}
-    of_token = samples.episode[:, None].expand_as(sampled)[sampled][order]
-    sizes = torch.bincount(of_token, minlength=len(episodes.turns))
-    lasts = sizes.cumsum(0).tolist()
-    names = zip(episodes.group.tolist(), episodes.member.tolist(), strict=True)
-    places = {
-        name: slice(last - size, last)
-        for name, last, size in zip(names, lasts, sizes.tolist(), strict=True)
+    episode_of_token = samples.episode[:, None].expand_as(sampled)[sampled][order]
+    sizes = torch.bincount(episode_of_token, minlength=len(episodes.turns))
+    ends = sizes.cumsum(0).tolist()
+    keys = zip(episodes.group.tolist(), episodes.member.tolist(), strict=True)
+    slices = {
+        key: slice(end - size, end)
+        for key, end, size in zip(keys, ends, sizes.tolist(), strict=True)
     }
-    return [
-        TokenCredit(**{name: column[place] for name, column in flat.items()})
-        if usable(one) and (place := places.get((one.group, one.member))) is not None
-        else None
-        for one in trajectories
-    ]
+    credit: list[TokenCredit | None] = []
+    for trajectory in trajectories:
+        tokens = slices.get((trajectory.group, trajectory.member))
+        if tokens is None or not usable(trajectory):
+            credit.append(None)
+        else:
+            credit.append(TokenCredit(**{name: column[tokens] for name, column in flat.items()}))
+    return credit

@@ -1,6 +1,6 @@
-"""Episodes as MLflow traces: agent, its turns, the environment's steps, with the images attached.
+"""Episodes as MLflow traces: an agent span with its turns and the environment's steps, images attached.
 
-MLflow exports them in threads of its own, so that a run does not wait; `flush_traces` does, once, at the end.
+MLflow exports traces in threads of its own, so a run does not wait. `flush_traces` waits once, at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-_SOURCE_RUN = "mlflow.sourceRun"  # the metadata by which MLflow shows a trace under its run
+# The metadata by which MLflow shows a trace under its run.
+_SOURCE_RUN = "mlflow.sourceRun"
+_STORE_VARIABLE = "MLFLOW_TRACKING_URI"
+_TAGS = ("iteration", "validation_set", "policy", "group", "member", "success", "status")
 
 
 def trace_records(
@@ -22,26 +25,17 @@ def trace_records(
     experiment_id: str,
     run_id: str,
 ) -> int:
-    """Log a trace for each record under a run, and return how many.
+    """Log a trace for each record under a run and return the number of traces.
 
     Args:
-        records: of `ragen_pl.viewing.records`.
+        records: records of `ragen_pl.viewing.records`.
         images: folder that the records' image paths start from.
-        uri: the tracking store.
-        experiment_id: of the run.
-        run_id: of the MLflow run.
+        uri: tracking store.
+        experiment_id: experiment of the run.
+        run_id: MLflow run.
     """
-    import mlflow
-
     logging.getLogger("mlflow.tracing.export.async_export_queue").setLevel(logging.WARNING)
-    said = os.environ.get("MLFLOW_TRACKING_URI")
-    mlflow.set_tracking_uri(uri)  # spans know no client; this is where they go
-    if (
-        said is None
-    ):  # what it sets would be taken for the user's word by another run of this process
-        os.environ.pop("MLFLOW_TRACKING_URI", None)
-    else:
-        os.environ["MLFLOW_TRACKING_URI"] = said
+    _set_store(uri)
     count = 0
     for record in records:
         _trace(record, images=images, experiment_id=experiment_id, run_id=run_id)
@@ -49,8 +43,24 @@ def trace_records(
     return count
 
 
+def _set_store(uri: str) -> None:
+    """Select the tracking store; spans take no client, so it is a setting of the process.
+
+    MLflow also sets its environment variable. That is undone: another run of this process would take it
+    for a choice of the user.
+    """
+    import mlflow
+
+    variable = os.environ.get(_STORE_VARIABLE)
+    mlflow.set_tracking_uri(uri)
+    if variable is None:
+        os.environ.pop(_STORE_VARIABLE, None)
+    else:
+        os.environ[_STORE_VARIABLE] = variable
+
+
 def flush_traces() -> None:
-    """Wait until the traces that were logged so far are stored."""
+    """Wait until the traces logged so far are stored."""
     import mlflow
 
     mlflow.flush_trace_async_logging()
@@ -60,28 +70,15 @@ def _trace(record: Mapping[str, Any], *, images: Path, experiment_id: str, run_i
     import mlflow
     from mlflow.entities import SpanType
 
-    where = (
-        f"iteration {record['iteration']}"
-        if record["validation_set"] is None
-        else f"validation set {record['validation set']}"
-    )
+    if record["validation_set"] is None:
+        origin = f"iteration {record['iteration']}"
+    else:
+        origin = f"validation set {record['validation_set']}"
     root = mlflow.start_span_no_context(
-        f"{record['player']}, {where}",
+        f"{record['policy']}, {origin}",
         span_type=SpanType.AGENT,
         inputs={name: record[name] for name in ("seed", "group", "member", "difficulty")},
-        tags={
-            name: str(record[name])
-            for name in (
-                "iteration",
-                "validation_set",
-                "policy",
-                "group",
-                "member",
-                "success",
-                "status",
-            )
-            if record[name] is not None
-        },
+        tags={name: str(record[name]) for name in _TAGS if record[name] is not None},
         metadata={_SOURCE_RUN: run_id},
         experiment_id=experiment_id,
     )
@@ -120,8 +117,10 @@ def _trace_turn(turn: Mapping[str, Any], *, root: Any, images: Path) -> None:
         parent_span=span,
         inputs={"actions": turn["actions"]},
     )
-    outcome = {name: turn[name] for name in ("reward", "valid", "effective")}
-    step.end(outputs=outcome | {"info": {name: str(one) for name, one in turn["info"].items()}})
+    info = {name: str(value) for name, value in turn["info"].items()}
+    step.end(
+        outputs={name: turn[name] for name in ("reward", "valid", "effective")} | {"info": info}
+    )
     span.end(
         outputs={name: turn[name] for name in ("response", "think", "actions", "hit_length_limit")}
     )

@@ -15,40 +15,40 @@ function make(tag, settings = {}, ...children) {
   return node;
 }
 
-// Control and direction characters are shown by their code: they could hide or reorder what was said.
+// Control and direction characters are shown by their code: they could hide or reorder text.
 function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
     (letter) => `⟨U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
-const mean = (values) => (values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null);
+const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
 const image = (name, alt) => (data.images[name] ? make("img", { src: data.images[name], alt }) : null);
-const invalid = (episode) => episode.turns.some((turn) => !turn.valid);
+const hasInvalidTurn = (episode) => episode.turns.some((turn) => !turn.valid);
 
-// The largest size of each column on the page: shading is comparable between tokens, turns and episodes.
+// The largest absolute value of each column on the page: one scale makes tokens, turns and episodes comparable.
 const scale = {}, present = {};
-for (const [word, column] of Object.entries(COLUMNS)) {
-  let top = 0;
+for (const [label, column] of Object.entries(COLUMNS)) {
+  let largest = 0;
   for (const episode of data.episodes) for (const turn of episode.turns) if (turn[column] && turn.response_pieces) {
-    present[word] = true;
-    for (const value of turn[column]) if (value !== null) top = Math.max(top, Math.abs(value));
+    present[label] = true;
+    for (const value of turn[column]) if (value !== null) largest = Math.max(largest, Math.abs(value));
   }
-  scale[word] = top || 1;
+  scale[label] = largest || 1;
 }
 const hasMasks = data.episodes.some((episode) => episode.turns.some((turn) => turn.loss_mask && turn.response_pieces));
 
-function shade(word, value) {
+function shade(label, value) {
   if (value === null || value === undefined) return "";
-  const share = Math.round(72 * Math.min(1, Math.abs(value) / scale[word]));
+  const share = Math.round(72 * Math.min(1, Math.abs(value) / scale[label]));
   return `color-mix(in srgb, var(--${value < 0 ? "minus" : "plus"}) ${share}%, transparent)`;
 }
 
-function figures(turn, index) {
-  const parts = Object.entries(COLUMNS).filter(([, column]) => turn[column])
-    .map(([word, column]) => `${word} ${number(turn[column][index])}`);
-  if (turn.loss_mask) parts.push(`M_loss ${turn.loss_mask[index] ? 1 : 0}`);
-  if (turn.advantage_mask) parts.push(`M_adv ${turn.advantage_mask[index] ? 1 : 0}`);
-  return `${JSON.stringify(visible(turn.response_pieces[index]))} ${SPANS[turn.spans[index]]}: ${parts.join("  ")}`;
+function tokenText(turn, index) {
+  const values = Object.entries(COLUMNS).filter(([, column]) => turn[column])
+    .map(([label, column]) => `${label} ${number(turn[column][index])}`);
+  if (turn.loss_mask) values.push(`M_loss ${turn.loss_mask[index] ? 1 : 0}`);
+  if (turn.advantage_mask) values.push(`M_adv ${turn.advantage_mask[index] ? 1 : 0}`);
+  return `${JSON.stringify(visible(turn.response_pieces[index]))} ${SPANS[turn.spans[index]]}: ${values.join("  ")}`;
 }
 
 function responseOf(turn) {
@@ -56,20 +56,20 @@ function responseOf(turn) {
   if (!turn.response_pieces) return make("div", { class: "response" }, visible(turn.response));
   turn.response_pieces.forEach((piece, index) => {
     const kind = SPANS[turn.spans[index]];
-    const token = make("span", { class: `token ${kind}`, title: figures(turn, index) },
+    const token = make("span", { class: `token ${kind}`, title: tokenText(turn, index) },
       piece === "" ? (kind === "end" ? "∎" : "·") : visible(piece));
     if (turn.loss_mask && turn.loss_mask[index]) token.classList.add("in-loss");
     if (turn.advantage_mask && turn.advantage_mask[index]) token.classList.add("in-advantage");
-    for (const [word, column] of Object.entries(COLUMNS)) {
+    for (const column of Object.values(COLUMNS)) {
       if (turn[column]) token.dataset[column] = turn[column][index];
     }
-    response.append(token, make("wbr"));  // lines break between tokens rather than inside one
+    response.append(token, make("wbr"));  // lines break between tokens
   });
   return response;
 }
 
-function unfolding(word, fill) {
-  const details = make("details", {}, make("summary", {}, word));
+function foldable(label, fill) {
+  const details = make("details", {}, make("summary", {}, label));
   details.addEventListener("toggle", () => {
     if (details.open && details.children.length === 1) details.append(fill());
   });
@@ -78,10 +78,10 @@ function unfolding(word, fill) {
 
 function promptOf(turn) {
   const box = make("div", { class: "prompt" });
-  turn.prompt_text.split("<image>").forEach((part, index) => {
+  turn.prompt_text.split("<image>").forEach((text, index) => {
     const slot = index ? turn.prompt_images[index - 1] : null;
-    if (index) box.append((slot && image(slot, `picture ${index} of the prompt`)) || "<image>");
-    box.append(visible(part));
+    if (index) box.append((slot && image(slot, `image ${index} of the prompt`)) || "<image>");
+    box.append(visible(text));
   });
   return box;
 }
@@ -89,20 +89,20 @@ function promptOf(turn) {
 function tokenTable(turn) {
   const columns = Object.entries(COLUMNS).filter(([, column]) => turn[column]);
   const masks = ["loss_mask", "advantage_mask"].filter((name) => turn[name]);
-  const head = ["token", "part", ...columns.map(([word]) => word), ...masks.map((name) => (name === "loss_mask" ? "M_loss" : "M_adv"))];
+  const head = ["token", "span", ...columns.map(([label]) => label), ...masks.map((name) => (name === "loss_mask" ? "M_loss" : "M_adv"))];
   const rows = turn.response_pieces.map((piece, index) => make("tr", {},
     make("td", {}, piece === "" ? "∎" : visible(piece)), make("td", {}, SPANS[turn.spans[index]]),
     ...columns.map(([, column]) => make("td", {}, number(turn[column][index]))),
     ...masks.map((name) => make("td", {}, turn[name][index] ? "1" : "0"))));
   return make("div", { class: "scroll" }, make("table", {},
-    make("thead", {}, make("tr", {}, ...head.map((word) => make("th", { scope: "col" }, word)))), make("tbody", {}, ...rows)));
+    make("thead", {}, make("tr", {}, ...head.map((label) => make("th", { scope: "col" }, label)))), make("tbody", {}, ...rows)));
 }
 
 function turnOf(turn) {
-  const images = turn.images.map((name) => image(name, `what the agent saw in turn ${turn.turn}`)).filter(Boolean);
+  const images = turn.images.map((name) => image(name, `observation in turn ${turn.turn}`)).filter(Boolean);
   const badges = [
     turn.valid ? null : make("span", { class: "badge bad" }, "invalid"),
-    turn.hit_length_limit ? make("span", { class: "badge bad" }, "cut") : null,
+    turn.hit_length_limit ? make("span", { class: "badge bad" }, "hit length limit") : null,
     turn.valid && !turn.effective ? make("span", { class: "badge soft" }, "no effect") : null,
   ];
   const facts = make("div", { class: "facts" }, make("span", { class: "soft" }, `turn ${turn.turn}`),
@@ -111,40 +111,45 @@ function turnOf(turn) {
     turn.values && turn.values.length ? make("span", {}, `value ${number(turn.values[0], 2)}`) : null,
     turn.advantages && turn.advantages.length ? make("span", {}, `advantage ${number(mean(turn.advantages), 2)}`) : null,
     ...badges);
-  const told = make("div", { class: "told" }, facts, responseOf(turn),
+  const text = make("div", { class: "text" }, facts, responseOf(turn),
     turn.observation.trim() ? make("div", { class: "observation", tabIndex: 0 }, visible(turn.observation)) : null,
-    turn.prompt_text === null ? null : unfolding(`prompt as the model saw it (${turn.prompt_tokens} tokens)`, () => promptOf(turn)),
-    turn.response_pieces ? unfolding(`${turn.response_pieces.length} tokens in a table`, () => tokenTable(turn)) : null);
+    turn.prompt_text === null ? null : foldable(`prompt as the model reads it (${turn.prompt_tokens} tokens)`, () => promptOf(turn)),
+    turn.response_pieces ? foldable(`${turn.response_pieces.length} tokens as a table`, () => tokenTable(turn)) : null);
   return make("section", { class: images.length ? "turn" : "turn plain" },
-    images.length ? make("div", { class: "see" }, ...images) : null, told);
+    images.length ? make("div", { class: "see" }, ...images) : null, text);
+}
+
+function headingOf(episode) {
+  const name = isSingle(episode) ? `group ${episode.group}` : `member ${episode.member}`;
+  return episode.policy === "policy" ? name : `${visible(episode.policy)} · ${name}`;
 }
 
 function episodeOf(episode) {
   const facts = [`${episode.turns.length} turn${episode.turns.length === 1 ? "" : "s"}`, `return ${number(episode.return, 2)}`,
     episode.status.replace("_", " "), episode.difficulty === null ? "" : `difficulty ${episode.difficulty}`];
-  const finals = episode.final_images.map((name) => image(name, "the state after the last turn")).filter(Boolean);
+  const finals = episode.final_images.map((name) => image(name, "state after the last turn")).filter(Boolean);
   return make("article", { class: "episode" },
-    make("header", {}, make("h3", {}, episode.policy === "policy" ? `member ${episode.member}` : `${visible(episode.policy)} · ${episode.member}`),
+    make("header", {}, make("h3", { title: `seed ${episode.seed}` }, headingOf(episode)),
       make("b", { class: episode.success ? "good" : "bad" }, episode.success ? "✓ success" : "✗ no success"),
       ...facts.filter(Boolean).map((fact) => make("span", { class: "soft" }, fact))),
     episode.error ? make("p", { class: "bad" }, visible(episode.error)) : null,
     ...episode.turns.map(turnOf),
-    finals.length ? make("div", { class: "final" }, make("span", { class: "soft" }, "at the end"), ...finals) : null);
+    finals.length ? make("div", { class: "final" }, make("span", { class: "soft" }, "end"), ...finals) : null);
 }
 
-// ---- filters, kept in the address behind # so that a view can be linked to
+// ---- filters; the address keeps them behind #, so a view can be linked to
 
 const longest = Math.max(1, ...data.episodes.map((episode) => episode.turns.length));
 const shades = [...Object.keys(COLUMNS).filter((word) => present[word]), "none"];
 const CONTROLS = {
   outcome: ["outcome", ["all", "success", "no success"]],
-  invalid: ["replies", ["all", "some invalid", "all valid"]],
-  least: ["turns from", 1], most: ["to", longest],
+  invalid: ["responses", ["all", "some invalid", "all valid"]],
+  min: ["turns from", 1], max: ["to", longest],
   shade: ["shading", shades], masks: ["masks", hasMasks ? ["none", "loss", "advantage", "both"] : ["none"]],
   order: ["order", ["as played", "return", "length"]],
-  text: ["text", ""], theme: ["colours", ["auto", "light", "dark"]],
+  text: ["text", ""], theme: ["colors", ["auto", "light", "dark"]],
 };
-const state = Object.fromEntries(Object.entries(CONTROLS).map(([name, [, first]]) => [name, Array.isArray(first) ? first[0] : first]));
+const state = Object.fromEntries(Object.entries(CONTROLS).map(([name, [, values]]) => [name, Array.isArray(values) ? values[0] : values]));
 for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
   const allowed = CONTROLS[name] && CONTROLS[name][1];
   if (Array.isArray(allowed) ? allowed.includes(value) : allowed !== undefined) {
@@ -153,13 +158,13 @@ for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
 }
 
 const bar = document.getElementById("bar"), main = document.getElementById("groups");
-for (const [name, [word, values]] of Object.entries(CONTROLS)) {
+for (const [name, [label, values]] of Object.entries(CONTROLS)) {
   if (Array.isArray(values) && values.length < 2) continue;
   const input = Array.isArray(values)
     ? make("select", { id: name }, ...values.map((value) => make("option", { value, selected: state[name] === value }, value)))
     : make("input", { id: name, type: typeof values === "number" ? "number" : "search", value: state[name] });
   if (typeof values === "number") { input.min = 0; input.max = longest; }
-  bar.append(make("label", {}, word, input));
+  bar.append(make("label", {}, label, input));
   input.addEventListener("input", () => {
     state[name] = typeof values === "number" ? Number(input.value) : input.value;
     history.replaceState(null, "", `#${new URLSearchParams(state)}`);
@@ -170,43 +175,62 @@ bar.addEventListener("submit", (event) => event.preventDefault());
 const legend = make("span", { id: "legend" }), count = make("output", { id: "count" });
 bar.append(legend, count);
 
-function wanted(episode) {
-  const words = state.text.toLowerCase();
+function matches(episode) {
+  const search = state.text.toLowerCase();
   return (state.outcome === "all" || episode.success === (state.outcome === "success"))
-    && (state.invalid === "all" || invalid(episode) === (state.invalid === "some invalid"))
-    && episode.turns.length >= state.least && episode.turns.length <= state.most
-    && (!words || episode.turns.some((turn) => `${turn.response}\n${turn.observation}`.toLowerCase().includes(words)));
+    && (state.invalid === "all" || hasInvalidTurn(episode) === (state.invalid === "some invalid"))
+    && episode.turns.length >= state.min && episode.turns.length <= state.max
+    && (!search || episode.turns.some((turn) => `${turn.response}\n${turn.observation}`.toLowerCase().includes(search)));
 }
 
 const cards = data.episodes.map(() => null);
-const groups = new Map();  // members of one start stand side by side
+const groupKey = (episode) => JSON.stringify([episode.iteration, episode.validation_set, episode.group]);
+const isSingle = (episode) => groups.get(groupKey(episode)).length === 1;
+const groups = new Map();  // members of a group share their initial state and stand side by side
 data.episodes.forEach((episode, index) => {
-  const key = JSON.stringify([episode.iteration, episode.validation_set, episode.group]);
+  const key = groupKey(episode);
   if (!groups.has(key)) groups.set(key, []);
   groups.get(key).push(index);
 });
 
+function groupOf(kept) {
+  const first = data.episodes[kept[0]];
+  return make("section", { class: "group" },
+    make("h2", {}, `Group ${first.group}`, make("span", { class: "soft" }, `  seed ${first.seed}`)),
+    make("div", { class: "members" }, ...kept.map((index) => cards[index])));
+}
+
+function singlesOf(kept) {
+  return make("section", { class: "singles" }, ...kept.map((index) => cards[index]));
+}
+
+// A group of several members has a row of its own. Neighboring groups of one share a grid that fills the width.
+function rowsOf(sections) {
+  const rows = [];
+  for (const kept of sections) {
+    const single = isSingle(data.episodes[kept[0]]), last = rows.at(-1);
+    if (single && last && last.single) last.kept.push(...kept);
+    else rows.push({ single, kept: [...kept] });
+  }
+  return rows;
+}
+
 function draw() {
   let episodes = 0;
-  const shown = [];
+  const sections = [];
   for (const members of groups.values()) {
-    const kept = members.filter((index) => wanted(data.episodes[index]));
+    const kept = members.filter((index) => matches(data.episodes[index]));
     if (!kept.length) continue;
     episodes += kept.length;
-    shown.push(kept);
+    sections.push(kept);
   }
   const rank = {
     return: (kept) => mean(kept.map((index) => data.episodes[index].return)),
     length: (kept) => mean(kept.map((index) => data.episodes[index].turns.length)),
   }[state.order];
-  if (rank) shown.sort((one, other) => rank(other) - rank(one));
-  main.replaceChildren(...shown.map((kept) => {
-    const first = data.episodes[kept[0]];
-    for (const index of kept) cards[index] = cards[index] || episodeOf(data.episodes[index]);
-    return make("section", { class: "group" },
-      make("h2", {}, `Start ${first.group}`, make("span", { class: "soft" }, `  seed ${first.seed}`)),
-      make("div", { class: "members" }, ...kept.map((index) => cards[index])));
-  }));
+  if (rank) sections.sort((left, right) => rank(right) - rank(left));
+  for (const kept of sections) for (const index of kept) cards[index] = cards[index] || episodeOf(data.episodes[index]);
+  main.replaceChildren(...rowsOf(sections).map((row) => (row.single ? singlesOf(row.kept) : groupOf(row.kept))));
   count.textContent = `${episodes} of ${data.episodes.length} episodes`;
   paint();
 }
@@ -233,12 +257,12 @@ for (const kind of ["mouseover", "click"]) {
   });
 }
 
-const won = data.episodes.filter((episode) => episode.success).length;
+const successes = data.episodes.filter((episode) => episode.success).length;
 const turns = data.episodes.flatMap((episode) => episode.turns);
 document.getElementById("overview").textContent = [
-  data.note, `success ${won} of ${data.episodes.length}`,
+  data.note, `success ${successes} of ${data.episodes.length}`,
   `return ${number(mean(data.episodes.map((episode) => episode.return)), 2)}`,
   `${number(mean(data.episodes.map((episode) => episode.turns.length)), 1)} turns`,
-  `${turns.filter((turn) => !turn.valid).length} of ${turns.length} replies invalid`,
+  `${turns.filter((turn) => !turn.valid).length} of ${turns.length} responses invalid`,
 ].filter(Boolean).join(" · ");
 draw();

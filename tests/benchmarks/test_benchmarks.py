@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ragen_pl.callbacks.alarms import Alarm
+from ragen_pl.callbacks.collapse import Alarm
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.transformers_engine import TransformersEngine
@@ -118,7 +118,7 @@ def test_comparison_reports_means_over_seeds(tmp_path: Path) -> None:
             {"iteration": 10 * n, "elapsed_s": 60.0 * n, "val/success": last * n} for n in (0, 1)
         ]
         (folder / "plots" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        (folder / "metrics.json").write_text(json.dumps({"val/true_thoughts": last}))
+        (folder / "metrics.json").write_text(json.dumps({"val/think_accuracy": last}))
     page = tmp_path / "results.md"
     report.write_report(folders, page=page, minutes=1)
     # Student's t with one degree of freedom: 12.706 * 0.1; half of the time's mean is 0.5
@@ -129,7 +129,7 @@ def test_comparison_reports_means_over_seeds(tmp_path: Path) -> None:
 
 def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     collapse = load("collapse")
-    columns = ("success", "true_thoughts_ratio", "valid_actions", "entropy")
+    columns = ("success", "think_accuracy_ratio", "valid_actions", "entropy")
     alone = [
         (0.4, 1.0, 1.0, 0.2), (0.5, 0.4, 1.0, 0.2), (0.4, 0.3, 0.4, 0.2),
         (0.1, 0.2, 0.4, 0.3), (0.3, 0.1, 0.3, 0.3), (0.1, 0.0, 0.1, 0.3),
@@ -151,14 +151,14 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     }
     alarms = {
         "form": Alarm(reading="valid_actions", below=0.5, patience=2),
-        "truth": Alarm(reading="true_thoughts_ratio", below=0.5),
+        "truth": Alarm(reading="think_accuracy_ratio", below=0.5),
         "entropy": Alarm(reading="entropy", below=0.1),
     }
     page = tmp_path / "collapse.md"
     collapse.write_page(runs, alarms=alarms, page=page, command="fit")
     told = page.read_text()
     assert "from iteration 6 on" in told  # it is over a half again in the fifth
-    truth = "| `truth` | `true_thoughts_ratio` below 0.5 | 2 | +4 |"
+    truth = "| `truth` | `think_accuracy_ratio` below 0.5 | 2 | +4 |"
     form = "| `form` | `valid_actions` below 0.5 | 4 | +2 |"
     never = "| `entropy` | `entropy` below 0.1 | never |  |"
     assert 0 < told.index(truth) < told.index(form) < told.index(never)

@@ -1,4 +1,4 @@
-"""Progress, kept trajectories and summary, in a Trainer whose loop tells of rollouts."""
+"""Progress, kept trajectories and summary, in a Trainer whose loop reports rollouts."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def trajectory(group: int, *, side: int = 8) -> Trajectory:
 
 
 class ScriptedPolicy(pl.LightningModule):
-    """Tells its callbacks of a rollout before each epoch, as the rollout/update loop does."""
+    """Module that reports a rollout to its callbacks before each epoch, as the rollout/update loop does."""
 
     def __init__(self, *, fail_in: int = -1) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.fail_in = fail_in
 
-    def tell(self, hook: str, *arguments: object) -> None:
+    def call_hook(self, hook: str, *arguments: object) -> None:
         for callback in self.trainer.callbacks:
             if isinstance(callback, RolloutCallback):
                 getattr(callback, hook)(self.trainer, self, *arguments)
@@ -69,10 +69,10 @@ class ScriptedPolicy(pl.LightningModule):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == self.fail_in:
             raise RuntimeError("stopped")
-        self.tell("on_rollout_start")
+        self.call_hook("on_rollout_start")
         for done in range(3):
-            self.tell("on_rollout_progress", done, 3)
-        self.tell("on_rollout_end", [trajectory(group) for group in range(6)])
+            self.call_hook("on_rollout_progress", done, 3)
+        self.call_hook("on_rollout_end", [trajectory(group) for group in range(6)])
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss = self.layer(batch).square().mean()
@@ -97,7 +97,7 @@ def fit(
     fitted = pl.Trainer(
         accelerator="cpu",
         enable_model_summary=False,
-        enable_progress_bar=any(isinstance(one, RolloutProgress) for one in callbacks),
+        enable_progress_bar=any(isinstance(callback, RolloutProgress) for callback in callbacks),
         default_root_dir=tmp_path,
         callbacks=[*callbacks, pl.callbacks.ModelCheckpoint(tmp_path / "kept", save_last=True)],
         **settings,
@@ -107,18 +107,18 @@ def fit(
     return fitted
 
 
-def test_a_log_gets_one_line_an_iteration(tmp_path: Path) -> None:
+def test_log_has_one_line_an_iteration(tmp_path: Path) -> None:
     out = io.StringIO()
     fit(tmp_path, RolloutProgress(console=Console(file=out)), module=ScriptedPolicy())
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"iteration {n}/3" for n in (1, 2, 3)]
     assert "success 0.100" in lines[1]
-    assert "validation set 0.750" in lines[1]
+    assert "validation success 0.750" in lines[1]
     assert "tokens/s" in lines[0]
     assert "left" in lines[0]
 
 
-def test_a_phase_by_steps_gets_a_few_lines(tmp_path: Path) -> None:
+def test_phase_by_steps_has_a_few_lines(tmp_path: Path) -> None:
     out = io.StringIO()
     module = ScriptedPolicy()
     module.phase = "warm start"
@@ -129,7 +129,7 @@ def test_a_phase_by_steps_gets_a_few_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fail_in", "done"), [(-1, "3/3"), (2, "1/3")])
-def test_a_terminal_gets_a_live_display_that_is_closed_even_after_an_error(
+def test_live_display_is_closed_even_after_an_error(
     tmp_path: Path, fail_in: int, done: str
 ) -> None:
     out = io.StringIO()
@@ -142,7 +142,7 @@ def test_a_terminal_gets_a_live_display_that_is_closed_even_after_an_error(
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # cursor hidden, shown again
 
 
-def test_trajectories_are_kept_with_their_images(tmp_path: Path) -> None:
+def test_trajectories_are_kept_with_images(tmp_path: Path) -> None:
     fit(tmp_path, LogTrajectories(every_n_iterations=2, count=3), module=ScriptedPolicy())
     folders = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
     assert folders == ["iteration_0000", "iteration_0002"]
@@ -158,7 +158,7 @@ def test_trajectories_are_kept_with_their_images(tmp_path: Path) -> None:
         assert image.size == (96 + 4 + 96 + 4 + 10, 200)
 
 
-def test_trajectories_go_to_mlflow_too(tmp_path: Path, empty_store: Path) -> None:
+def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     from ragen_pl.run.loggers import RunLogger
@@ -168,10 +168,10 @@ def test_trajectories_go_to_mlflow_too(tmp_path: Path, empty_store: Path) -> Non
     fit(tmp_path, LogTrajectories(count=1), module=ScriptedPolicy(), logger=logger, max_epochs=1)
     files = MlflowClient(uri).list_artifacts(logger.run_id, "trajectories/iteration_0000")
     names = [Path(file.path).name for file in files]
-    assert names == ["0.png", "page.html", "images", "trajectories.jsonl"]
+    assert names == ["0.png", "images", "page.html", "trajectories.jsonl"]
 
 
-def test_some_episodes_become_mlflow_traces(tmp_path: Path, empty_store: Path) -> None:
+def test_some_episodes_are_mlflow_traces(tmp_path: Path, empty_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     from ragen_pl.run.loggers import RunLogger
@@ -199,12 +199,12 @@ def test_some_episodes_become_mlflow_traces(tmp_path: Path, empty_store: Path) -
     assert [file.read_bytes()[1:4] for file in stored] == [b"PNG"] * 3
 
 
-def test_wrong_settings_are_refused() -> None:
+def test_interval_must_be_positive() -> None:
     with pytest.raises(ValueError, match="every_n_iterations=0"):
         LogTrajectories(every_n_iterations=0)
 
 
-def test_a_strip_enlarges_small_images_and_keeps_their_pixels() -> None:
+def test_strip_enlarges_small_images_by_whole_factors() -> None:
     image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     canvas = strip([image, image])
     assert canvas.shape == (96, 196, 3)
@@ -213,7 +213,7 @@ def test_a_strip_enlarges_small_images_and_keeps_their_pixels() -> None:
     assert (canvas[:, 96:100] == 255).all()
 
 
-def test_the_summary_sets_before_and_after_beside_the_players(tmp_path: Path) -> None:
+def test_summary_has_columns_before_after_and_of_other_policies(tmp_path: Path) -> None:
     out = io.StringIO()
     summary = RunSummary(
         references={"random": {"success": 0.125}}, console=Console(file=out, width=200)
@@ -232,7 +232,7 @@ def test_the_summary_sets_before_and_after_beside_the_players(tmp_path: Path) ->
     assert again.before["success"] == 0.5
 
 
-def test_commands_can_be_pasted() -> None:
+def test_commands_are_quoted_for_a_shell() -> None:
     assert open_command("http://host:5000") == "http://host:5000"
     assert (
         open_command("sqlite:////a b/m.db") == "mlflow ui --backend-store-uri 'sqlite:////a b/m.db'"

@@ -88,7 +88,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
             optimizer.step()
     batch = data.buffer
     samples = batch.samples
-    totals = agent.statistics.figures(steps=4)
+    totals = agent.statistics.metrics(steps=4)
     trained = samples.loss_mask
     metrics = data.metrics | {
         "episodes_trained": float(len(batch.episodes.turns)),

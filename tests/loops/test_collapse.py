@@ -9,11 +9,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from ragen_pl.callbacks.alarms import Alarm
-from ragen_pl.callbacks.collapse import CollapseMonitor
+from ragen_pl.callbacks.collapse import Alarm, CollapseMonitor
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
-from ragen_pl.config.schema_diagnostics import READINGS
+from ragen_pl.config.readings import declared_readings
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.loggers import RunLogger
@@ -77,7 +76,9 @@ def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
     assert all(name in point for point in logged for name in wanted)
     taken = {name for _, point in points for name in point if name.startswith("diagnostics/")}
     known = [name.removeprefix("diagnostics/") for name in taken]
-    assert not [one for one in known if not any(fnmatchcase(one, name) for name in READINGS)]
+    assert not [
+        one for one in known if not any(fnmatchcase(one, name) for name in declared_readings())
+    ]
     information = [point["mutual_information"] for point in logged]  # in between, the last probe's
     assert information[0] == information[1] != information[2] == information[3]
     first = logged[0]
@@ -96,13 +97,13 @@ def test_thoughts_that_turn_false_are_told_against_the_first_iteration_alone(set
         """Say of the iteration's thoughts what an environment would that can tell."""
 
         def on_train_epoch_end(self, trainer, pl_module):
-            trainer.datamodule.metrics["true_thoughts"] = (0.8, 0.6, 0.2, 0.2)[
+            trainer.datamodule.metrics["think_accuracy"] = (0.8, 0.6, 0.2, 0.2)[
                 trainer.current_epoch
             ]
 
-    watch = monitor("warn", alarms={"truth": Alarm(reading="true_thoughts_ratio", below=0.5)})
+    watch = monitor("warn", alarms={"truth": Alarm(reading="think_accuracy_ratio", below=0.5)})
     _, points, _ = run(setup_of, tmp_path, Thoughts(), Diagnostics(prompts=0, first=5), watch)
-    name = "diagnostics/true_thoughts_ratio"
+    name = "diagnostics/think_accuracy_ratio"
     assert [point[name] for _, point in points if name in point] == pytest.approx(
         [0.75, 0.25, 0.25]
     )

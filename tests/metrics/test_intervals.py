@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_pl.metrics.intervals import by_difficulty, clustered, figures, pass_at, wilson
+from ragen_pl.metrics.intervals import (
+    clustered,
+    pass_at,
+    success_by_difficulty,
+    validation_metrics,
+    wilson,
+)
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 
@@ -57,14 +63,14 @@ def test_figures_of_a_validation() -> None:
         episode(1, 0, success=True, difficulty=2), episode(1, 1, success=False, difficulty=2),
         episode(2, 0, success=False, difficulty=2), episode(2, 1, success=False, difficulty=2),
     ]  # fmt: skip
-    found = figures(played, pass_ks=[1, 2])
+    found = validation_metrics(played, pass_ks=[1, 2])
     assert (found["episodes"], found["success"]) == (6.0, 0.5)
     assert (found["pass@1"], found["pass@2"]) == (0.5, pytest.approx(2 / 3))
     assert found["pass@2_low"] < 2 / 3 < found["pass@2_high"]
     assert "valid_actions" not in found  # no response was given
-    levels = by_difficulty(played)
+    levels = success_by_difficulty(played)
     assert {level: (one["episodes"], one["success"]) for level, one in levels.items()} == {
         1: (2.0, 1.0),
         2: (4.0, 0.25),
     }
-    assert by_difficulty([episode(0, 0, success=True, difficulty=None)]) == {}
+    assert success_by_difficulty([episode(0, 0, success=True, difficulty=None)]) == {}

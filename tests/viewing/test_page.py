@@ -1,4 +1,4 @@
-"""The trajectory page: whole in one file, true to its records, and safe whatever a response says."""
+"""The trajectory page: one file, the content of its records, and safe against any response text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ragen_pl.viewing.page import page_html, sample_groups, write_page
+from ragen_pl.viewing.page import page_html, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NASTY = (
@@ -39,7 +39,7 @@ def record(
         "loss_mask": [True] * 4, "advantage_mask": [False, True, False, True],
     }  # fmt: skip
     return {
-        "schema": 1, "iteration": 3, "validation_set": None, "policy": "policy", "group": group, "member": member,
+        "schema": 2, "iteration": 3, "validation_set": None, "policy": "policy", "group": group, "member": member,
         "seed": 2**60 + 1, "status": "terminated", "success": success, "return": float(success), "difficulty": 2,
         "error": None, "turns": [turn | {"turn": k + 1} | changes for k in range(turns)],
         "final_images": ["images/a.png"],
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Reader(HTMLParser):
-    """Collects what a browser would run or load, and the page's data."""
+    """Collector of what a browser would run or load, and of the page's data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,19 +90,19 @@ def read(page: str) -> Reader:
     return reader
 
 
-def test_the_page_holds_everything_and_loads_nothing(folder: Path) -> None:
+def test_page_is_self_contained(folder: Path) -> None:
     page = page_html([record(0), record(1)], title="a run", images=folder)
     reader = read(page)
     data = json.loads(reader.data)
     assert reader.loads == [] and len(reader.scripts) == 1
     assert "default-src 'none'" in page and not re.search(r"(https?:)?//[a-z]+\.", page)
-    assert list(data["images"]) == ["images/a.png"]  # once, however often it is shown
+    assert list(data["images"]) == ["images/a.png"]  # once, although several turns show it
     assert data["images"]["images/a.png"].startswith("data:image/png;base64,")
     assert data["episodes"][0]["turns"][0]["advantages"] == [1.0, -2.0, 0.0, 0.5]
     assert data["episodes"][0]["seed"] == str(2**60 + 1)
 
 
-def test_text_of_a_response_stays_text(folder: Path) -> None:
+def test_response_text_is_not_markup(folder: Path) -> None:
     page = page_html(
         [record(0, response=NASTY, response_pieces=[NASTY, "", "", ""], prompt_text=NASTY)],
         title=NASTY,
@@ -117,24 +117,22 @@ def test_text_of_a_response_stays_text(folder: Path) -> None:
     )
 
 
-def test_figures_that_are_no_numbers_do_not_break_the_page(folder: Path) -> None:
+def test_page_shows_nan_and_infinity_as_null(folder: Path) -> None:
     values = [math.nan, math.inf, 1 / 3, 0.0]
     data = json.loads(read(page_html([record(0, values=values)], title="t", images=folder)).data)
     assert data["episodes"][0]["turns"][0]["values"] == [None, None, 0.33333, 0.0]
 
 
-def test_a_image_that_has_gone_is_left_out(tmp_path: Path) -> None:
+def test_page_leaves_out_missing_images(tmp_path: Path) -> None:
     data = json.loads(read(page_html([record(0)], title="t", images=tmp_path)).data)
     assert data["images"] == {"images/a.png": None}
 
 
-def test_a_sample_keeps_groups_whole_and_says_so(folder: Path) -> None:
+def test_page_of_a_sample_keeps_groups_whole(folder: Path) -> None:
     records = [record(group, member=member) for group in range(10) for member in range(4)]
-    kept = sample_groups(records, count=7)
-    assert [(one["group"], one["member"]) for one in kept] == [
-        (g, m) for g in (0, 5) for m in range(4)
-    ]
     data = json.loads(read(page_html(records, title="t", images=folder, episodes=7)).data)
+    shown = [(episode["group"], episode["member"]) for episode in data["episodes"]]
+    assert shown == [(group, member) for group in (0, 5) for member in range(4)]
     assert data["note"] == "8 of 40 episodes, whole groups"
     assert json.loads(read(page_html(records, title="t", images=folder)).data)["note"] == ""
 
@@ -163,7 +161,7 @@ in_browser = pytest.mark.skipif(
 
 @in_browser
 @pytest.mark.slow
-def test_a_browser_draws_the_page_and_its_filters(folder: Path) -> None:
+def test_browser_draws_page_and_filters(folder: Path) -> None:
     records = [
         record(0), record(0, member=1, success=False), record(1, success=False, valid=False), record(2, turns=5),
         record(3, response=NASTY, response_pieces=[NASTY, "", "", ""]),
@@ -177,7 +175,7 @@ def test_a_browser_draws_the_page_and_its_filters(folder: Path) -> None:
         r'class="token think in-loss in-advantage"[^>]*advantage -2\.000[^>]*--minus\) 72%', drawn
     )
     for view, count in {
-        "outcome=success": 3, "outcome=no+success": 2, "invalid=some+invalid": 1, "least=3": 1, "most=2": 4,
+        "outcome=success": 3, "outcome=no+success": 2, "invalid=some+invalid": 1, "min=3": 1, "max=2": 4,
         "text=owned": 1,
     }.items():  # fmt: skip
         assert f"{count} of 5 episodes" in browse(page, view=view), view
@@ -186,8 +184,36 @@ def test_a_browser_draws_the_page_and_its_filters(folder: Path) -> None:
 
 @in_browser
 @pytest.mark.slow
-def test_a_browser_lets_no_script_run_but_the_pages_own(folder: Path) -> None:
+def test_browser_runs_only_the_script_of_the_page(folder: Path) -> None:
     page = write_page([record(0)], folder / "page.html", title="run")
     text = page.read_text().replace("<main ", "<script>document.title='owned'</script><main ")
     page.write_text(text)
     assert "<title>run</title>" in browse(page)
+
+
+@in_browser
+@pytest.mark.slow
+def test_browser_puts_groups_of_one_into_a_grid(folder: Path) -> None:
+    single = write_page([record(group) for group in range(3)], folder / "single.html", title="run")
+    drawn = browse(single)
+    assert drawn.count('<section class="singles">') == 1 and '<div class="members">' not in drawn
+    assert [f"group {group}</h3>" in drawn for group in range(3)] == [True] * 3
+    mixed = [record(0), record(1), record(2), record(2, member=1, success=False), record(3)]
+    drawn = browse(write_page(mixed, folder / "mixed.html", title="run"))
+    sections = re.findall(r'<section class="(singles|group)">', drawn)
+    assert sections == ["singles", "group", "singles"]
+    # A filter that leaves one member of a group keeps the group's row.
+    drawn = browse(folder / "mixed.html", view="outcome=success")
+    assert re.findall(r'<section class="(singles|group)">', drawn) == sections
+
+
+@in_browser
+@pytest.mark.slow
+def test_browser_fills_the_width_with_groups_of_one(folder: Path) -> None:
+    page = write_page([record(group) for group in range(6)], folder / "page.html", title="run")
+    assert CHROMIUM is not None
+    image = folder / "page.png"
+    browse(page, "--window-size=1500,900", "--hide-scrollbars", f"--screenshot={image}")
+    pixels = np.asarray(Image.open(image).convert("L")).astype(int)
+    right = pixels[300:700, 1200:]
+    assert right.std() > 5, "the right part of the page is empty"

@@ -1,4 +1,4 @@
-"""A run's plots: kept row by row, drawn at its end, going on after a resume."""
+"""Plots of a run: a row an iteration, drawn at the end, continued after a resume."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from ragen_pl.callbacks.plots import PlotRun
-from ragen_pl.callbacks.summary import what_to_look_at
+from ragen_pl.callbacks.summary import page_and_plots
 from ragen_pl.viewing.plots import draw_plots
 
 
 class Data(pl.LightningDataModule):
-    """Knows the metrics of its last rollout, as a RolloutDataModule does."""
+    """DataModule with the metrics of its last rollout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Data(pl.LightningDataModule):
 
 
 class ScriptedPolicy(pl.LightningModule):
-    """Tells its callbacks of a rollout before each epoch, as the rollout/update loop does."""
+    """Module that reports a rollout to its callbacks before each epoch, as the rollout/update loop does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def rows_in(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "plots" / "rows.jsonl").read_text().splitlines()]
 
 
-def test_a_run_keeps_a_row_an_iteration_and_is_drawn_at_its_end(tmp_path: Path) -> None:
+def test_run_keeps_a_row_an_iteration_and_draws_at_its_end(tmp_path: Path) -> None:
     fitted = trainer(tmp_path, PlotRun(), max_epochs=3)
     fitted.fit(ScriptedPolicy(), datamodule=Data())
     rows = rows_in(tmp_path)
@@ -73,16 +73,19 @@ def test_a_run_keeps_a_row_an_iteration_and_is_drawn_at_its_end(tmp_path: Path) 
     assert [row.get("val/success") for row in rows] == [None, 0.75, None]
     assert rows[0]["rollout/success"] == 0.25 and "rollout/return" not in rows[0]
     assert set(rows[1]) >= {"time/rollout_s", "time/update_s", "time/validation_s"}
-    spent = [sum(one for name, one in row.items() if name.startswith("time/")) for row in rows]
-    assert rows[-1]["elapsed_s"] == pytest.approx(sum(spent))
+    seconds = [
+        sum(value for name, value in row.items() if name.startswith("time/")) for row in rows
+    ]
+    assert rows[-1]["elapsed_s"] == pytest.approx(sum(seconds))
     names = {file.name for file in (tmp_path / "plots").glob("*.png")}
     assert names == {"learning_by_iteration.png", "learning_by_time.png", "time_by_phase.png"}
-    assert what_to_look_at(tmp_path) == {"plots": str(tmp_path / "plots")}
+    assert page_and_plots(tmp_path) == {"plots": str(tmp_path / "plots")}
     fitted.validate(fitted.lightning_module, datamodule=Data(), verbose=False)
-    assert rows_in(tmp_path)[-1]["val/success"] == 0.75  # the last weights, measured after the fit
+    # The validation after the fit measures the last weights.
+    assert rows_in(tmp_path)[-1]["val/success"] == 0.75
 
 
-def test_curves_go_on_after_a_resume(tmp_path: Path) -> None:
+def test_resumed_run_continues_the_curves(tmp_path: Path) -> None:
     trainer(tmp_path, PlotRun(), max_epochs=2).fit(ScriptedPolicy(), datamodule=Data())
     before = rows_in(tmp_path)
     again = trainer(tmp_path, PlotRun(), max_epochs=4)
@@ -95,7 +98,7 @@ def test_curves_go_on_after_a_resume(tmp_path: Path) -> None:
     assert elapsed == sorted(elapsed)
 
 
-def test_plots_are_images_of_what_the_rows_hold(tmp_path: Path) -> None:
+def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
     row = {"iteration": 1.0, "elapsed_s": 60.0, "val/success": 0.5, "val/episodes": 64.0}
     (first, second) = draw_plots([row, row | {"iteration": 2.0}], tmp_path, title="a $run_1")
     for file in (first, second):
@@ -104,6 +107,6 @@ def test_plots_are_images_of_what_the_rows_hold(tmp_path: Path) -> None:
     assert draw_plots([], tmp_path / "none", title="t") == []
 
 
-def test_a_wrong_setting_is_refused() -> None:
+def test_interval_must_be_positive() -> None:
     with pytest.raises(ValueError, match="every_n_iterations=0"):
         PlotRun(every_n_iterations=0)

@@ -1,4 +1,4 @@
-"""Records hold what was played, id for id, and survive the way to disk and back."""
+"""Records hold an episode token by token, and reading a file returns what was written."""
 
 from __future__ import annotations
 
@@ -39,36 +39,42 @@ def played(proxy: AgentProxy) -> list[Trajectory]:
     return proxy.rollout(engine, starts, seed_key=("test",))
 
 
-def test_a_record_is_what_was_played(
+def test_record_holds_the_episode(
     played: list[Trajectory], proxy: AgentProxy, tmp_path: Path
 ) -> None:
     images = ImageFiles(tmp_path)
+    origin = Origin(validation_set="p")
     records = [
-        to_record(one, reader=proxy.context, images=images, origin=Origin(validation_set="p"))
-        for one in played
+        to_record(trajectory, reader=proxy.context, images=images, origin=origin)
+        for trajectory in played
     ]
     read = list(read_records(write_records(records, tmp_path)))
     assert read == json.loads(json.dumps(records)) and len(read) == 4
-    assert [(one["group"], one["member"]) for one in read] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(record["group"], record["member"]) for record in read] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     for record, trajectory in zip(read, played, strict=True):
         assert record["return"] == trajectory.reward and record["validation_set"] == "p"
-        for said, turn in zip(record["turns"], trajectory.turns, strict=True):
-            assert said["prompt_ids"] == turn.prompt_ids.tolist()
-            assert said["response_ids"] == turn.response_ids.tolist()
-            assert np.float32(said["logprobs"]).tolist() == turn.response_logprobs.tolist()
-            assert "".join(said["response_pieces"]) == said["response"] == turn.response_text
-            assert said["prompt_text"].count("<image>") == len(said["prompt_images"])
-            with Image.open(tmp_path / said["images"][0]) as image:
+        for recorded, turn in zip(record["turns"], trajectory.turns, strict=True):
+            assert recorded["prompt_ids"] == turn.prompt_ids.tolist()
+            assert recorded["response_ids"] == turn.response_ids.tolist()
+            assert np.float32(recorded["logprobs"]).tolist() == turn.response_logprobs.tolist()
+            assert (
+                "".join(recorded["response_pieces"]) == recorded["response"] == turn.response_text
+            )
+            assert recorded["prompt_text"].count("<image>") == len(recorded["prompt_images"])
+            with Image.open(tmp_path / recorded["images"][0]) as image:
                 assert (np.asarray(image) == turn.observation.images[0]).all()
-    # two members see one start, and an image is written once
-    seen = {name for one in read for turn in one["turns"] for name in turn["prompt_images"]}
+    # The members of a group see the same first image, which is written once.
+    seen = {name for record in read for turn in record["turns"] for name in turn["prompt_images"]}
     assert len(list((tmp_path / "images").iterdir())) == len(seen)
     assert read[0]["turns"][0]["images"] == read[1]["turns"][0]["images"]
 
 
-def test_credit_is_laid_over_the_tokens_it_belongs_to(
-    played: list[Trajectory], proxy: AgentProxy
-) -> None:
+def test_token_credit_belongs_to_its_tokens(played: list[Trajectory], proxy: AgentProxy) -> None:
     failed = Trajectory(
         group=9,
         member=0,
@@ -78,18 +84,18 @@ def test_credit_is_laid_over_the_tokens_it_belongs_to(
         success=False,
         error="broke",
     )
-    every = [played[0], failed, *played[1:]]
-    batch = collate(every, proxy.context.bundle)
+    trajectories = [played[0], failed, *played[1:]]
+    batch = collate(trajectories, proxy.context.bundle)
     masks = Masks(loss=partial(sampled), advantage=partial(sampled))
     apply_masks(batch, masks, kl=None)
     batch.samples.values = torch.rand_like(batch.samples.values)
     assign_credit(batch, MaskedGAE(gamma=0.9, lam=0.9), whiten_advantages=False)
-    credit = token_credit(batch, every)
+    credit = token_credit(batch, trajectories)
     assert credit[1] is None
-    flat = [one for one in credit if one is not None]
-    sizes = [sum(len(turn.response_ids) for turn in one.turns) for one in played]
-    assert [len(one.values) for one in flat] == sizes
-    # the first sampled token of the third episode, found by hand in the samples
+    flat = [tokens for tokens in credit if tokens is not None]
+    sizes = [sum(len(turn.response_ids) for turn in trajectory.turns) for trajectory in played]
+    assert [len(tokens.values) for tokens in flat] == sizes
+    # The first sampled token of the third episode.
     number = sum(sizes[:2])
     place = batch.samples.token == number
     assert flat[2].advantages[0] == batch.samples.advantages[place].item()
@@ -99,15 +105,15 @@ def test_credit_is_laid_over_the_tokens_it_belongs_to(
     assert [len(turn["loss_mask"]) for turn in turns] == [
         len(turn["response_ids"]) for turn in turns
     ]
-    uncritical = to_record(played[2], credit=token_credit(batch, every, values=False)[3])
-    assert "values" not in uncritical["turns"][0] and "advantages" in uncritical["turns"][0]
-    assert token_credit(None, every) == [None] * 5
+    without_critic = to_record(played[2], credit=token_credit(batch, trajectories, values=False)[3])
+    assert "values" not in without_critic["turns"][0] and "advantages" in without_critic["turns"][0]
+    assert token_credit(None, trajectories) == [None] * 5
 
 
-def test_what_is_no_record_is_told(tmp_path: Path) -> None:
+def test_reading_an_invalid_record_fails(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"schema": 99}\n')
-    with pytest.raises(ValueError, match="line 1: found schema 99, expected 1"):
+    with pytest.raises(ValueError, match="line 1: found schema 99, expected 2"):
         list(read_records(file))
     file.write_text("nonsense\n")
     with pytest.raises(ValueError, match="line 1: expected a record, found 'nonsense"):

@@ -74,7 +74,7 @@ def test_rollout_figures_by_hand():
         "overlong_responses": 1 / 5,
         "failed": 1 / 4,
         "turn_limit": 1 / 4,
-        "true_thoughts": 1 / 2,
+        "think_accuracy": 1 / 2,
         "group_return_std": (1.1 / 2**0.5 + 0.0) / 2,
     }
     assert compute(EPISODES) == pytest.approx(expected)
@@ -89,7 +89,7 @@ def test_figures_of_nothing_are_nan_and_what_was_not_seen_is_left_out():
     figures = compute([])
     assert figures["episodes"] == 0
     assert np.isnan(figures["success"]) and np.isnan(figures["turns"])
-    assert "true_thoughts" not in figures and "group_return_std" not in figures
+    assert "think_accuracy" not in figures and "group_return_std" not in figures
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -116,14 +116,14 @@ def test_update_figures_by_hand():
     statistics.update(
         {"tokens": 30, "entropy": 20.0, "clipped_high": 3, "loss": 0.2, "kl_loss": 0.1}
     )
-    figures = statistics.figures(steps=2)
+    figures = statistics.metrics(steps=2)
     assert figures["entropy"] == pytest.approx(1.0)  # over tokens, not over steps
     assert figures["approx_kl"] == pytest.approx(0.0125)
     assert figures["clip_fraction"] == pytest.approx(0.1)
     assert figures["loss"] == pytest.approx(0.3) and figures["kl_loss"] == pytest.approx(0.05)
     assert "reference_kl" not in figures
     statistics.update({"kl": 3.0, "kl_tokens": 12})
-    assert statistics.figures(steps=2)["reference_kl"] == pytest.approx(0.25)
+    assert statistics.metrics(steps=2)["reference_kl"] == pytest.approx(0.25)
 
 
 def test_preparation_figures_by_hand():

@@ -1,4 +1,4 @@
-"""A tiny seeing model that plays the lake from images."""
+"""A tiny vision-language model that plays FrozenLake from images."""
 
 from __future__ import annotations
 

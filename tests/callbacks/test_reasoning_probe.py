@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 import envs  # noqa: F401
 import visual_envs  # noqa: F401
 from envs.policies import OptimalPolicy
-from ragen_pl.callbacks.cross_scoring import cross_score, first_thoughts
-from ragen_pl.metrics.probes import Regime, probe_reasoning
+from ragen_pl.callbacks.reasoning_probe import (
+    Regime,
+    cross_score,
+    first_thoughts,
+    probe_reasoning,
+)
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager

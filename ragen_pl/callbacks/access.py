@@ -1,0 +1,53 @@
+"""Typed access to what callbacks read from a Trainer: its DataModule, other callbacks and MLflow loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import MLFlowLogger
+
+CallbackT = TypeVar("CallbackT", bound=pl.Callback)
+
+
+@runtime_checkable
+class ReportsRollouts(Protocol):
+    """DataModule with the metrics of its last rollout, such as a `RolloutDataModule`."""
+
+    metrics: dict[str, float]
+
+
+def datamodule_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
+    """Return the Trainer's DataModule, or None if it was given dataloaders."""
+    # Lightning sets the attribute only if a DataModule is passed.
+    datamodule: pl.LightningDataModule | None = getattr(trainer, "datamodule", None)
+    return datamodule
+
+
+def rollout_metrics_of(trainer: pl.Trainer) -> Mapping[str, float]:
+    """Return the metrics of the iteration's rollout; empty if the DataModule reports none."""
+    datamodule: Any = datamodule_of(trainer)
+    return datamodule.metrics if isinstance(datamodule, ReportsRollouts) else {}
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
+    """Return the Trainer's callbacks of a class, in order."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, kind)]
+
+
+def mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:
+    """Return the Trainer's MLflow loggers."""
+    return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
+
+
+def run_folder(trainer: pl.Trainer) -> Path:
+    """Return the run's folder."""
+    return Path(str(trainer.default_root_dir))
+
+
+def run_title(trainer: pl.Trainer) -> str:
+    """Return the last two parts of the run's folder, such as `frozenlake/2026-01-01_10-00-00`."""
+    return "/".join(run_folder(trainer).parts[-2:])
