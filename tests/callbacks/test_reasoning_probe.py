@@ -1,4 +1,4 @@
-"""The reasoning probes by hand, at their extremes, and taken from a real policy."""
+"""Reasoning probes computed by hand, at their extremes, and from a real policy."""
 
 import math
 
@@ -35,7 +35,7 @@ def ones(count):
     return torch.ones(count, dtype=torch.int64)
 
 
-def test_two_by_two_by_hand():
+def test_probe_of_two_prompts_by_hand():
     """p(z1|x1)=1/2, p(z1|x2)=1/4, p(z2|x1)=1/8, p(z2|x2)=1/2."""
     scores = torch.tensor([[1 / 2, 1 / 4], [1 / 8, 1 / 2]]).log()
     probe = probe_reasoning(scores, torch.tensor([1, 3]))
@@ -49,7 +49,7 @@ def test_two_by_two_by_hand():
     assert probe.entropy_per_token == pytest.approx(2 * math.log(2) / 4)
 
 
-def test_three_by_three_with_a_tie_and_a_miss():
+def test_probe_of_three_prompts_with_a_tie_and_a_miss():
     scores = torch.tensor([[-1.0, -1.0, -9.0], [-5.0, -4.0, -3.0], [-7.0, -8.0, -2.0]])
     probe = probe_reasoning(scores, ones(3))
     assert probe.retrieval_accuracy == pytest.approx((1 / 2 + 0 + 1) / 3)
@@ -58,34 +58,36 @@ def test_three_by_three_with_a_tie_and_a_miss():
 
 
 @pytest.mark.parametrize("count", [2, 16])
-def test_the_four_regimes_at_their_extremes(count):
+def test_regimes_at_their_extremes(count):
     own = torch.eye(count, dtype=torch.bool)
-    faithful = torch.where(own, -0.001, -1e4)  # each prompt has its one text
+    # Each prompt has one text of its own.
+    faithful = torch.where(own, -0.001, -1e4)
     diverse = torch.where(own, -30.0, -1e4)
-    template = torch.full((count, count), -30.0)  # varied, whatever the prompt
+    # Varied, and independent of the prompt.
+    template = torch.full((count, count), -30.0)
     single = torch.full((count, count), -0.001)
-    found = [
+    probes = [
         probe_reasoning(scores, 10 * ones(count))
         for scores in (diverse, template, faithful, single)
     ]
-    assert [probe.regime() for probe in found] == list(Regime)
-    for probe in found[::2]:
+    assert [probe.regime() for probe in probes] == list(Regime)
+    for probe in probes[::2]:
         assert probe.mutual_information == pytest.approx(math.log(count))
         assert probe.information_share == pytest.approx(1.0) and probe.retrieval_accuracy == 1.0
-    for probe in found[1::2]:
+    for probe in probes[1::2]:
         assert probe.mutual_information == pytest.approx(0.0)
         assert probe.retrieval_accuracy == pytest.approx(1 / count)
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.lists(
     st.lists(st.floats(-200, 0), min_size=n, max_size=n), min_size=n, max_size=n)))  # fmt: skip
-def test_information_never_passes_its_bound(scores):
+def test_information_is_bounded(scores):
     probe = probe_reasoning(torch.tensor(scores, dtype=torch.float64), ones(len(scores)))
     assert probe.mutual_information <= probe.bound + 1e-9
     assert 0.0 <= probe.retrieval_accuracy <= 1.0
 
 
-def test_scores_that_are_no_square_are_refused():
+def test_scores_must_be_square():
     with pytest.raises(ValueError, match=r"expected \[N, N\]"):
         probe_reasoning(torch.zeros(2, 3), ones(2))
 
@@ -98,7 +100,8 @@ def policy_and_thoughts(*, images, count=5, starts=8):
     with torch.no_grad():
         for parameter in bundle.model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(3.0)  # so that the prompt matters
+                # With larger weights the prompt matters more.
+                parameter.mul_(3.0)
     proxy = ScriptedProxy(
         environments=EnvironmentManager(
             target=f"ragen/FrozenLake{'Visual' * images}-v0",
@@ -116,7 +119,7 @@ def policy_and_thoughts(*, images, count=5, starts=8):
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_cross_scores_are_the_policys_own_whatever_the_batching(images):
+def test_cross_scores_do_not_depend_on_batching(images):
     policy, _, thoughts = policy_and_thoughts(images=images)
     scores, lengths = cross_score(policy, thoughts)
     assert scores.shape == (5, 5) and lengths.tolist() == [len(thought.ids) for thought in thoughts]
@@ -127,7 +130,7 @@ def test_cross_scores_are_the_policys_own_whatever_the_batching(images):
     assert (scores - scores.diagonal()[:, None]).abs().max() > 1e-3, "the prompt does not matter"
 
 
-def test_thoughts_are_first_ones_of_different_groups_and_prompts():
+def test_first_thoughts_have_different_groups_and_prompts():
     _, played, thoughts = policy_and_thoughts(images=False, count=100)
     assert [thought.group for thought in thoughts] == list(range(8))
     turn = played[0].turns[0]

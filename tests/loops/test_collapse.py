@@ -21,7 +21,7 @@ FORM = {"form": Alarm(reading="valid_actions", below=0.05)}
 
 
 class Break(RolloutCallback):
-    """Spoil the policy's weights before one iteration's rollout, and note them at each iteration's end."""
+    """Callback that zeroes the policy's weights before one rollout and records them after each iteration."""
 
     def __init__(self, iteration: int = 2) -> None:
         self.iteration = iteration
@@ -57,7 +57,7 @@ def run(setup_of, folder, *callbacks, epochs=4, **changes):
     return setup.fit(*callbacks, max_epochs=epochs, **changes)
 
 
-def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
+def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     plain, _, _ = run(setup_of, tmp_path)
     read, points, _ = run(
         setup_of, tmp_path, Diagnostics(probe_every_n_iterations=2, prompts=4, first=1)
@@ -79,7 +79,8 @@ def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
     assert not [
         one for one in known if not any(fnmatchcase(one, name) for name in declared_readings())
     ]
-    information = [point["mutual_information"] for point in logged]  # in between, the last probe's
+    # Between probes, the last probe is logged.
+    information = [point["mutual_information"] for point in logged]
     assert information[0] == information[1] != information[2] == information[3]
     first = logged[0]
     assert first["mutual_information_bound"] == pytest.approx(math.log(4), abs=1e-6)
@@ -92,9 +93,9 @@ def test_readings_are_logged_and_change_nothing(setup_of, tmp_path):
     )
 
 
-def test_thoughts_that_turn_false_are_told_against_the_first_iteration_alone(setup_of, tmp_path):
+def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path):
     class Thoughts(pl.Callback):
-        """Say of the iteration's thoughts what an environment would that can tell."""
+        """Set the share of true thoughts that an environment with `describe()` would report."""
 
         def on_train_epoch_end(self, trainer, pl_module):
             trainer.datamodule.metrics["think_accuracy"] = (0.8, 0.6, 0.2, 0.2)[
@@ -111,8 +112,8 @@ def test_thoughts_that_turn_false_are_told_against_the_first_iteration_alone(set
 
 
 @pytest.mark.parametrize("moment", ["on_rollout_end", "on_train_epoch_end"])
-def test_a_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
-    """Those too that an earlier part of the run has taken, wherever the checkpoint was written."""
+def test_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
+    """Including readings from before the checkpoint, wherever it was written."""
 
     class Save(RolloutCallback):
         def save(self, trainer, *args):
@@ -132,9 +133,7 @@ def test_a_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
     assert "diagnostics/mutual_information" in whole
 
 
-def test_a_warning_names_the_reading_that_tripped_it_and_the_run_goes_on(
-    setup_of, tmp_path, caplog
-):
+def test_warning_names_the_reading_and_the_run_continues(setup_of, tmp_path, caplog):
     broken, watch = Break(), monitor("warn")
     with caplog.at_level(logging.WARNING, logger="ragen_pl"):
         _, points, trainer = run(setup_of, tmp_path, Diagnostics(prompts=0), broken, watch)
@@ -158,7 +157,7 @@ def test_stop_ends_the_run_after_the_iteration(setup_of, tmp_path):
     assert trainer.current_epoch == 3
 
 
-def test_rollback_restores_weights_and_optimizer_and_goes_on(setup_of, tmp_path):
+def test_rollback_restores_weights_and_optimizer_and_continues(setup_of, tmp_path):
     broken, after = Break(), Break(iteration=-1)
     watch = monitor("rollback")
     agent, _, trainer = run(
@@ -167,14 +166,14 @@ def test_rollback_restores_weights_and_optimizer_and_goes_on(setup_of, tmp_path)
     assert watch.good is not None and watch.rollbacks == 1
     assert "rolled weights and optimizer back to iteration 2" in watch.events[0]["done"]
     assert broken.valid[2] == 0.0 and broken.valid[1] > 0.05
-    # `broken` is called before the monitor in each iteration, `after` behind it
+    # In each iteration, `broken` is called before the monitor and `after` after it.
     assert not same(broken.weights[2], broken.weights[1])
     assert same(after.weights[2], broken.weights[1]) and after.steps[2] == broken.steps[1]
     assert broken.valid[3] > 0.05 and trainer.current_epoch == 5
     assert not same(agent.state_dict(), broken.weights[1])
 
 
-def test_a_rollback_leaves_the_rate_where_schedule_and_mitigation_have_it(setup_of, tmp_path):
+def test_rollback_keeps_the_learning_rate_of_schedule_and_mitigation(setup_of, tmp_path):
     class Rates(pl.Callback):
         def __init__(self):
             self.rates = []
@@ -196,7 +195,7 @@ def test_a_rollback_leaves_the_rate_where_schedule_and_mitigation_have_it(setup_
     assert found == pytest.approx(plain[:half] + [0.5 * rate for rate in plain[half:]])
 
 
-def test_rollbacks_are_not_endless(setup_of, tmp_path):
+def test_rollbacks_are_limited(setup_of, tmp_path):
     class Always(Break):
         def on_rollout_start(self, trainer, pl_module):
             self.iteration = max(1, trainer.current_epoch)
@@ -218,7 +217,7 @@ MITIGATION = Mitigation(
 )
 
 
-def test_a_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path):
+def test_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path):
     def watched(**changes):
         checkpoint = pl.callbacks.ModelCheckpoint(
             dirpath=tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True
@@ -247,7 +246,7 @@ def test_a_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path
     assert same(agent.state_dict(), resumed.state_dict())
 
 
-def test_a_mitigation_switches_a_penalty_on_where_a_reference_is_kept(setup_of, tmp_path):
+def test_mitigation_switches_a_penalty_on_if_there_is_a_reference(setup_of, tmp_path):
     watch = monitor("mitigate", mitigation=Mitigation(clip_high=None, kl_coefficient=0.5))
     setup = setup_of(trainer={"default_root_dir": str(tmp_path)}, kl={"coefficient": 0.0})
     _, points, _ = setup.fit(Diagnostics(prompts=0), Break(1), watch, max_epochs=4)
@@ -261,36 +260,35 @@ def test_a_mitigation_switches_a_penalty_on_where_a_reference_is_kept(setup_of, 
 
 
 @pytest.mark.parametrize(
-    ("mitigation", "told"),
+    ("mitigation", "message"),
     [
         (Mitigation(clip_high=None), "all of clip_high, .* are null; set one of them"),
-        (Mitigation(clip_high=0.1), "mitigation.clip_high=0.1: the loss's own is 0.2"),
-        (Mitigation(clip_high=4.0), "mitigation.clip_high=4: the loss's own is 0.2"),
+        (Mitigation(clip_high=0.1), "mitigation.clip_high=0.1: the loss's own bound is 0.2"),
+        (Mitigation(clip_high=4.0), "mitigation.clip_high=4: the loss's own bound is 0.2"),
     ],
 )
-def test_a_mitigation_that_would_do_nothing_or_harm_is_refused(setup_of, mitigation, told):
+def test_useless_or_harmful_mitigation_is_rejected(setup_of, mitigation, message):
     agent, _ = setup_of().build()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         mitigation.check(pl.Trainer(barebones=True, accelerator="cpu"), agent)
 
 
-def test_a_mitigation_can_switch_the_filter_on(setup_of, tmp_path):
+def test_mitigation_switches_the_group_filter(setup_of, tmp_path):
     trainer = pl.Trainer(barebones=True, accelerator="cpu")
     agent, datamodule = setup_of().build()
     kept = object()
-    trainer.datamodule = datamodule
     mitigation = Mitigation(clip_high=None, group_filter=kept)
-    if not hasattr(datamodule, "group_filter"):
-        with pytest.raises(ValueError, match="has no group_filter; set null"):
-            mitigation.check(trainer, agent)
-        datamodule.group_filter = None
+    trainer.datamodule = pl.LightningDataModule()
+    with pytest.raises(ValueError, match="has no group_filter; set null"):
+        mitigation.check(trainer, agent)
+    trainer.datamodule = datamodule
     mitigation.check(trainer, agent)
     assert list(mitigation.switch_on(trainer, agent)) == ["group_filter"]
     assert datamodule.group_filter is kept
 
 
 @pytest.mark.slow
-def test_events_reach_mlflow(setup_of, tmp_path):
+def test_events_are_logged_to_mlflow(setup_of, tmp_path):
     logger = RunLogger(run_dir=str(tmp_path / "run"), root=str(tmp_path))
     setup = setup_of(trainer={"default_root_dir": str(tmp_path / "run")})
     agent, datamodule = setup.build()
@@ -310,7 +308,7 @@ def test_events_reach_mlflow(setup_of, tmp_path):
     ]
 
 
-def test_patience_grace_and_success_hold_an_alarm_back():
+def test_alarm_depends_on_limit_patience_grace_and_success():
     alarm = Alarm(reading="entropy", below=0.1, calm_above=0.8)
     assert alarm.holds({"entropy": 0.05}) and not alarm.holds({"entropy": 0.1})
     assert not alarm.holds({"entropy": 0.05, "success": 0.8}) and not alarm.holds({})
@@ -327,11 +325,11 @@ def test_patience_grace_and_success_hold_an_alarm_back():
 @pytest.mark.parametrize(
     "limits", [{}, {"below": 0.1, "above": 0.2}, {"below": 0.1, "patience": 0}]
 )
-def test_an_alarm_has_one_limit(limits):
+def test_alarm_needs_exactly_one_limit(limits):
     with pytest.raises(ValueError, match="expected one of the two limits and a patience"):
         Alarm(reading="entropy", **limits)
 
 
-def test_a_monitor_without_readings_before_it_is_refused(setup_of, tmp_path):
+def test_monitor_needs_diagnostics_before_it(setup_of, tmp_path):
     with pytest.raises(ValueError, match="Diagnostics takes: put"):
         run(setup_of, tmp_path, monitor("warn"), Diagnostics())

@@ -1,4 +1,4 @@
-"""Distinct responses and the distribution of actions, by hand."""
+"""Distinct responses and the distribution of actions, computed by hand."""
 
 import math
 from types import SimpleNamespace
@@ -14,28 +14,28 @@ def episode(*turns):
     )
 
 
-def test_by_hand():
+def test_diversity_by_hand():
     metric = ResponseDiversity()
     metric.update([episode(("a", "x", ["Up"]), ("a", "x", ["Up"]), ("b", None, []))])
     metric.update([episode(("c\udc80", "y", ["Up", "Left"]))])
-    figures = metric.compute()
-    assert figures["think_blocks"] == 3 / 4
-    assert figures["distinct_responses"] == 3 / 4 and figures["distinct_thoughts"] == 2 / 3
+    metrics = metric.compute()
+    assert metrics["think_blocks"] == 3 / 4
+    assert metrics["distinct_responses"] == 3 / 4 and metrics["distinct_thoughts"] == 2 / 3
     assert (
-        figures["action/Up"] == figures["top_action"] == 3 / 4 and figures["action/Left"] == 1 / 4
+        metrics["action/Up"] == metrics["top_action"] == 3 / 4 and metrics["action/Left"] == 1 / 4
     )
-    assert figures["action_entropy"] == pytest.approx(
+    assert metrics["action_entropy"] == pytest.approx(
         -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
     )
 
 
-def test_nothing_counted_gives_no_figure():
+def test_diversity_of_nothing_has_no_metrics():
     metric = ResponseDiversity()
     metric.update([episode()])
     assert metric.compute() == {}
 
 
-def test_many_actions_are_not_told_one_by_one():
+def test_many_actions_have_no_metric_each():
     metric = ResponseDiversity()
     metric.update([episode(*((str(n), "x", [str(n)]) for n in range(9)))])
     assert not any(name.startswith("action/") for name in metric.compute())

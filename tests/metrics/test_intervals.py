@@ -1,4 +1,4 @@
-"""Metrics of a validation set against numbers worked out by hand or by counting."""
+"""Metrics of a validation set against numbers computed by hand or by counting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def episode(group: int, member: int, *, success: bool, difficulty: int | None = 
     )  # fmt: skip
 
 
-def test_wilson_is_the_textbooks() -> None:
+def test_wilson_matches_published_values() -> None:
     # 81 of 263: Newcombe (1998), table I
     interval = wilson(81 / 263, count=263)
     assert (round(interval.low, 4), round(interval.high, 4)) == (0.2553, 0.3662)
@@ -44,32 +44,37 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(
     assert pass_at(k, samples=len(samples), successes=sum(samples)) == pytest.approx(counted)
 
 
-def test_more_than_there_are_samples_is_refused() -> None:
+def test_pass_at_k_needs_k_samples() -> None:
     with pytest.raises(ValueError, match="pass_at: found 3, expected 1 to 2"):
         pass_at(3, samples=2, successes=1)
 
 
-def test_samples_of_a_start_do_not_count_as_independent_trials() -> None:
+def test_samples_of_a_group_are_not_independent_trials() -> None:
     alike = [[True] * 8] * 5 + [[False] * 8] * 5
-    assert clustered(alike) == wilson(0.5, count=10)  # their spread is that of 10 trials at most
+    # Their variance is that of 10 trials at most.
+    assert clustered(alike) == wilson(0.5, count=10)
     mixed = [[True, False] * 4] * 10
     assert clustered(mixed).low <= 0.5 <= clustered(mixed).high
     assert clustered([[True], [False]]) == wilson(0.5, count=2)
 
 
-def test_figures_of_a_validation() -> None:
+def test_validation_metrics_by_hand() -> None:
     played = [
         episode(0, 0, success=True), episode(0, 1, success=True),
         episode(1, 0, success=True, difficulty=2), episode(1, 1, success=False, difficulty=2),
         episode(2, 0, success=False, difficulty=2), episode(2, 1, success=False, difficulty=2),
     ]  # fmt: skip
-    found = validation_metrics(played, pass_ks=[1, 2])
-    assert (found["episodes"], found["success"]) == (6.0, 0.5)
-    assert (found["pass@1"], found["pass@2"]) == (0.5, pytest.approx(2 / 3))
-    assert found["pass@2_low"] < 2 / 3 < found["pass@2_high"]
-    assert "valid_actions" not in found  # no response was given
+    metrics = validation_metrics(played, pass_ks=[1, 2])
+    assert (metrics["episodes"], metrics["success"]) == (6.0, 0.5)
+    assert (metrics["pass@1"], metrics["pass@2"]) == (0.5, pytest.approx(2 / 3))
+    assert metrics["pass@2_low"] < 2 / 3 < metrics["pass@2_high"]
+    # No response was given.
+    assert "valid_actions" not in metrics
     levels = success_by_difficulty(played)
-    assert {level: (one["episodes"], one["success"]) for level, one in levels.items()} == {
+    assert {
+        level: (level_metrics["episodes"], level_metrics["success"])
+        for level, level_metrics in levels.items()
+    } == {
         1: (2.0, 1.0),
         2: (4.0, 0.25),
     }

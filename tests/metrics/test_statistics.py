@@ -1,4 +1,4 @@
-"""Metrics by hand, and the same ones however what they count is split and merged."""
+"""Metrics computed by hand, and independent of how the counted episodes are split."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def trajectory(*turns, group=0, status=EpisodeStatus.TERMINATED, success=False):
 
 EPISODES = [
     trajectory(turn(), turn(reward=1.0, tokens=8, thinks=3, entropy=2.0), group=0, success=True),
-    trajectory(turn(reward=-0.1, valid=False, effective=False, hit_length_limit=True), group=0, status=EpisodeStatus.TURN_LIMIT),
+    trajectory(
+        turn(reward=-0.1, valid=False, effective=False, hit_length_limit=True), group=0,
+        status=EpisodeStatus.TURN_LIMIT,
+    ),
     trajectory(
         turn(truth="a b", think="a b"), turn(effective=False, truth="c", think="d"), group=1,
         status=EpisodeStatus.TRUNCATED,
@@ -52,14 +55,14 @@ EPISODES = [
 ]  # fmt: skip
 
 
-def compute(*parts):
+def compute(*batches):
     statistics = RolloutStatistics()
-    for part in parts:
-        statistics.update(part)
+    for batch in batches:
+        statistics.update(batch)
     return statistics.compute()
 
 
-def test_rollout_figures_by_hand():
+def test_rollout_metrics_by_hand():
     expected = {
         "episodes": 4,
         "success": 1 / 4,
@@ -80,22 +83,22 @@ def test_rollout_figures_by_hand():
     assert compute(EPISODES) == pytest.approx(expected)
 
 
-def test_a_success_on_the_last_turn_is_no_turn_limit():
-    one = trajectory(turn(reward=1.0), status=EpisodeStatus.TURN_LIMIT, success=True)
-    assert compute([one])["turn_limit"] == 0
+def test_success_on_the_last_turn_is_not_a_turn_limit():
+    episode = trajectory(turn(reward=1.0), status=EpisodeStatus.TURN_LIMIT, success=True)
+    assert compute([episode])["turn_limit"] == 0
 
 
-def test_figures_of_nothing_are_nan_and_what_was_not_seen_is_left_out():
-    figures = compute([])
-    assert figures["episodes"] == 0
-    assert np.isnan(figures["success"]) and np.isnan(figures["turns"])
-    assert "think_accuracy" not in figures and "group_return_std" not in figures
+def test_metrics_of_no_episodes_are_nan_or_missing():
+    metrics = compute([])
+    assert metrics["episodes"] == 0
+    assert np.isnan(metrics["success"]) and np.isnan(metrics["turns"])
+    assert "think_accuracy" not in metrics and "group_return_std" not in metrics
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.floats(-2, 2), st.integers(1, 9)), min_size=2, max_size=12), st.data())
-def test_rollout_figures_do_not_depend_on_the_split(rewards, data):
-    """Groups of one here: those of several must stay together."""
+def test_rollout_metrics_do_not_depend_on_the_split(rewards, data):
+    """With groups of one: a larger group must not be split."""
     episodes = [
         trajectory(turn(reward=reward, tokens=tokens), group=number)
         for number, (reward, tokens) in enumerate(rewards)
@@ -103,12 +106,12 @@ def test_rollout_figures_do_not_depend_on_the_split(rewards, data):
     at = data.draw(st.integers(0, len(episodes)))
     order = data.draw(st.permutations(episodes))
     whole, split = compute(episodes), compute(order[:at], order[at:])
-    # a spread is the root of a difference, so its rounding error is a root too
+    # A standard deviation is the root of a difference, and so is its rounding error.
     spread, other = whole.pop("return_std"), split.pop("return_std")
     assert split == pytest.approx(whole, abs=1e-9) and other == pytest.approx(spread, abs=1e-6)
 
 
-def test_update_figures_by_hand():
+def test_update_metrics_by_hand():
     statistics = UpdateStatistics()
     statistics.update(
         {"tokens": 10, "entropy": 20.0, "clipped_low": 1, "approx_kl": 0.5, "loss": 0.4}
@@ -116,17 +119,17 @@ def test_update_figures_by_hand():
     statistics.update(
         {"tokens": 30, "entropy": 20.0, "clipped_high": 3, "loss": 0.2, "kl_loss": 0.1}
     )
-    figures = statistics.metrics(steps=2)
-    assert figures["entropy"] == pytest.approx(1.0)  # over tokens, not over steps
-    assert figures["approx_kl"] == pytest.approx(0.0125)
-    assert figures["clip_fraction"] == pytest.approx(0.1)
-    assert figures["loss"] == pytest.approx(0.3) and figures["kl_loss"] == pytest.approx(0.05)
-    assert "reference_kl" not in figures
+    metrics = statistics.metrics(steps=2)
+    assert metrics["entropy"] == pytest.approx(1.0)  # over tokens, not over steps
+    assert metrics["approx_kl"] == pytest.approx(0.0125)
+    assert metrics["clip_fraction"] == pytest.approx(0.1)
+    assert metrics["loss"] == pytest.approx(0.3) and metrics["kl_loss"] == pytest.approx(0.05)
+    assert "reference_kl" not in metrics
     statistics.update({"kl": 3.0, "kl_tokens": 12})
     assert statistics.metrics(steps=2)["reference_kl"] == pytest.approx(0.25)
 
 
-def test_preparation_figures_by_hand():
+def test_preparation_metrics_by_hand():
     """Returns 1, 3 and errors 0, 1: variances 1 and 1/4."""
     statistics = PreparationStatistics()
     statistics.update(
@@ -137,14 +140,14 @@ def test_preparation_figures_by_hand():
         {"tokens": 4, "mismatch": 0.2, "mismatch_max": 0.05, "credited": 1, "returns": 3.0,
          "returns_square": 9.0, "errors": 1.0, "errors_square": 1.0}
     )  # fmt: skip
-    figures = statistics.compute()
-    assert figures["logprob_mismatch"] == pytest.approx(0.05)
-    assert figures["logprob_mismatch_max"] == pytest.approx(0.1)
-    assert figures["logprob_mismatch_kl"] == pytest.approx(0.05)
-    assert figures["explained_variance"] == pytest.approx(0.75)
+    metrics = statistics.compute()
+    assert metrics["logprob_mismatch"] == pytest.approx(0.05)
+    assert metrics["logprob_mismatch_max"] == pytest.approx(0.1)
+    assert metrics["logprob_mismatch_kl"] == pytest.approx(0.05)
+    assert metrics["explained_variance"] == pytest.approx(0.75)
 
 
-def test_sums_survive_export_and_import_to_the_bit():
+def test_sums_survive_export_and_import_bit_for_bit():
     one, other = (NamedSums(["a", "b"], maxima=["m"]) for _ in range(2))
     one.update({"a": 0.1, "m": 3.0})
     one.update({"a": 0.2, "b": 1e-9, "m": 2.0})
@@ -155,6 +158,6 @@ def test_sums_survive_export_and_import_to_the_bit():
     assert other.totals()["m"] == 4.0
 
 
-def test_a_name_not_declared_is_refused():
+def test_undeclared_name_is_rejected():
     with pytest.raises(KeyError, match=r"NamedSums has no sums named \['c'\]"):
         NamedSums(["a", "b"]).update({"c": 1.0})
