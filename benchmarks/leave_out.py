@@ -26,12 +26,14 @@ from ragen_pl.run.train import quieten
 from ragen_pl.run.weights import load_weights
 from ragen_pl.trajectory import Trajectory
 
-Look = Callable[..., list[np.ndarray]]
+Scores = Callable[..., list[np.ndarray]]
 HEAD = "| left out | chosen by | success | prompt tokens a turn | response tokens a turn |\n|---|---|---|---|---|"
 
 
-def play(cfg: DictConfig, weights: Path, rule: LeaveOut, *, look: Look | None) -> list[Trajectory]:
-    """Play the validation set greedily, parts chosen by `look`, or by the policy's own."""
+def play(
+    cfg: DictConfig, weights: Path, rule: LeaveOut, *, scores: Scores | None
+) -> list[Trajectory]:
+    """Play the validation set greedily, with what to leave out chosen by `scores`, or by the policy's own."""
     parts = assemble(cfg)
     load_weights(parts.bundle, weights)
     parts.bundle.model.eval()
@@ -42,13 +44,13 @@ def play(cfg: DictConfig, weights: Path, rule: LeaveOut, *, look: Look | None) -
     )  # fmt: skip
     engine = engine_factory(cfg)(parts.policy)
     engine.load_weights(0)
-    with mock.patch.object(turn_loop, "look", look or turn_loop.look):
+    with mock.patch.object(turn_loop, "occlusion_scores", scores or turn_loop.occlusion_scores):
         return validation_set.proxy.rollout(
             engine, validation_set.starts, seed_key=("panel",), greedy=True
         )
 
 
-def at_random() -> Look:
+def at_random() -> Scores:
     """Return a look that draws its scores."""
     rng = np.random.default_rng(0)
 
@@ -91,12 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cfg.validation.episodes = given.episodes
     weights = given.run / "checkpoints" / "last.ckpt"
     print(HEAD)
-    print(line(play(cfg, weights, LeaveOut(), look=None), what="nothing", how="-"), flush=True)
+    print(line(play(cfg, weights, LeaveOut(), scores=None), what="nothing", how="-"), flush=True)
     rules = [(f"{share:.0%} of patches", LeaveOut(patches=share)) for share in given.patches]
     rules += [(f"{share:.0%} of old turns", LeaveOut(turns=share)) for share in given.turns]
     for what, rule in rules:
-        for how, look in (("the policy", None), ("chance", at_random())):
-            print(line(play(cfg, weights, rule, look=look), what=what, how=how), flush=True)
+        for how, scores in (("the policy", None), ("chance", at_random())):
+            print(line(play(cfg, weights, rule, scores=scores), what=what, how=how), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.modules.forward import padding_share, split_by_length
+from ragen_pl.modules.forward import split_by_length
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, scripted
 from ragen_pl.trajectory import Trajectory
@@ -120,12 +120,12 @@ def report(
 
 def padding(lengths: Sequence[Tensor], buckets: int) -> float:
     """Return the share of computed positions that are padding, over all minibatches."""
-    real = computed = 0.0
-    for rows in lengths:
-        used = float(rows.sum())
-        real += used
-        computed += used / (1.0 - padding_share(rows, split_by_length(rows, buckets)))
-    return 1.0 - real / computed
+    computed = sum(
+        len(rows) * int(minibatch[rows].max())
+        for minibatch in lengths
+        for rows in split_by_length(minibatch, buckets)
+    )
+    return 1.0 - sum(int(minibatch.sum()) for minibatch in lengths) / computed
 
 
 def main() -> None:

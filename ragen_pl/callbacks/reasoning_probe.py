@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ragen_pl.data.collate import collate
 from ragen_pl.distributed import gather_over_ranks
-from ragen_pl.modules.forward import decoder_parts
-from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.forward import split_by_tokens
+from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 READINGS: Final = (
@@ -187,8 +187,10 @@ def cross_score(
     pairs = [_pair(thought, prompt) for thought in thoughts for prompt in thoughts]
     batch = collate(pairs, policy.bundle)
     batch = move_data_to_device(batch, next(policy.parameters()).device)
-    parts = decoder_parts(batch.samples.length, tokens_per_forward)
-    scored = policy.score(batch.samples, batch.pixel_values, parts=parts)
+    microbatches = split_by_tokens(batch.samples.length, tokens_per_forward)
+    scored: TokenScores = policy(
+        batch.samples, batch.pixel_values, microbatches=microbatches
+    )
     values = scored.logprobs.double().sum(1).cpu().view(len(thoughts), len(thoughts))
     return values, torch.tensor([len(thought.ids) for thought in thoughts])
 

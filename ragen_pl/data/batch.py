@@ -40,7 +40,7 @@ class Samples:
     spans: Tensor  # int8 [rows, time]: a Span on sampled tokens, 0 elsewhere
     behavior_logprobs: Tensor  # float32 [rows, time]
     temperature: Tensor  # float32 [rows, time]: that a token was sampled at, 1 elsewhere
-    images: Tensor  # int64 [rows, most images]: indices into the batch's images, -1 for none
+    image_index: Tensor  # int64 [rows, most images]: indices into the batch's images, -1 for none
     patches: Tensor  # bool [rows, most images, patches]: those shown; [rows, 0, 0] where all images are whole
     episode: Tensor  # int64 [rows]
     weight: Tensor  # float32 [rows]: 0 for rows that only make numbers even
@@ -62,7 +62,7 @@ class Samples:
         chosen = {}
         for field in fields(self):
             value = getattr(self, field.name)[rows]
-            per_token = value.ndim == 2 and field.name != "images"
+            per_token = value.ndim == 2 and field.name != "image_index"
             chosen[field.name] = value[:, :time] if per_token else value
         return type(self)(**chosen)
 

@@ -200,7 +200,7 @@ def _samples(parts: Sequence[_Sample], image_store: _ImageStore, *, pad: int, mo
         spans=torch.from_numpy(spans),
         behavior_logprobs=torch.from_numpy(logprobs),
         temperature=torch.from_numpy(temperature),
-        images=torch.from_numpy(images),
+        image_index=torch.from_numpy(images),
         patches=_patches(parts, most_images, most),
         episode=torch.tensor([part.episode for part in parts], dtype=torch.int64),
         weight=torch.ones(rows),

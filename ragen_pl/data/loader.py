@@ -93,9 +93,9 @@ class MinibatchLoader:
             samples.weight.zero_()
             samples.loss_weight = samples.loss_weight * 0
             samples.loss_mask, samples.kl_mask = samples.loss_mask & False, samples.kl_mask & False
-        used, images = torch.unique(samples.images, return_inverse=True)
+        used, images = torch.unique(samples.image_index, return_inverse=True)
         missing = int(bool(len(used) and used[0] < 0))
-        samples.images = images.view_as(samples.images) - missing
+        samples.image_index = images.view_as(samples.image_index) - missing
         tokens, credited, kl_tokens, sequences = self._counts[number // self.accumulate]
         return Minibatch(
             samples=samples,

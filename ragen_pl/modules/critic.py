@@ -1,21 +1,24 @@
 """CriticModule: the value of the state before each sampled token.
 
-It reads the policy's own states (`backbone=None`, one forward pass for both) or runs a backbone of
-its own; alone in a plain `Trainer` it regresses the batch's returns.
+It reads the policy's states (`backbone=None`, one forward pass for both) or runs a backbone of its own. In a plain
+`Trainer` it regresses the batch's returns.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.models.inputs import run_decoder
 from ragen_pl.models.value_head import ValueHead
-from ragen_pl.modules.forward import decoder_states, sampled_states, split_by_length
-from ragen_pl.modules.policy import OptimizerFactory, PolicyModule, TokenScores
+from ragen_pl.modules.forward import Readout, sample_inputs, sampled_states, split_by_length
+from ragen_pl.modules.policy import OptimizerFactory, PolicyModule, TokenReadout, TokenScores
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -25,11 +28,11 @@ class CriticModule(pl.LightningModule):
     """A value head on decoder states.
 
     Args:
-        hidden_size: of the states that the head reads.
-        backbone: the critic's own model; None to read the policy's states.
-        detach: keep the value loss from changing what the states come from.
-        optimizer: makes the optimizer from parameters, for use in a plain `Trainer`.
-        length_buckets: parts that a batch's rows are split into by length.
+        hidden_size: Width of the states.
+        backbone: Model of its own; None to read the policy's states.
+        detach: Whether the value loss leaves the weights behind the states unchanged.
+        optimizer: Builds the optimizer from parameters, for use in a plain `Trainer`; AdamW at 1e-4 by default.
+        length_buckets: Number of microbatches that a batch's rows are split into by length.
     """
 
     def __init__(
@@ -55,54 +58,110 @@ class CriticModule(pl.LightningModule):
         return self.backbone is None
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Return values `[…]` of states `[…, hidden]`."""
+        """Return values `[…]` of hidden states `[…, hidden]`."""
         return self.head(hidden.detach() if self.detach_states else hidden)
 
-    def values(
-        self, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor] | None = None
-    ) -> Tensor:
-        """Return V(s_t) at sampled tokens and 0 elsewhere, `[rows, time]`, from the critic's own backbone."""
-        result = torch.zeros_like(samples.input_ids, dtype=torch.float32)
-        parts = parts or split_by_length(samples.length, self.length_buckets)
-        for states in sampled_states(self._own_backbone(), samples, pixel_values, parts):
-            result = result.index_put((states.rows, states.columns), self.read(states.hidden))
-        return result
+    def forward(
+        self,
+        samples: Samples,
+        pixel_values: Tensor,
+        *,
+        microbatches: Sequence[Tensor] | None = None,
+        readout: Readout | None = None,
+    ) -> Any:
+        """Run the critic's own backbone over samples.
 
-    def last_values(self, samples: Samples, pixel_values: Tensor, *, trunk: ModelBundle) -> Tensor:
-        """Return the value of the state after each row's last token, `[rows]`."""
-        bundle = self.backbone or trunk
-        result = []
-        for row in range(len(samples)):
-            hidden = decoder_states(bundle, samples, pixel_values, torch.tensor([row]))
-            result.append(self.read(hidden[0, -1:]))
-        return torch.cat(result)
+        Args:
+            samples: Sequences.
+            pixel_values: Images that `samples.image_index` refers to.
+            microbatches: Rows that are computed together; the module's length buckets by default.
+            readout: What is computed; `ValueReadout` by default, which returns values `[rows, time]`.
+
+        Raises:
+            ValueError: The critic has no backbone.
+        """
+        if self.backbone is None:
+            raise ValueError(
+                "this critic reads the policy's states; give it a backbone to use it alone"
+            )
+        readout = readout or ValueReadout(self)
+        rows = microbatches or split_by_length(samples.length, self.length_buckets)
+        return readout(self.backbone, samples, pixel_values, rows)
 
     def on_fit_start(self) -> None:
-        """Leave the eval mode that models are built and loaded in; Lightning does not."""
+        """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the sampled tokens inside the advantage mask."""
         mask = batch.samples.advantage_mask & batch.real
-        errors = (
-            self.values(batch.samples, batch.pixel_values) - batch.samples.returns
-        ) ** 2 * mask
+        values: Tensor = self(batch.samples, batch.pixel_values)
+        errors = (values - batch.samples.returns) ** 2 * mask
         loss = errors.sum() * batch.scale / batch.credited
         self.log("train/value_loss", loss.detach(), prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer for a critic trained alone: AdamW at 1e-4 unless another was given."""
+        """Return the optimizer of a critic that is trained alone."""
         if self.optimizer_factory is None:
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
         return self.optimizer_factory(list(self.parameters()))
 
-    def _own_backbone(self) -> ModelBundle:
-        if self.backbone is None:
-            raise ValueError(
-                "this critic reads the policy's states; give it a backbone to use it alone"
-            )
-        return self.backbone
+
+@dataclass(frozen=True, slots=True)
+class ValueReadout:
+    """Reads V(s_t) at the sampled tokens."""
+
+    critic: CriticModule
+
+    def __call__(
+        self,
+        bundle: ModelBundle,
+        samples: Samples,
+        pixel_values: Tensor,
+        microbatches: Sequence[Tensor],
+    ) -> Tensor:
+        """Return float32 `[rows, time]`, 0 off the sampled tokens."""
+        result = torch.zeros_like(samples.input_ids, dtype=torch.float32)
+        for states in sampled_states(bundle, samples, pixel_values, microbatches):
+            values = self.critic.read(states.hidden)
+            result = result.index_put((states.rows, states.columns), values)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class LastValueReadout:
+    """Reads the value of the state after each row's last token."""
+
+    critic: CriticModule
+
+    def __call__(
+        self,
+        bundle: ModelBundle,
+        samples: Samples,
+        pixel_values: Tensor,
+        microbatches: Sequence[Tensor],
+    ) -> Tensor:
+        """Return float32 `[rows]`."""
+        result = torch.zeros(len(samples), device=samples.input_ids.device)
+        for rows in microbatches:
+            hidden = run_decoder(bundle, sample_inputs(bundle, samples, pixel_values, rows))
+            last = torch.arange(len(rows), device=hidden.device), samples.length[rows] - 1
+            result[rows] = self.critic.read(hidden[last])
+        return result
+
+
+def last_values(
+    policy: PolicyModule, critic: CriticModule, samples: Samples, pixel_values: Tensor
+) -> Tensor:
+    """Return the value of the state after each row's last token, float32 `[rows]`."""
+    module = policy if critic.shares_trunk else critic
+    # one row at a time, without padding
+    microbatches = [torch.tensor([row]) for row in range(len(samples))]
+    values: Tensor = module(
+        samples, pixel_values, microbatches=microbatches, readout=LastValueReadout(critic)
+    )
+    return values
 
 
 def score_together(
@@ -112,14 +171,21 @@ def score_together(
     pixel_values: Tensor,
     *,
     reference: Tensor | None = None,
-    parts: list[Tensor] | None = None,
+    microbatches: Sequence[Tensor] | None = None,
 ) -> TokenScores:
-    """Score samples with the policy and value them with the critic, in one pass where they share a trunk.
+    """Score samples with the policy and the critic, in one forward pass if they share a trunk.
 
-    The arguments are those of `PolicyModule.score`.
+    Args:
+        policy: Policy.
+        critic: Critic; None for scores without values.
+        samples: Sequences.
+        pixel_values: Images that `samples.image_index` refers to.
+        reference: Reference's log-probs over the vocabulary, see `TokenReadout`.
+        microbatches: Rows that are computed together; the module's length buckets by default.
     """
     shared = critic if critic is not None and critic.shares_trunk else None
-    scores = policy.score(samples, pixel_values, critic=shared, reference=reference, parts=parts)
-    if critic is not None and shared is None:
-        scores.values = critic.values(samples, pixel_values, parts=parts)
-    return scores
+    readout = TokenReadout(critic=shared, reference=reference)
+    scores: TokenScores = policy(samples, pixel_values, microbatches=microbatches, readout=readout)
+    if critic is None or shared is not None:
+        return scores
+    return scores._replace(values=critic(samples, pixel_values, microbatches=microbatches))

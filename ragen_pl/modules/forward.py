@@ -1,44 +1,70 @@
-"""One forward pass over samples, computing only what the sampled tokens need.
+"""Forward passes over samples: rows split into microbatches, and the hidden states of each.
 
-Rows are bucketed by length, so that little is computed on padding; the decoder's head runs on the
-positions that predict sampled tokens only; every image is encoded once a bucket.
+Rows of similar length share a microbatch, so little is computed on padding. The language-model head runs only on the
+positions that predict sampled tokens. Every image is encoded once for each microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ragen_pl.data.batch import Samples
+from ragen_pl.models.inputs import DecoderInputs, run_decoder, whole_inputs
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
-_LITTLE_PADDING = 0.05  # below this another part costs more than the padding it saves
+# share of padding below which one more microbatch costs more than it saves
+_LITTLE_PADDING = 0.05
+
+
+class Readout(Protocol):
+    """What a call of the policy or the critic computes from its model, such as `TokenReadout`."""
+
+    def __call__(
+        self,
+        bundle: ModelBundle,
+        samples: Samples,
+        pixel_values: Tensor,
+        microbatches: Sequence[Tensor],
+    ) -> Any:
+        """Run the model and return the result.
+
+        Args:
+            bundle: Model of the module that is called.
+            samples: Sequences to compute on.
+            pixel_values: Images that `samples.image_index` refers to.
+            microbatches: Rows that are computed together, each int64 `[rows]`.
+        """
+        ...
 
 
 @dataclass(slots=True)
 class SampledStates:
-    """Hidden states that predict sampled tokens, in one bucket of rows."""
+    """Hidden states that predict the sampled tokens of one microbatch."""
 
-    rows: Tensor  # int64 [tokens]: row in the samples
-    columns: Tensor  # int64 [tokens]: position of the token that the state predicts
-    hidden: Tensor  # [tokens, hidden]: the decoder's state at position column - 1
+    rows: Tensor
+    """int64 `[tokens]`, row of each token in the samples."""
+    columns: Tensor
+    """int64 `[tokens]`, position of each token in its row."""
+    hidden: Tensor
+    """`[tokens, hidden]`, the decoder's state at the position before."""
 
 
 def split_by_length(lengths: Tensor, buckets: int) -> list[Tensor]:
-    """Split rows into at most `buckets` parts of like length with the least padding in all.
+    """Split rows into at most `buckets` microbatches with the least padding in total.
 
-    Dynamic programming over the distinct lengths: the cost of a part is its rows times its longest.
-    Fewer parts are made where they leave little padding already.
+    Dynamic programming over the distinct lengths. The cost of a microbatch is its number of rows times its longest
+    length. Fewer microbatches are made where they already leave little padding.
 
     Examples:
-        >>> [part.tolist() for part in split_by_length(torch.tensor([9, 2, 8, 2]), 2)]
+        >>> [rows.tolist() for rows in split_by_length(torch.tensor([9, 2, 8, 2]), 2)]
         [[1, 3], [2, 0]]
     """
     order = torch.argsort(lengths, stable=True)
@@ -47,77 +73,57 @@ def split_by_length(lengths: Tensor, buckets: int) -> list[Tensor]:
     before = np.concatenate([[0], np.cumsum(counts)])
     cost = np.full((most + 1, kinds + 1), np.inf)
     cost[0, 0] = 0
-    cut = np.zeros((most + 1, kinds + 1), dtype=np.int64)
-    for part in range(1, most + 1):
+    first = np.zeros((most + 1, kinds + 1), dtype=np.int64)
+    for number in range(1, most + 1):
         for end in range(1, kinds + 1):
-            totals = cost[part - 1, :end] + (before[end] - before[:end]) * unique[end - 1]
-            cut[part, end] = int(totals.argmin())
-            cost[part, end] = totals[cut[part, end]]
+            totals = cost[number - 1, :end] + (before[end] - before[:end]) * unique[end - 1]
+            first[number, end] = int(totals.argmin())
+            cost[number, end] = totals[first[number, end]]
     little = cost[:, kinds] * (1.0 - _LITTLE_PADDING) <= int(lengths.sum())
-    parts, end = [], kinds
-    for part in range(int(little.argmax()) or most, 0, -1):
-        start = int(cut[part, end])
-        parts.append(order[int(before[start]) : int(before[end])])
+    microbatches, end = [], kinds
+    for number in range(int(little.argmax()) or most, 0, -1):
+        start = int(first[number, end])
+        microbatches.append(order[int(before[start]) : int(before[end])])
         end = start
-    return [part for part in reversed(parts) if len(part)]
+    return [rows for rows in reversed(microbatches) if len(rows)]
 
 
-def decoder_parts(lengths: Tensor, tokens: int) -> list[Tensor]:
-    """Split rows, shortest first, into parts of at most `tokens` positions, padding included."""
+def split_by_tokens(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """Split rows, shortest first, into microbatches of at most `tokens` positions with padding."""
     order = torch.argsort(lengths, stable=True)
-    parts, start = [], 0
+    microbatches, start = [], 0
     longest = lengths[order].tolist()
     for end in range(1, len(order) + 1):
         full = end < len(order) and (end - start + 1) * longest[end] > tokens
         if full or end == len(order):
-            parts.append(order[start:end])
+            microbatches.append(order[start:end])
             start = end
-    return parts
+    return microbatches
 
 
-def padding_share(lengths: Tensor, parts: list[Tensor]) -> float:
-    """Return the share of computed positions that are padding."""
-    computed = sum(len(part) * int(lengths[part].max()) for part in parts)
-    return 1.0 - float(lengths.sum()) / computed
+def sample_inputs(
+    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, rows: Tensor
+) -> DecoderInputs:
+    """Build the decoder inputs of these rows, cut to the longest of them."""
+    time = int(samples.length[rows].max())
+    return whole_inputs(
+        bundle,
+        samples.input_ids[rows, :time],
+        pixel_values=pixel_values,
+        image_index=samples.image_index[rows],
+        patches=samples.patches[rows],
+    )
 
 
 def sampled_states(
-    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, parts: list[Tensor]
+    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, microbatches: Sequence[Tensor]
 ) -> Iterator[SampledStates]:
-    """Run the decoder on each part of the rows and yield the states that predict sampled tokens.
+    """Run the decoder on each microbatch and yield the states that predict sampled tokens.
 
-    V(s_t) and the distribution of token t are both read at position t - 1; the shift is made here, once.
+    V(s_t) and the distribution of token t are both read at position t - 1. The shift is made here, once.
     """
-    for part in parts:
-        hidden = decoder_states(bundle, samples, pixel_values, part)
-        sampled = samples.turn[part, : hidden.shape[1]] >= 0
+    for rows in microbatches:
+        hidden = run_decoder(bundle, sample_inputs(bundle, samples, pixel_values, rows))
+        sampled = samples.turn[rows, : hidden.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
-        yield SampledStates(part.to(at.device)[at], columns, hidden[at, columns - 1])
-
-
-def decoder_states(
-    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, rows: Tensor
-) -> Tensor:
-    """Return the decoder's last hidden states `[rows, time, hidden]` of these rows.
-
-    Padding stands on the right, where a causal decoder can't see it, so no mask is needed.
-    """
-    embeds = embedded(bundle, samples, pixel_values, rows)
-    return bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
-
-
-def embedded(bundle: ModelBundle, samples: Samples, pixel_values: Tensor, rows: Tensor) -> Tensor:
-    """Return the decoder's inputs `[rows, time, hidden]`: words' embeddings, and features in the image slots."""
-    time = int(samples.length[rows].max())
-    ids = samples.input_ids[rows, :time]
-    images = samples.images[rows]
-    images = images[images >= 0]
-    if not len(images):
-        return bundle.embed(ids)
-    used, index = torch.unique(images, return_inverse=True)
-    features = bundle.features(pixel_values[used])[index]
-    if samples.patches.shape[-1]:
-        shown = features[samples.patches[rows][samples.images[rows] >= 0]]
-    else:
-        shown = features.flatten(0, 1)
-    return bundle.embed(ids, shown)
+        yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1])

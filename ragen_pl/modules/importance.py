@@ -1,8 +1,4 @@
-"""How much each token and each image patch matters for the actions: gradient saliency of the policy itself.
-
-`score = |e · d log p(actions) / d e|` with e a position's input embedding, a word's or an image patch's; see
-`models.saliency`. Computed in preparation, with the weights that sampled.
-"""
+"""Masks narrowed to the tokens that matter most for the actions, by the scores of `modules.saliency`."""
 
 from __future__ import annotations
 
@@ -20,9 +16,6 @@ from ragen_pl.data.batch import (
     scatter_credit,
 )
 from ragen_pl.metrics.importance import ImportanceStatistics
-from ragen_pl.models.saliency import gradient_times_input
-from ragen_pl.modules.forward import embedded
-from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.trajectory import Span
 
 
@@ -51,44 +44,6 @@ class Importance:
                 )
 
 
-def saliency(
-    policy: PolicyModule, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor]
-) -> Tensor:
-    """Score every position's effect on the actions that follow it in its row.
-
-    Args:
-        policy: with the weights that sampled.
-        samples: to score.
-        images: that the samples' image indices refer to.
-        parts: rows computed together.
-
-    Returns:
-        float32 `[rows, time]`: of words and image slots alike; 0 on padding and after the last action.
-    """
-    scores = torch.zeros(samples.input_ids.shape, device=samples.input_ids.device)
-    for part in parts:
-        with torch.no_grad():
-            embeds = embedded(policy.bundle, samples, pixel_values, part)
-        targets = (samples.turn[part] >= 0) & (samples.spans[part] == Span.ACTION)
-        at, columns = targets[:, : embeds.shape[1]].nonzero(as_tuple=True)
-        if not len(at):
-            continue
-        rows = part.to(at.device)[at]
-        effect = gradient_times_input(
-            policy.bundle,
-            embeds,
-            rows=at,
-            columns=columns,
-            tokens=samples.input_ids[rows, columns],
-            temperature=samples.temperature[rows, columns][:, None],
-            banned=policy.banned,
-        )
-        time = torch.arange(effect.shape[1], device=effect.device)
-        inside = time[None, :] < samples.length[part][:, None].to(effect.device)
-        scores[part, : effect.shape[1]] = torch.where(inside, effect, 0.0)
-    return scores
-
-
 def keep_important(
     batch: TrajectoryBatch,
     scores: Tensor,
@@ -101,7 +56,7 @@ def keep_important(
 
     Args:
         batch: with masks; changed in place.
-        scores: `[rows, time]` of `saliency`.
+        scores: `[rows, time]` of `SaliencyReadout`.
         settings: the shares.
         image_token: id of an image slot, None for a text model.
         report: filled with what was selected.

@@ -15,13 +15,14 @@ from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
 from ragen_pl.modules.credit import assign_credit, correct_mismatch
-from ragen_pl.modules.critic import CriticModule, score_together
-from ragen_pl.modules.forward import decoder_parts
-from ragen_pl.modules.importance import keep_important, saliency
+from ragen_pl.modules.critic import CriticModule, last_values, score_together
+from ragen_pl.modules.forward import split_by_tokens
+from ragen_pl.modules.importance import keep_important
 from ragen_pl.modules.losses import KLPlace, LossSettings, Masks
 from ragen_pl.modules.masking import apply_masks, keep_top_entropy
-from ragen_pl.modules.policy import PolicyModule, TokenScores
+from ragen_pl.modules.policy import PolicyModule, TokenScores, VocabularyReadout
 from ragen_pl.modules.reference import ReferencePolicy, divergence
+from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.trajectory import Span
 
 
@@ -39,12 +40,17 @@ class Scorer:
         samples: Samples,
         pixel_values: Tensor,
         *,
-        parts: list[Tensor],
+        microbatches: list[Tensor],
         reference: Tensor | None = None,
     ) -> TokenScores:
         """Return log-probs and, with a critic, values of the sampled tokens."""
         return score_together(
-            self.policy, self.critic, samples, pixel_values, reference=reference, parts=parts
+            self.policy,
+            self.critic,
+            samples,
+            pixel_values,
+            reference=reference,
+            microbatches=microbatches,
         )
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
@@ -59,11 +65,11 @@ class Scorer:
         """Value the state after the last turn of episodes that were cut from outside."""
         if batch.final is None or self.critic is None:
             return
-        values = self.critic.last_values(batch.final, batch.pixel_values, trunk=self.policy.bundle)
+        values = last_values(self.policy, self.critic, batch.final, batch.pixel_values)
         batch.episodes.bootstrap[batch.final.episode] = values.float()
 
     def reference_logprobs(
-        self, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor]
+        self, samples: Samples, pixel_values: Tensor, *, microbatches: list[Tensor]
     ) -> Tensor | None:
         """Return the reference's log-probs by token number: `[tokens, vocab]`, or `[tokens]` for estimates.
 
@@ -72,8 +78,11 @@ class Scorer:
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
         if self.loss.kl.estimator is KLEstimator.FULL:
-            return self.reference.reference_logprobs(samples, pixel_values, parts)
-        scores = self.reference.score(samples, pixel_values, parts=parts)
+            log_probs: Tensor = self.reference(
+                samples, pixel_values, microbatches=microbatches, readout=VocabularyReadout()
+            )
+            return log_probs
+        scores: TokenScores = self.reference(samples, pixel_values, microbatches=microbatches)
         sampled = samples.turn >= 0
         result = scores.logprobs.new_zeros(int(sampled.sum()))
         result[samples.token[sampled]] = scores.logprobs[sampled]
@@ -94,16 +103,18 @@ def prepare_batch(
     """Fill masks, values, reference log-probs, advantages and returns in; return what was seen on the way."""
     loss, samples = scorer.loss, batch.samples
     apply_masks(batch, masks, kl=None if loss.kl is None else loss.kl.mask)
-    parts = decoder_parts(samples.length, tokens_per_forward)
+    microbatches = split_by_tokens(samples.length, tokens_per_forward)
     if masks.importance is not None:
         policy = scorer.policy
-        effect = saliency(policy, samples, batch.pixel_values, parts=parts)
+        effect: Tensor = policy(
+            samples, batch.pixel_values, microbatches=microbatches, readout=SaliencyReadout()
+        )
         slot = policy.bundle.image_token_id
         keep_important(batch, effect, masks.importance, image_token=slot, report=report)
-    reference = scorer.reference_logprobs(samples, batch.pixel_values, parts=parts)
+    reference = scorer.reference_logprobs(samples, batch.pixel_values, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     full = reference if in_reward and reference is not None and reference.ndim == 2 else None
-    scores = scorer.score(samples, batch.pixel_values, parts=parts, reference=full)
+    scores = scorer.score(samples, batch.pixel_values, microbatches=microbatches, reference=full)
     if scores.values is not None:
         samples.values = scores.values
         scorer.bootstrap(batch)

@@ -1,10 +1,11 @@
-"""The policy that the trained one is held to: a frozen copy, a moving average, or itself without its adapters."""
+"""The reference policy of a KL penalty: a frozen copy, a moving average, or the policy without its adapters."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.data.batch import Samples
 from ragen_pl.models.adapters import adapters_off, has_adapters
+from ragen_pl.modules.forward import Readout
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 
 
@@ -21,57 +23,56 @@ def divergence(
     """Return the policy's divergence from the reference at each token, `[rows, time]`.
 
     Args:
-        scores: of the policy; its `kl`, where it was computed over the vocabulary, is the answer.
-        samples: that were scored.
-        reference: `[tokens]` log-probs of the samples' sampled tokens, row after row, for an estimate.
-        estimator: any but `full`, where `scores.kl` is None.
+        scores: Scores of the policy; their `kl` is returned where it was computed over the vocabulary.
+        samples: Samples that were scored.
+        reference: Log-probs of the sampled tokens, row after row, `[tokens]`.
+        estimator: Any estimator but `full`, used where `scores.kl` is None.
     """
     if scores.kl is not None:
         return scores.kl
-    theirs = torch.zeros_like(scores.logprobs)
-    theirs[samples.turn >= 0] = reference
-    return kl_estimate(scores.logprobs, theirs, how=estimator)
+    reference_logprobs = torch.zeros_like(scores.logprobs)
+    reference_logprobs[samples.turn >= 0] = reference
+    return kl_estimate(scores.logprobs, reference_logprobs, how=estimator)
 
 
 class WithoutAdapters:
-    """Asks a policy with its adapters off. No module: its weights are the policy's and are saved there."""
+    """A policy with its adapters switched off. No module, because its weights are saved with the policy."""
 
     def __init__(self, policy: PolicyModule) -> None:
         self.policy = policy
 
-    @torch.no_grad()
-    def score(self, samples: Samples, pixel_values: Tensor, *, parts: list[Tensor]) -> TokenScores:
-        """Score the sampled tokens."""
+    def __call__(
+        self,
+        samples: Samples,
+        pixel_values: Tensor,
+        *,
+        microbatches: Sequence[Tensor] | None = None,
+        readout: Readout | None = None,
+    ) -> Any:
+        """Call the policy without its adapters. The arguments are those of `PolicyModule.forward`."""
         with adapters_off(self.policy.bundle.model):
-            return self.policy.score(samples, pixel_values, parts=parts)
-
-    def reference_logprobs(
-        self, samples: Samples, pixel_values: Tensor, parts: list[Tensor]
-    ) -> Tensor:
-        """Return log-probs over the vocabulary by token number, `[tokens, vocab]`."""
-        with adapters_off(self.policy.bundle.model):
-            return self.policy.reference_logprobs(samples, pixel_values, parts)
+            return self.policy(samples, pixel_values, microbatches=microbatches, readout=readout)
 
 
 ReferencePolicy = PolicyModule | WithoutAdapters
 
 
 class Reference(Protocol):
-    """What a config names: how the reference is made, and how it follows the policy."""
+    """How the reference policy is built and how it follows the policy; named by the config."""
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
-        """Return the reference of a policy as it now is."""
+        """Return the reference of a policy with its present weights."""
 
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
-        """Move the reference; called once an iteration, before its credit is assigned."""
+        """Move the reference; called once an iteration, before credit is assigned."""
 
 
 @dataclass(frozen=True)
 class FrozenCopy:
-    """The policy as it was when RL began: the warm start, or the model that was loaded."""
+    """The policy with its initial weights: after the warm start, or as it was loaded."""
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
-        """Return a copy whose weights nothing trains."""
+        """Return a copy with frozen weights."""
         bundle = copy.copy(policy.bundle)
         bundle.model = copy.deepcopy(policy.bundle.model)
         frozen = PolicyModule(bundle, length_buckets=policy.length_buckets)
@@ -79,12 +80,16 @@ class FrozenCopy:
         return frozen.eval()
 
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
-        """Stay."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MovingAverage:
-    """Weights that follow the policy's: `decay` of their own and the rest of the policy's, each iteration."""
+    """A moving average of the policy's weights.
+
+    Attributes:
+        decay: Share of its own weights that the reference keeps each iteration.
+    """
 
     decay: float = 0.9
 
@@ -96,26 +101,26 @@ class MovingAverage:
             )
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
-        """Begin with a copy."""
+        """Return a copy with frozen weights."""
         return FrozenCopy().build(policy)
 
     @torch.no_grad()
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
-        """Take a step towards the policy."""
+        """Move the weights towards the policy's."""
         assert isinstance(reference, PolicyModule)
-        for mine, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
-            mine.lerp_(theirs.to(mine.dtype), 1.0 - self.decay)
+        for average, weight in zip(reference.parameters(), policy.parameters(), strict=True):
+            average.lerp_(weight.to(average.dtype), 1.0 - self.decay)
 
 
 @dataclass(frozen=True)
 class AdaptersOff:
-    """The policy with its LoRA adapters switched off: no second copy of the weights."""
+    """The policy with its LoRA adapters switched off, without a second copy of the weights."""
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
-        """Return the same model, asked without its adapters.
+        """Return the same model without its adapters.
 
         Raises:
-            ValueError: the model has none.
+            ValueError: The model has no adapters.
         """
         if not has_adapters(policy.bundle.model):
             raise ValueError(
@@ -125,4 +130,4 @@ class AdaptersOff:
         return WithoutAdapters(policy)
 
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
-        """Stay: what lies under the adapters is not trained."""
+        """Do nothing: the weights under the adapters are frozen."""

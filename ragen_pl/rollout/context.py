@@ -136,7 +136,7 @@ class ContextManager:
         """Return what may be left out of the present prompt: positions of old turns, then of single patches."""
         assert self.leave_out is not None
         places = self._places(conversation)
-        old = places[:-1] if self.leave_out.turns_out([0.0] * (len(places) - 1)) else []
+        old = places[:-1] if self.leave_out.dropped_turns([0.0] * (len(places) - 1)) else []
         if not self.leave_out.patches:
             return old
         slots = conversation.exchanges[-1].shown_ids == self.bundle.image_token_id
@@ -151,15 +151,15 @@ class ContextManager:
         """
         assert self.leave_out is not None
         present, old = conversation.exchanges[-1], len(self._shown(conversation)) - 1
-        asked = old if self.leave_out.turns_out([0.0] * old) else 0
+        asked = old if self.leave_out.dropped_turns([0.0] * old) else 0
         if self.leave_out.patches and present.images:
             of_slot = np.zeros(len(present.shown_ids))
             of_slot[present.shown_ids == self.bundle.image_token_id] = scores[asked:]
-            present.shown_ids, present.patches = self.leave_out.thin(
+            present.shown_ids, present.patches = self.leave_out.drop_patches(
                 present.shown_ids, of_slot, slot=self.bundle.image_token_id,
                 patches=[self.bundle.num_image_tokens(image) for image in present.images],
             )  # fmt: skip
-        return self._prompt(conversation, out=self.leave_out.turns_out(scores[:asked].tolist()))
+        return self._prompt(conversation, out=self.leave_out.dropped_turns(scores[:asked].tolist()))
 
     def response(
         self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]

@@ -1,13 +1,16 @@
-"""A key-value cache that is written in place and kept between turns.
+"""Keys and values that the in-process engine keeps between turns.
 
-transformers' own dynamic cache copies everything it holds at every token; over a long episode that
-copying costs more than the model. Here buffers grow by doubling and a token writes its own slot only.
+transformers' own dynamic cache copies everything it holds at every token; over a long episode the copying costs more
+than the model. Here the buffers grow by doubling and a token writes only its own slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
@@ -21,46 +24,38 @@ class InPlaceLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append `[rows, heads, new, head_dim]` and return views of everything held."""
+        """Append `[rows, heads, new, head_dim]` and return views of all slots in use."""
         end = self.length + key_states.shape[-2]
-        self._reserve(key_states, end)
-        assert self._keys is not None and self._values is not None
-        self._keys[:, :, self.length : end] = key_states
-        self._values[:, :, self.length : end] = value_states
-        self.length, self.is_initialized = end, True
-        self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
+        keys, values = self._reserve(key_states, end)
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
+        self._use(end)
         return self.keys, self.values
 
     def select(self, rows: Tensor) -> InPlaceLayer:
-        """Return a copy that holds these rows only."""
+        """Return a copy with these rows only."""
         layer = InPlaceLayer()
-        if self._keys is not None and self._values is not None:
-            layer._keys, layer._values = (
-                self._keys.index_select(0, rows),
-                self._values.index_select(0, rows),
-            )
-            layer.length, layer.is_initialized = self.length, True
-            layer.keys, layer.values = (
-                layer._keys[:, :, : layer.length],
-                layer._values[:, :, : layer.length],
-            )
+        if self.key_buffer is not None and self.value_buffer is not None:
+            layer.key_buffer = self.key_buffer.index_select(0, rows)
+            layer.value_buffer = self.value_buffer.index_select(0, rows)
+            layer._use(self.length)
         return layer
 
     def merge(self, other: InPlaceLayer, rows: Tensor, first: int) -> None:
-        """Take over slots `first…` of `other`, whose rows are `rows` of this layer."""
-        assert other._keys is not None and other._values is not None
-        self._reserve(other._keys, other.length)
-        assert self._keys is not None and self._values is not None
+        """Copy the slots from `first` on of `other`, whose rows are `rows` of this layer."""
+        assert other.key_buffer is not None and other.value_buffer is not None
         end = other.length
-        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
-            mine[:, :, self.length : end] = 0  # finite where a row has nothing, masked though it is
-            mine[rows, :, first:end] = theirs[:, :, first:end]
+        buffers = self._reserve(other.key_buffer, end)
+        for target, source in zip(buffers, (other.key_buffer, other.value_buffer), strict=True):
+            # rows that are not in `other` are masked there, but must stay finite
+            target[:, :, self.length : end] = 0
+            target[rows, :, first:end] = source[:, :, first:end]
         self.length = end
 
     def get_seq_length(self) -> int:
@@ -68,21 +63,40 @@ class InPlaceLayer(DynamicLayer):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length and offset that a mask for `query_length` new tokens needs."""
+        """Return the key length and the offset of a mask for `query_length` new tokens."""
         return self.length + query_length, 0
 
-    def _reserve(self, like: Tensor, needed: int) -> None:
-        capacity = 0 if self._keys is None else self._keys.shape[-2]
-        if needed <= capacity:
-            return
+    def memory_bytes(self) -> int:
+        """Return the size of the buffers."""
+        buffers = (self.key_buffer, self.value_buffer)
+        return sum(
+            buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None
+        )
+
+    def _use(self, length: int) -> None:
+        assert self.key_buffer is not None and self.value_buffer is not None
+        self.length, self.is_initialized = length, True
+        self.keys = self.key_buffer[:, :, :length]
+        self.values = self.value_buffer[:, :, :length]
+
+    def _reserve(self, like: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+        """Return the buffers, grown to `needed` slots at least."""
+        if (
+            self.key_buffer is None
+            or self.value_buffer is None
+            or needed > self.key_buffer.shape[2]
+        ):
+            self.key_buffer = self._grown(self.key_buffer, like, needed)
+            self.value_buffer = self._grown(self.value_buffer, like, needed)
+        return self.key_buffer, self.value_buffer
+
+    def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
+        rows, capacity = (like.shape[0], 0) if buffer is None else (len(buffer), buffer.shape[2])
         size = max(_FIRST_CAPACITY, needed, 2 * capacity)
-        rows = like.shape[0] if self._keys is None else self._keys.shape[0]
-        for name in ("_keys", "_values"):
-            grown = like.new_empty(rows, like.shape[1], size, like.shape[-1])
-            old = getattr(self, name)
-            if old is not None:
-                grown[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, grown)
+        grown = like.new_empty(rows, like.shape[1], size, like.shape[-1])
+        if buffer is not None:
+            grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return grown
 
 
 class InPlaceCache(Cache):
@@ -93,29 +107,97 @@ class InPlaceCache(Cache):
 
     @property
     def length(self) -> int:
-        """The number of slots in use."""
-        return self._own[0].length if self._own else 0
+        """Number of slots in use."""
+        return self._in_place_layers[0].length if self._in_place_layers else 0
 
     @property
-    def _own(self) -> list[InPlaceLayer]:
+    def _in_place_layers(self) -> list[InPlaceLayer]:
         return cast("list[InPlaceLayer]", self.layers)
 
     def select(self, rows: Tensor) -> InPlaceCache:
-        """Return a copy that holds these rows only."""
+        """Return a copy with these rows only."""
         cache = InPlaceCache()
-        cache.layers = [layer.select(rows) for layer in self._own]
+        cache.layers = [layer.select(rows) for layer in self._in_place_layers]
         return cache
 
     def merge(self, other: InPlaceCache, rows: Tensor, first: int) -> None:
-        """Take over slots `first…` of `other`, whose rows are `rows` of this cache."""
-        for mine, theirs in zip(self._own, other._own, strict=True):
-            mine.merge(theirs, rows, first)
+        """Copy the slots from `first` on of `other`, whose rows are `rows` of this cache."""
+        for target, source in zip(self._in_place_layers, other._in_place_layers, strict=True):
+            target.merge(source, rows, first)
 
     def memory_bytes(self) -> int:
-        """Return what the buffers hold."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for layer in self._own
-            for tensor in (layer._keys, layer._values)
-            if isinstance(tensor, torch.Tensor)
+        """Return the size of all buffers."""
+        return sum(layer.memory_bytes() for layer in self._in_place_layers)
+
+
+@dataclass(slots=True)
+class SessionCache:
+    """What is kept of sessions between turns. Row i of every tensor belongs to `sessions[i]`."""
+
+    sessions: list[int]
+    ids: list[np.ndarray]
+    """Ids of each session whose keys and values are held, int64."""
+    cache: InPlaceCache
+    valid: Tensor
+    """bool `[rows, slots]`, slots that hold a token of the row and no padding."""
+    next_position: Tensor
+    """int64 `[rows]`, position of each session's next token."""
+
+    @classmethod
+    def empty(cls, sessions: list[int], *, device: torch.device) -> SessionCache:
+        """Return a cache that holds nothing of these sessions."""
+        rows = len(sessions)
+        return cls(
+            sessions=sessions,
+            ids=[np.zeros(0, np.int64)] * rows,
+            cache=InPlaceCache(),
+            valid=torch.zeros(rows, 0, dtype=torch.bool, device=device),
+            next_position=torch.zeros(rows, dtype=torch.int64, device=device),
         )
+
+    def select(self, sessions: list[int]) -> SessionCache:
+        """Return the cache of these sessions, in their order; itself if they are all."""
+        if sessions == self.sessions:
+            return self
+        numbers = {session: row for row, session in enumerate(self.sessions)}
+        rows = [numbers[session] for session in sessions]
+        select = torch.tensor(rows, device=self.valid.device)
+        return SessionCache(
+            sessions=sessions,
+            ids=[self.ids[row] for row in rows],
+            cache=self.cache.select(select),
+            valid=self.valid[select],
+            next_position=self.next_position[select],
+        )
+
+    def share(self, ids: np.ndarray) -> None:
+        """Give every session the only row of the cache, which holds `ids`."""
+        rows = len(self.sessions)
+        self.cache = self.cache.select(torch.zeros_like(self.next_position))
+        self.ids = [ids] * rows
+        self.valid = self.valid.new_ones(rows, len(ids))
+        self.next_position = self.next_position + len(ids)
+
+    def new_ids(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the ids of each prompt that are not held; forget a session whose prompt does not continue its ids."""
+        new_ids = []
+        for row, (prompt, held) in enumerate(zip(prompts, self.ids, strict=True)):
+            count = len(held)
+            if count and not (len(prompt) > count and np.array_equal(prompt[:count], held)):
+                self.valid[row], self.next_position[row], count = False, 0, 0
+            new_ids.append(prompt[count:])
+        return new_ids
+
+    def commit(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> None:
+        """Mark as held each prompt and its response without the last token, which was never fed to the model."""
+        slots, prompt_slots = self.cache.length, self.valid.shape[1]
+        valid = self.valid.new_zeros(len(responses), slots)
+        valid[:, :prompt_slots] = self.valid
+        fed = torch.tensor([len(response) - 1 for response in responses], device=valid.device)
+        columns = torch.arange(slots - prompt_slots, device=valid.device)
+        valid[:, prompt_slots:] = columns < fed[:, None]
+        self.valid, self.next_position = valid, valid.sum(1)
+        self.ids = [
+            np.concatenate([prompt, response[:-1]])
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]

@@ -1,8 +1,8 @@
-"""What is left out of a context before a response is sampled: patches and old turns that matter little.
+"""Leaving patches and old turns that matter little out of a context before a response is sampled.
 
-The policy looks once at everything: it gives its greedy response, and each part of the prompt is scored by how much
-the response's probabilities change without it (occlusion; Zeiler and Fergus, 2014). No randomness enters. What scored
-lowest is left out; the response that counts is sampled from the rest, and trained on with the same rest.
+The policy first gives its greedy response to the whole prompt. The score of a patch or turn is the change of the
+response's probabilities without it (occlusion; Zeiler and Fergus, 2014). This involves no randomness. Those with the
+lowest scores are left out. The response is sampled from what remains and trained on with the same prompt.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.models.distribution import log_distribution
+from ragen_pl.models.inputs import (
+    DecoderInputs,
+    occluded_inputs,
+    run_decoder,
+    shown_features,
+    shown_patches,
+)
 from ragen_pl.rollout.engine import GenerationRequest, Prompt, RolloutEngine, generate
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
-_ROWS = 128  # sequences scored at once
+# sequences in one decoder call
+_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOut:
-    """Shares of what is shown that are left out.
+    """Shares of the context that are left out.
 
     Attributes:
-        patches: of each new image's patches; they stay out for the rest of the episode.
-        turns: of the old turns in the window, chosen anew for every response; the present one always stays.
+        patches: Share of each new image's patches. They stay out for the rest of the episode.
+        turns: Share of the old turns in the window, chosen anew for every response. The present turn always stays.
     """
 
     patches: float = 0.0
@@ -49,60 +56,60 @@ class LeaveOut:
     def __bool__(self) -> bool:
         return self.patches > 0 or self.turns > 0
 
-    def thin(
+    def drop_patches(
         self, ids: np.ndarray, scores: np.ndarray, *, slot: int | None, patches: Sequence[int]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Leave the patches that score lowest out of a turn's ids; of equal ones the later.
+        """Drop the patches with the lowest scores from a turn's ids; of equal scores the later patch.
 
         Args:
-            ids: int64 `[turn]`, all patches shown.
+            ids: int64 `[turn]`, with all patches.
             scores: `[turn]`, read at the image slots.
-            slot: id of an image slot.
-            patches: of each image of the turn.
+            slot: Id of an image slot.
+            patches: Number of patches of each image.
 
         Returns:
-            The ids that are left, and of each image the patches that are shown, in order.
+            The remaining ids, and the sorted indices of each image's remaining patches.
         """
         places, shown, keep = np.flatnonzero(ids == slot), [], np.ones(len(ids), dtype=bool)
-        for own in np.split(places, np.cumsum(patches)[:-1]) if len(patches) else []:
-            count = len(own) - math.floor(self.patches * len(own) + 1e-9)
-            best = np.sort(np.argsort(-scores[own], kind="stable")[:count])
-            keep[own], keep[own[best]] = False, True
+        for image in np.split(places, np.cumsum(patches)[:-1]) if len(patches) else []:
+            count = len(image) - math.floor(self.patches * len(image) + 1e-9)
+            best = np.sort(np.argsort(-scores[image], kind="stable")[:count])
+            keep[image], keep[image[best]] = False, True
             shown.append(best)
         return ids[keep], shown
 
-    def turns_out(self, scores: Sequence[float]) -> frozenset[int]:
-        """Return which old turns are left out, those that score lowest; of equal ones the older.
+    def dropped_turns(self, scores: Sequence[float]) -> frozenset[int]:
+        """Return the old turns with the lowest scores; of equal scores the older turn.
 
         Args:
-            scores: of the old turns in the window, oldest first.
+            scores: Scores of the old turns in the window, oldest first.
         """
         count = math.floor(self.turns * len(scores) + 1e-9)
         return frozenset(np.argsort(np.asarray(scores), kind="stable")[:count].tolist())
 
 
-def look(
+def occlusion_scores(
     bundle: ModelBundle,
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
-    parts: Sequence[Sequence[np.ndarray]],
+    candidates: Sequence[Sequence[np.ndarray]],
     *,
     max_tokens: int,
 ) -> list[np.ndarray]:
-    """Score parts of prompts by how far the policy's greedy response depends on them.
+    """Score groups of positions by how much the policy's greedy response depends on them.
 
-    The score of a part is the sum over the response's tokens of KL(all shown ‖ the part left out), in nats. The
-    engine's sessions are forgotten.
+    The score is the sum over the response's tokens of KL(whole prompt ‖ prompt without the positions), in nats. The
+    engine forgets its sessions.
 
     Args:
-        bundle: the policy.
-        engine: gives the greedy responses.
-        prompts: with everything shown.
-        parts: of each prompt, each the positions (int64) that would be left out together.
-        max_tokens: longest response.
+        bundle: Policy's model, with the weights that the engine samples with.
+        engine: Engine for the greedy responses.
+        prompts: Whole prompts.
+        candidates: Groups of positions (int64) of each prompt, each left out together.
+        max_tokens: Length limit of the responses.
 
     Returns:
-        float64 `[parts]` for each prompt.
+        float64 `[candidates]` for each prompt.
     """
     requests = [
         GenerationRequest(
@@ -111,56 +118,34 @@ def look(
         for number, prompt in enumerate(prompts)
     ]
     responses = [generation.ids for generation in generate(engine, requests, keep=False)]
-    # validation may run in inference mode already; nothing here takes a gradient
+    # nothing here takes a gradient, and validation may run in inference mode already
     with torch.inference_mode():
-        return [_dependence(bundle, *each) for each in zip(prompts, responses, parts, strict=True)]
-
-
-def _dependence(
-    bundle: ModelBundle, prompt: Prompt, response: np.ndarray, parts: Sequence[np.ndarray]
-) -> np.ndarray:
-    if not parts:
-        return np.zeros(0)
-    embeds = _embedded(bundle, prompt, response)
-    everywhere = np.arange(len(embeds))
-    kept = [everywhere, *(np.delete(everywhere, part) for part in parts)]
-    lengths = torch.tensor([len(one) for one in kept], device=embeds.device)
-    rows = torch.zeros(len(kept), len(embeds), embeds.shape[1], device=embeds.device)
-    rows = rows.to(embeds.dtype)
-    for row, places in enumerate(kept):
-        rows[row, : len(places)] = embeds[torch.from_numpy(places).to(embeds.device)]
-    states = torch.cat(
-        [
-            bundle.decoder(inputs_embeds=some, use_cache=False).last_hidden_state
-            for some in rows.split(_ROWS)
+        return [
+            _scores(bundle, prompt, response, groups) if groups else np.zeros(0)
+            for prompt, response, groups in zip(prompts, responses, candidates, strict=True)
         ]
-    )
+
+
+def _scores(
+    bundle: ModelBundle, prompt: Prompt, response: np.ndarray, candidates: Sequence[np.ndarray]
+) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([prompt.ids, response])).to(bundle.device)
+    features = _features(bundle, prompt) if prompt.images else None
+    inputs, lengths = occluded_inputs(bundle, ids, features=features, occlusions=candidates)
+    microbatches = [DecoderInputs(embeds=embeds) for embeds in inputs.embeds.split(_ROWS)]
+    states = torch.cat([run_decoder(bundle, microbatch) for microbatch in microbatches])
     # the response ends every row; the state before a token predicts it
-    back = torch.arange(len(response), 0, -1, device=embeds.device)
+    back = torch.arange(len(response), 0, -1, device=ids.device)
     columns = lengths[:, None] - back[None, :] - 1
-    predicting = states[torch.arange(len(kept), device=embeds.device)[:, None], columns]
-    banned = torch.tensor(bundle.banned_token_ids, dtype=torch.int64, device=embeds.device)
-    log_probs = log_distribution(bundle.lm_head(predicting), banned=banned).double()
+    rows = torch.arange(len(lengths), device=ids.device)[:, None]
+    log_probs = bundle.log_probs(states[rows, columns]).double()
     whole = log_probs[:1]
     scores: np.ndarray = (whole.exp() * (whole - log_probs[1:])).sum((1, 2)).cpu().numpy()
     return scores
 
 
-def _embedded(bundle: ModelBundle, prompt: Prompt, response: np.ndarray) -> Tensor:
-    """Return the decoder's inputs for a prompt and a response, `[time, hidden]`."""
-    device = next(bundle.model.parameters()).device
-    ids = torch.from_numpy(np.concatenate([prompt.ids, response])).to(device)
-    if not prompt.images:
-        return bundle.embed(ids)
-    features = bundle.features(bundle.pixel_values(prompt.images).to(device))
-    shown = zip(features, shown_patches(bundle, prompt), strict=True)
-    return bundle.embed(
-        ids, torch.cat([one[torch.from_numpy(part).to(device)] for one, part in shown])
-    )
-
-
-def shown_patches(bundle: ModelBundle, prompt: Prompt) -> list[np.ndarray]:
-    """Return the indices of the patches that each image of a prompt shows."""
-    if prompt.patches is not None:
-        return prompt.patches
-    return [np.arange(bundle.num_image_tokens(image)) for image in prompt.images]
+def _features(bundle: ModelBundle, prompt: Prompt) -> Tensor:
+    """Return the features of the prompt's image tokens, `[image tokens, hidden]`."""
+    features = bundle.features(bundle.pixel_values(prompt.images).to(bundle.device))
+    patches = shown_patches(bundle, prompt.images, prompt.patches)
+    return shown_features(list(features), patches)

@@ -28,7 +28,7 @@ from ragen_pl.rollout.environments import (
 )
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.formats import format_instructions
-from ragen_pl.rollout.leave_out import look
+from ragen_pl.rollout.leave_out import occlusion_scores
 from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.temperature import AdaptiveTemperature
 from ragen_pl.seeding import derive_seed
@@ -173,7 +173,7 @@ class AgentProxy:
         """Take what matters least out of the prompts."""
         prompts = [episode.prompt for episode in playing if episode.prompt is not None]
         parts = [self.context.candidates(episode.conversation) for episode in playing]
-        scores = look(
+        scores = occlusion_scores(
             self.context.bundle, engine, prompts, parts, max_tokens=self.max_response_tokens
         )
         for episode, found in zip(playing, scores, strict=True):

@@ -109,14 +109,14 @@ def test_images_are_held_once_and_go_with_their_turns(vlm, make_trajectory, wind
     assert len(batch.pixel_values) == 4
     for samples in (batch.samples, batch.final):
         slots = (samples.input_ids == vlm.image_token_id).sum(1)
-        assert (slots == 4 * (samples.images >= 0).sum(1)).all()
+        assert (slots == 4 * (samples.image_index >= 0).sum(1)).all()
     shown = {tuple(turn.prompt_images[-1].flatten()[:20]) for turn in trajectory.turns}
     held = {tuple(image.permute(1, 2, 0).flatten()[:20].tolist()) for image in batch.pixel_values}
     assert shown < held
-    assert (batch.samples.images[-1] == -1).all()
+    assert (batch.samples.image_index[-1] == -1).all()
     if window == "all":
-        assert batch.samples.images[0].tolist() == [0, 1, 2]
-        assert batch.final.images[0].tolist() == [0, 1, 2, 3]
+        assert batch.samples.image_index[0].tolist() == [0, 1, 2]
+        assert batch.final.image_index[0].tolist() == [0, 1, 2, 3]
 
 
 # ---- the same credit in every layout

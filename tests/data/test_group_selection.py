@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ragen_pl.algorithms.group_filter import AboveDeviation, TopFraction
-from ragen_pl.algorithms.group_filter import GroupFilter
+from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter, TopFraction
 from ragen_pl.data import group_selection
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.trajectory import EpisodeStatus

@@ -152,12 +152,12 @@ def test_reference_and_images_follow_their_rows(vlm, make_trajectory):
             whole = int(
                 ((made.samples.token == samples.token[row].max()).any(1)).nonzero().squeeze()
             )
-            there, here = made.samples.images[whole], samples.images[row]
+            there, here = made.samples.image_index[whole], samples.image_index[row]
             assert torch.equal(there < 0, here < 0)
             assert torch.equal(
                 step.pixel_values[here[here >= 0]], made.pixel_values[there[there >= 0]]
             )
-        assert len(step.pixel_values) == int((samples.images >= 0).sum())
+        assert len(step.pixel_values) == int((samples.image_index >= 0).sum())
 
 
 def test_validation_loader_gives_each_episode_once_in_chunks():

@@ -71,7 +71,7 @@ def test_settings_reach_the_decoder_when_loading(bundle, tmp_path):
     assert model.model.language_model.config._attn_implementation == "eager"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     pixels = torch.zeros(1, 3, 64, 64, dtype=torch.uint8)
-    assert model.get_image_features(pixels).dtype == torch.bfloat16
+    assert model.get_image_features(pixels).pooler_output.dtype == torch.bfloat16
 
 
 def test_weights_that_a_folder_lacks_are_drawn_anew(bundle, tmp_path):
@@ -188,7 +188,7 @@ def test_the_stem_is_its_formula(bundle, images):
 
 
 def test_every_weight_learns(inputs):
-    model = build_small_vlm(seed=0, vision={"most_cells": 4}).model
+    model = build_small_vlm(seed=0, vision={"max_cells": 4}).model
     output = model(**inputs, labels=inputs["input_ids"])
     output.loss.backward()
     assert [

@@ -13,7 +13,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import LossSettings, Masks, ReferenceKL
-from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 KL = LossSettings(kl=ReferenceKL(coefficient=0.1))
@@ -46,8 +46,9 @@ def test_a_sampled_token_does_not_change_its_own_value(make):
     t = int((samples.turn[0] >= 0).nonzero()[2])
 
     def values():
+        readout = TokenReadout(critic=agent.critic)
         with torch.no_grad():
-            return agent.policy.score(samples, torch.zeros(0), critic=agent.critic).values[0]
+            return agent.policy(samples, torch.zeros(0), readout=readout).values[0]
 
     before = values()
     samples.input_ids[0, t] = (samples.input_ids[0, t] + 1) % 200 + 20

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.modules.warm_start import WarmStartModule
 
 FAST = functools.partial(torch.optim.AdamW, lr=3e-3)
@@ -81,7 +81,8 @@ def test_a_detached_critic_leaves_the_policy_alone(make):
         agent = make.agent()
         agent.critic.detach_states = detach
         samples = make.batch(agent).samples
-        scores = agent.policy.score(samples, torch.zeros(0), critic=agent.critic)
+        readout = TokenReadout(critic=agent.critic)
+        scores = agent.policy(samples, torch.zeros(0), readout=readout)
         agent.zero_grad()
         scores.values.sum().backward()
         reached = any(

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from ragen_pl.algorithms.masks import top_in_turn
 from ragen_pl.data.collate import as_dummy_batch, collate
-from ragen_pl.modules.forward import embedded
-from ragen_pl.modules.importance import Importance, patch_scores, saliency
+from ragen_pl.modules.forward import sample_inputs
+from ragen_pl.modules.importance import Importance, patch_scores
 from ragen_pl.modules.losses import Masks
+from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.trajectory import Span
 
 
@@ -43,17 +44,20 @@ def test_the_score_is_the_change_when_a_position_fades(make, images) -> None:
     samples = batch.samples
     rows = torch.tensor([1])
     assert (samples.spans[1] == Span.ACTION).any()
-    scores = saliency(agent.policy, samples, batch.pixel_values, parts=[rows])[1]
+    scores = agent.policy(
+        samples, batch.pixel_values, microbatches=[rows], readout=SaliencyReadout()
+    )[1]
 
     def actions(embeds) -> torch.Tensor:
         policy = agent.policy
         columns = ((samples.spans[1] == Span.ACTION) & (samples.turn[1] >= 0)).nonzero()[:, 0]
         states = policy.bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
-        logits = policy.bundle.lm_head(states[0, columns - 1]).index_fill(-1, policy.banned, -1e30)
+        banned = torch.tensor(policy.bundle.banned_token_ids)
+        logits = policy.bundle.lm_head(states[0, columns - 1]).index_fill(-1, banned, -1e30)
         return logits.log_softmax(-1).gather(-1, samples.input_ids[1, columns][:, None]).sum()
 
     with torch.no_grad():
-        embeds = embedded(agent.policy.bundle, samples, batch.pixel_values, rows)
+        embeds = sample_inputs(agent.policy.bundle, samples, batch.pixel_values, rows).embeds
         for place in range(0, int(samples.length[1]), 3):
             down, up = embeds.clone(), embeds.clone()
             down[0, place] *= 0.99

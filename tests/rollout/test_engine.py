@@ -80,7 +80,7 @@ def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tup
 def scored(bundle, episodes):
     batch = collate(episodes, bundle)
     with torch.no_grad():
-        scores = PolicyModule(bundle, length_buckets=3).score(batch.samples, batch.pixel_values)
+        scores = PolicyModule(bundle, length_buckets=3)(batch.samples, batch.pixel_values)
     return batch, scores
 
 

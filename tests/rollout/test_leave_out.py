@@ -10,7 +10,7 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
-from ragen_pl.rollout.leave_out import LeaveOut, look
+from ragen_pl.rollout.leave_out import LeaveOut, occlusion_scores
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
@@ -35,7 +35,7 @@ def mismatch(bundle, trajectories) -> float:
     """The largest difference between the trainer's log-probs and the engine's."""
     batch = collate(trajectories, bundle)
     with torch.no_grad():
-        found = PolicyModule(bundle).score(batch.samples, batch.pixel_values).logprobs
+        found = PolicyModule(bundle)(batch.samples, batch.pixel_values).logprobs
     return float((found - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
 
 
@@ -47,14 +47,14 @@ def test_the_least_scores_go_by_hand() -> None:
     rule = LeaveOut(patches=0.5, turns=0.5)
     ids = np.array([7, 9, 9, 9, 9, 8, 9, 9])  # images of four and two patches
     scores = np.array([5.0, 0.1, 0.4, 0.1, 0.2, 0.0, 0.3, 0.3])
-    left, shown = rule.thin(ids, scores, slot=9, patches=[4, 2])
+    left, shown = rule.drop_patches(ids, scores, slot=9, patches=[4, 2])
     assert left.tolist() == [7, 9, 9, 8, 9]
     assert [part.tolist() for part in shown] == [[1, 3], [0]]
-    assert rule.turns_out([3.0, 1.0, 2.0, 1.0, 9.0]) == {1, 3}
-    assert rule.turns_out([3.0]) == frozenset()
-    assert LeaveOut(patches=0.99).thin(ids[:5], scores[:5], slot=9, patches=[4])[1][0].tolist() == [
-        1
-    ]
+    assert rule.dropped_turns([3.0, 1.0, 2.0, 1.0, 9.0]) == {1, 3}
+    assert rule.dropped_turns([3.0]) == frozenset()
+    assert LeaveOut(patches=0.99).drop_patches(ids[:5], scores[:5], slot=9, patches=[4])[1][
+        0
+    ].tolist() == [1]
 
 
 @pytest.mark.parametrize("window", [1, 2, "all"])
@@ -113,7 +113,7 @@ def test_patches_that_matter_most_to_the_greedy_response_are_shown(vlm) -> None:
     slots = np.flatnonzero(whole == vlm.image_token_id)
     engine = TransformersEngine(PolicyModule(vlm))
     parts = [*slots[:, None], slots[[0, 3]]]
-    (scores,) = look(vlm, engine, [prompt], [parts], max_tokens=10)
+    (scores,) = occlusion_scores(vlm, engine, [prompt], [parts], max_tokens=10)
     shown = set(turn.prompt_patches[0].tolist())
     rest = set(range(len(slots))) - shown
     assert min(scores[list(shown)]) >= max(scores[list(rest)]) > 0

@@ -60,12 +60,12 @@ def test_each_turn_is_scored_at_the_temperature_it_was_sampled_at(lm) -> None:
     assert len({temperature for one in told for temperature in one}) > 1
     samples = collate(trajectories, lm).samples
     with torch.no_grad():
-        found = PolicyModule(lm).score(samples, torch.zeros(0)).logprobs
+        found = PolicyModule(lm)(samples, torch.zeros(0)).logprobs
     on = samples.turn >= 0
     assert (found - samples.behavior_logprobs)[on].abs().max() < 2e-5
     samples.temperature = torch.full_like(samples.temperature, 0.9)
     with torch.no_grad():
-        wrong = PolicyModule(lm).score(samples, torch.zeros(0)).logprobs
+        wrong = PolicyModule(lm)(samples, torch.zeros(0)).logprobs
     assert (wrong - samples.behavior_logprobs)[on].abs().max() > 1e-2
 
 

@@ -13,7 +13,7 @@ VISION: dict[str, Any] = {
     "depth": 1,
     "heads": 4,
     "mlp_ratio": 2.0,
-    "most_cells": 8,
+    "max_cells": 8,
 }
 TEXT: dict[str, Any] = {
     "hidden_size": 128,
@@ -33,7 +33,7 @@ class SmallVLMConfig(PreTrainedConfig):
 
     Args:
         vision: `patch_size` in pixels, encoder `width`, `depth` (timm blocks), `heads`, `mlp_ratio`, and
-            `most_cells`, the patches along a side that images may have.
+            `max_cells`, the patches along a side that images may have.
         text_config: keyword arguments of `Qwen2Config`, or one.
         image_token_id: the id that stands for an image's features.
     """

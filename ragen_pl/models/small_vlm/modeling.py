@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+)
 
 from ragen_pl.models.small_vlm.configuration import SmallVLMConfig
 
@@ -55,12 +59,16 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         """Replace the decoder's token embedding."""
         self.language_model.set_input_embeddings(value)
 
-    def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return features `[images, cells, hidden]` of images `[images, 3, height, width]`.
+    def get_image_features(self, pixel_values: Tensor) -> BaseModelOutputWithPooling:
+        """Return the features `[images, cells, hidden]` of images as `pooler_output`.
 
-        Pixels go from 0 to 255, as uint8 or in a floating type.
+        Args:
+            pixel_values: `[images, 3, height, width]` from 0 to 255, as uint8 or in a floating type.
         """
-        return self.projector(self.vision(pixel_values))
+        encoded = self.vision(pixel_values)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=encoded, pooler_output=self.projector(encoded)
+        )
 
     def forward(
         self,
@@ -90,7 +98,7 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         )
 
     def _with_features(self, input_ids: Tensor, embeds: Tensor, pixel_values: Tensor) -> Tensor:
-        features = self.get_image_features(pixel_values).flatten(0, 1)
+        features = self.get_image_features(pixel_values).pooler_output.flatten(0, 1)
         slots = input_ids == self.config.image_token_id
         if int(slots.sum()) != len(features):
             raise ValueError(
@@ -123,8 +131,8 @@ class SmallVLMForConditionalGeneration(SmallVLMPreTrainedModel, GenerationMixin)
         """Return the head."""
         return self.lm_head
 
-    def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return features `[images, cells, hidden]`."""
+    def get_image_features(self, pixel_values: Tensor) -> BaseModelOutputWithPooling:
+        """Return the features `[images, cells, hidden]` of images as `pooler_output`."""
         return self.model.get_image_features(pixel_values)
 
     def forward(

@@ -20,11 +20,11 @@ class CellStem(nn.Module):
     """Embed an image's cells, in the place of timm's patch embedding.
 
     Args:
-        img_size: ignored; images of any size up to `most_cells` cells a side are read.
+        img_size: ignored; images of any size up to `max_cells` cells a side are read.
         patch_size: pixels along a cell's side.
         in_chans: color channels.
         embed_dim: width of a cell's embedding.
-        most_cells: cells along a side that there are gains and positions for.
+        max_cells: cells along a side that there are gains and positions for.
     """
 
     num_patches = 0  # timm sizes its own position table by this; positions are added here
@@ -35,17 +35,17 @@ class CellStem(nn.Module):
         patch_size: int = 16,
         in_chans: int = 3,
         embed_dim: int = 96,
-        most_cells: int = 8,
+        max_cells: int = 8,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.cell, self.most_cells = patch_size, most_cells
+        self.cell, self.max_cells = patch_size, max_cells
         self.patch = nn.Linear(in_chans * patch_size**2, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
         self.neighbors = nn.Conv2d(embed_dim, embed_dim, 3, padding=1)
-        self.gain = nn.Parameter(torch.empty(most_cells, most_cells, embed_dim))
-        self.rows = nn.Parameter(torch.empty(most_cells, 1, embed_dim))
-        self.columns = nn.Parameter(torch.empty(1, most_cells, embed_dim))
+        self.gain = nn.Parameter(torch.empty(max_cells, max_cells, embed_dim))
+        self.rows = nn.Parameter(torch.empty(max_cells, 1, embed_dim))
+        self.columns = nn.Parameter(torch.empty(1, max_cells, embed_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -58,10 +58,10 @@ class CellStem(nn.Module):
         """Return `[images, cells, width]` of images `[images, channels, height, width]` from 0 to 255."""
         count, channels, height, width = images.shape
         size, rows, columns = self.cell, height // self.cell, width // self.cell
-        if height % size or width % size or not 0 < max(rows, columns) <= self.most_cells:
+        if height % size or width % size or not 0 < max(rows, columns) <= self.max_cells:
             raise ValueError(
                 f"found an image of {height} x {width} pixels, expected multiples of {size} up to "
-                f"{size * self.most_cells}; set model.build.vision.most_cells or patch_size"
+                f"{size * self.max_cells}; set model.build.vision.max_cells or patch_size"
             )
         # cut up as bytes, which is a quarter of the memory traffic of cutting up floats
         cells = images.reshape(count, channels, rows, size, columns, size)
@@ -74,11 +74,11 @@ class CellStem(nn.Module):
 
 
 def build_encoder(
-    *, patch_size: int, width: int, depth: int, heads: int, mlp_ratio: float, most_cells: int
+    *, patch_size: int, width: int, depth: int, heads: int, mlp_ratio: float, max_cells: int
 ) -> nn.Module:
     """Return timm's vision transformer on a `CellStem`, giving a feature for each cell."""
     return VisionTransformer(
-        img_size=patch_size * most_cells,
+        img_size=patch_size * max_cells,
         patch_size=patch_size,
         embed_dim=width,
         depth=depth,
@@ -89,5 +89,5 @@ def build_encoder(
         global_pool="",
         num_classes=0,
         weight_init="skip",  # torch's own: timm's narrower ones learn to read later
-        embed_layer=partial(CellStem, most_cells=most_cells),
+        embed_layer=partial(CellStem, max_cells=max_cells),
     )

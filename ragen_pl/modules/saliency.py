@@ -1,0 +1,93 @@
+"""Gradient saliency of the policy: how much each token and image patch matters for the actions that follow it.
+
+The score of a position is `|e · d log p(actions) / d e|` with e its input embedding, a word's or an image patch's. To
+first order it is the change of the log-probability if the embedding faded to zero (Shrikumar et al., 2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ragen_pl.data.batch import Samples
+from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.modules.forward import sample_inputs
+from ragen_pl.trajectory import Span
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+
+@dataclass(frozen=True, slots=True)
+class SaliencyReadout:
+    """Scores every position by its effect on the actions that follow it in its row."""
+
+    def __call__(
+        self,
+        bundle: ModelBundle,
+        samples: Samples,
+        pixel_values: Tensor,
+        microbatches: Sequence[Tensor],
+    ) -> Tensor:
+        """Return float32 `[rows, time]`, words and image slots alike; 0 on padding and after the last action."""
+        scores = torch.zeros(samples.input_ids.shape, device=samples.input_ids.device)
+        for rows in microbatches:
+            with torch.no_grad():
+                inputs = sample_inputs(bundle, samples, pixel_values, rows)
+            effect = _effect_on_actions(bundle, samples, inputs, rows)
+            if effect is None:
+                continue
+            time = torch.arange(effect.shape[1], device=effect.device)
+            inside = time[None, :] < samples.length[rows][:, None].to(effect.device)
+            scores[rows, : effect.shape[1]] = torch.where(inside, effect, 0.0)
+        return scores
+
+
+def _effect_on_actions(
+    bundle: ModelBundle, samples: Samples, inputs: DecoderInputs, rows: Tensor
+) -> Tensor | None:
+    """Return each position's effect on the action tokens of these rows; None if they have none."""
+    actions = (samples.turn[rows] >= 0) & (samples.spans[rows] == Span.ACTION)
+    at, columns = actions[:, : inputs.embeds.shape[1]].nonzero(as_tuple=True)
+    if not len(at):
+        return None
+    place = (rows.to(at.device)[at], columns)
+    return gradient_times_input(
+        bundle,
+        inputs,
+        rows=at,
+        columns=columns,
+        tokens=samples.input_ids[place],
+        temperature=samples.temperature[place][:, None],
+    )
+
+
+def gradient_times_input(
+    bundle: ModelBundle,
+    inputs: DecoderInputs,
+    *,
+    rows: Tensor,
+    columns: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+) -> Tensor:
+    """Return every position's effect on some tokens, float32 `[rows, time]`. The weights get no gradient.
+
+    Args:
+        bundle: Model.
+        inputs: Decoder inputs, padded on the right; no inference tensors.
+        rows: int64 `[tokens]`.
+        columns: int64 `[tokens]`, positions from 1 on.
+        tokens: int64 `[tokens]`, ids at these places.
+        temperature: Temperature of their distributions, `[tokens, 1]`.
+    """
+    with torch.enable_grad():
+        embeds = inputs.embeds.detach().requires_grad_(True)
+        states = run_decoder(bundle, replace(inputs, embeds=embeds))
+        log_probs = bundle.log_probs(states[rows, columns - 1], temperature=temperature)
+        (gradient,) = torch.autograd.grad(log_probs.gather(-1, tokens[:, None]).sum(), embeds)
+    return (gradient * embeds.detach()).sum(-1).abs().float()

@@ -1,0 +1,40 @@
+"""Splitting rows into microbatches by length and by a token budget."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen_pl.modules.forward import split_by_length, split_by_tokens
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(torch.tensor)
+
+
+def computed_positions(length, microbatches) -> int:
+    return sum(len(rows) * int(length[rows].max()) for rows in microbatches)
+
+
+@given(lengths, st.integers(1, 6))
+def test_every_row_is_in_exactly_one_microbatch(length, buckets):
+    microbatches = split_by_length(length, buckets)
+    assert sorted(torch.cat(microbatches).tolist()) == list(range(len(length)))
+    assert len(microbatches) <= buckets
+
+
+@given(lengths)
+def test_more_buckets_never_pad_more(length):
+    counts = [computed_positions(length, split_by_length(length, n)) for n in (1, 2, 4, 8)]
+    assert all(later <= earlier for earlier, later in pairwise(counts))
+
+
+def test_split_by_length_finds_the_least_padding():
+    microbatches = split_by_length(torch.tensor([10, 10, 3, 3, 3, 9]), 2)
+    assert [sorted(rows.tolist()) for rows in microbatches] == [[2, 3, 4], [0, 1, 5]]
+
+
+@given(lengths, st.integers(60, 300))
+def test_split_by_tokens_keeps_the_budget(length, tokens):
+    microbatches = split_by_tokens(length, tokens)
+    assert sorted(torch.cat(microbatches).tolist()) == list(range(len(length)))
+    assert all(len(rows) * int(length[rows].max()) <= tokens for rows in microbatches)
