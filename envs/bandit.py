@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, check_choice, check_number
+from envs.base import TEXT_CHARSET, Environment, Observation, Probability, Reward, checked_arguments
 
 
 class BanditNames(StrEnum):
@@ -94,26 +94,23 @@ class Bandit(Environment):
         "on average; answer with its name."
     )
 
+    @checked_arguments
     def __init__(
         self,
         *,
-        names: str = "train",
-        safe_reward: float = 0.15,
-        risky_reward: float = 1.0,
-        risky_probability: float = 0.25,
+        names: BanditNames = BanditNames.TRAIN,
+        safe_reward: Reward = 0.15,
+        risky_reward: Reward = 1.0,
+        risky_probability: Probability = 0.25,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        check_choice(names, name="names", choices=list(BanditNames))
-        check_number(safe_reward, name="safe_reward", low=0.0)
-        check_number(risky_reward, name="risky_reward", low=0.0)
-        check_number(risky_probability, name="risky_probability", low=0.0, high=1.0)
         if risky_reward * risky_probability == safe_reward:
             raise ValueError(
                 f"safe_reward: found {safe_reward}, just what the risky arm pays on average, so "
                 "that no arm is better; set another safe_reward"
             )
-        self.names = BanditNames(names)
+        self.names = names
         self.safe_reward, self.risky_reward = safe_reward, risky_reward
         self.risky_probability = risky_probability
         self.risky_is_better = risky_reward * risky_probability > safe_reward

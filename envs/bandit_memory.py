@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, check_number
+from envs.base import TEXT_CHARSET, Environment, Observation, checked_arguments
 
 ARM_NAMES = ("Red", "Blue", "Green", "Yellow", "White", "Black", "Pink", "Gray")
+_MAX_ARMS = 8  # one for each name
 
 
 class BanditMemory(Environment):
@@ -51,10 +53,15 @@ class BanditMemory(Environment):
     - v0: first version.
     """
 
-    def __init__(self, *, arms: int = 4, turns: int = 6, render_mode: str | None = None) -> None:
+    @checked_arguments
+    def __init__(
+        self,
+        *,
+        arms: Annotated[int, Interval(ge=2, le=_MAX_ARMS)] = 4,
+        turns: Annotated[int, Interval(ge=3, le=20)] = 6,
+        render_mode: str | None = None,
+    ) -> None:
         super().__init__(render_mode=render_mode)
-        check_number(arms, name="arms", low=2, high=len(ARM_NAMES), whole=True)
-        check_number(turns, name="turns", low=3, high=20, whole=True)
         self.arms, self.turns = arms, turns
         self.action_names = ARM_NAMES[:arms]
         self.instructions = (

@@ -5,16 +5,24 @@ A trainer reads the public members of `Environment` from `env.unwrapped`.
 
 from __future__ import annotations
 
+import functools
 import string
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import gymnasium
 import numpy as np
+from annotated_types import Ge, Interval
 
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 Observation = str | dict[str, Any]
 """Text, or `{"text": str, "image": uint8[height, width, 3]}`."""
+
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+Reward = Annotated[float, Ge(0)]
+Probability = Annotated[float, Interval(ge=0, le=1)]
 
 MOVES = ("Up", "Down", "Left", "Right")
 # A text observation of a larger grid is too long to be useful.
@@ -111,11 +119,43 @@ def check_number(
         raise ValueError(f"{name}: found {value!r}, expected {kind} {limit}")
 
 
-def check_choice(value: str, *, name: str, choices: Collection[str]) -> None:
-    """Raise a ValueError unless an argument is one of the choices."""
-    if value not in choices:
-        expected = ", ".join(str(choice) for choice in choices)
-        raise ValueError(f"{name}: found {value!r}, expected one of {expected}")
+def checked_arguments(constructor: Constructor) -> Constructor:
+    """Return a constructor that checks its keyword arguments against their annotations.
+
+    `Annotated` numbers have their bounds checked. The text of a `StrEnum` is replaced by its member.
+
+    Raises:
+        TypeError: at a call, not a number, or a fraction where a whole number is expected.
+        ValueError: at a call, outside the bounds, or no member of the `StrEnum`.
+    """
+
+    @functools.wraps(constructor)
+    def call(self: object, **settings: Any) -> None:
+        annotations = get_type_hints(constructor, include_extras=True)
+        given = {name: value for name, value in settings.items() if name in annotations}
+        for name, value in given.items():
+            settings[name] = _checked(value, name=name, annotation=annotations[name])
+        constructor(self, **settings)
+
+    return call  # type: ignore[return-value]
+
+
+def _checked(value: Any, *, name: str, annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        if value not in list(annotation):
+            expected = ", ".join(annotation)
+            raise ValueError(f"{name}: found {value!r}, expected one of {expected}")
+        return annotation(value)
+    # of a union with None, the number
+    options = [
+        option for option in (*get_args(annotation), annotation) if hasattr(option, "__metadata__")
+    ]
+    if options and value is not None:
+        number, bounds = get_args(options[0])
+        low, high = bounds.ge, getattr(bounds, "le", None)
+        high = float("inf") if high is None else high
+        check_number(value, name=name, low=low, high=high, whole=number is int)
+    return value
 
 
 def cells_text(cells: Iterable[int], *, size: int) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from gymnasium import spaces
 from numpy.typing import NDArray
 
@@ -14,13 +15,16 @@ from envs.base import (
     MAX_GRID,
     MOVES,
     TEXT_CHARSET,
+    Count,
     Environment,
     Observation,
+    Probability,
+    Reward,
     TextStyle,
     bits,
     cells_text,
-    check_choice,
     check_number,
+    checked_arguments,
 )
 from envs.frozen_lake_map import (
     FrozenLakeMap,
@@ -40,6 +44,9 @@ from envs.frozen_lake_text import (
     relative_positions,
     rules,
 )
+
+Size = Annotated[int, Interval(ge=2, le=MAX_GRID)]
+HoleShare = Annotated[float, Interval(ge=0, le=0.8)]
 
 
 class FrozenLake(Environment):
@@ -93,30 +100,25 @@ class FrozenLake(Environment):
     option_names = ("min_distance", "max_distance", "min_detour", "layout")
     relation_names = ("goal", "hole")
 
+    @checked_arguments
     def __init__(
         self,
         *,
-        size: int = 4,
-        hole_share: float = 0.2,
-        slip_probability: float = 0.0,
-        min_distance: int = 2,
-        max_distance: int | None = None,
-        step_cost: float = 0.0,
+        size: Size = 4,
+        hole_share: HoleShare = 0.2,
+        slip_probability: Probability = 0.0,
+        min_distance: Count = 2,
+        max_distance: Count | None = None,
+        step_cost: Reward = 0.0,
         random_start: bool = True,
-        render: str = "coordinates",
-        symbols: str = "plain",
+        render: TextStyle = TextStyle.COORDINATES,
+        symbols: FrozenLakeSymbols = FrozenLakeSymbols.PLAIN,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        check_number(size, name="size", low=2, high=MAX_GRID, whole=True)
-        check_number(hole_share, name="hole_share", low=0.0, high=0.8)
-        check_number(slip_probability, name="slip_probability", low=0.0, high=1.0)
-        check_number(step_cost, name="step_cost", low=0.0)
-        check_choice(render, name="render", choices=list(TextStyle))
-        check_choice(symbols, name="symbols", choices=list(FrozenLakeSymbols))
         self.size, self.hole_share, self.slip_probability = size, hole_share, slip_probability
         self.step_cost, self.random_start = step_cost, random_start
-        self.style, self.signs = TextStyle(render), SIGNS[FrozenLakeSymbols(symbols)]
+        self.style, self.signs = render, SIGNS[symbols]
         self.min_distance, self.max_distance = self._distances(min_distance, max_distance)
         self.instructions = rules(
             size, slip_probability=slip_probability, seen=self._observation_rule()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
-from envs.base import check_choice, check_number
+from envs.base import Probability, checked_arguments
 
 
 class ScriptedPolicy(Protocol):
@@ -54,11 +54,10 @@ class NoisyPolicy:
         base: Base policy: "optimal", or "blind" if the environment has a `blind_action`.
     """
 
-    def __init__(self, *, noise: float = 0.85, base: str = "blind") -> None:
-        check_number(noise, name="noise", low=0.0, high=1.0)
-        check_choice(base, name="base", choices=list(BasePolicy))
+    @checked_arguments
+    def __init__(self, *, noise: Probability = 0.85, base: BasePolicy = BasePolicy.BLIND) -> None:
         self.noise = noise
-        self.base = BasePolicy(base)
+        self.base = base
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
         """Return a uniform action or an action of the base policy."""

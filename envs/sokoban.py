@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from gymnasium import spaces
 
 from envs.base import (
     MAX_GRID,
     MOVES,
     TEXT_CHARSET,
+    Count,
+    CountOrZero,
     Environment,
     Observation,
+    Reward,
     TextStyle,
-    check_choice,
     check_number,
+    checked_arguments,
 )
 from envs.sokoban_rules import Room, State, draw_start, least_pushes, move, shortest_way
 from envs.sokoban_text import (
@@ -31,6 +35,9 @@ from envs.sokoban_text import (
 
 # More pushes than any room needs.
 _MAX_PUSHES = 10_000
+
+
+Size = Annotated[int, Interval(ge=4, le=MAX_GRID)]
 
 
 class Sokoban(Environment):
@@ -82,34 +89,30 @@ class Sokoban(Environment):
     option_names = ("min_pushes", "max_pushes", "layout")
     relation_names = ("box", "target")
 
+    @checked_arguments
     def __init__(
         self,
         *,
-        size: int = 6,
-        boxes: int = 1,
-        walls: int = 2,
-        min_pushes: int = 1,
-        max_pushes: int | None = None,
-        step_cost: float = 0.0,
-        box_reward: float = 0.0,
-        solved_reward: float = 1.0,
+        size: Size = 6,
+        boxes: Count = 1,
+        walls: CountOrZero = 2,
+        min_pushes: Count = 1,
+        max_pushes: Count | None = None,
+        step_cost: Reward = 0.0,
+        box_reward: Reward = 0.0,
+        solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
-        render: str = "coordinates",
+        render: TextStyle = TextStyle.COORDINATES,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        check_number(size, name="size", low=4, high=MAX_GRID, whole=True)
         room = (size - 2) ** 2
         check_number(boxes, name="boxes", low=1, high=room // 2, whole=True)
         check_number(walls, name="walls", low=0, high=room - 2 * boxes - 1, whole=True)
-        for name, value in (("step_cost", step_cost), ("box_reward", box_reward)):
-            check_number(value, name=name, low=0.0)
-        check_number(solved_reward, name="solved_reward", low=0.0)
-        check_choice(render, name="render", choices=list(TextStyle))
         self.size, self.boxes, self.walls = size, boxes, walls
         self.step_cost, self.box_reward, self.solved_reward = step_cost, box_reward, solved_reward
         self.end_on_deadlock = end_on_deadlock
-        self.style = TextStyle(render)
+        self.style = render
         self.min_pushes, self.max_pushes = self._pushes(min_pushes, max_pushes)
         self.instructions = rules(size, boxes=boxes, seen=self._observation_rule())
         self.action_space = spaces.Discrete(4)

@@ -8,8 +8,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import TEXT_CHARSET, Observation, bits, check_choice
-from envs.frozen_lake import FrozenLake
+from envs.base import TEXT_CHARSET, Count, Observation, Probability, Reward, bits, checked_arguments
+from envs.frozen_lake import FrozenLake, HoleShare, Size
 from visual_envs.frozen_lake_tiles import (
     WITH_PLAYER,
     FrozenLakeTheme,
@@ -69,22 +69,22 @@ class FrozenLakeVisual(FrozenLake):
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
 
+    @checked_arguments
     def __init__(
         self,
         *,
-        size: int = 4,
-        hole_share: float = 0.2,
-        slip_probability: float = 0.0,
-        min_distance: int = 2,
-        max_distance: int | None = None,
-        step_cost: float = 0.0,
+        size: Size = 4,
+        hole_share: HoleShare = 0.2,
+        slip_probability: Probability = 0.0,
+        min_distance: Count = 2,
+        max_distance: Count | None = None,
+        step_cost: Reward = 0.0,
         random_start: bool = True,
         trail: bool = False,
-        tiles: str = "day",
+        tiles: FrozenLakeTheme = FrozenLakeTheme.DAY,
         render_mode: str | None = None,
     ) -> None:
-        check_choice(tiles, name="tiles", choices=list(FrozenLakeTheme))
-        self.trail, self.theme = trail, FrozenLakeTheme(tiles)
+        self.trail, self.theme = trail, tiles
         super().__init__(
             size=size,
             hole_share=hole_share,

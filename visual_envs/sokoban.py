@@ -8,8 +8,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import TEXT_CHARSET, Observation
-from envs.sokoban import Sokoban
+from envs.base import TEXT_CHARSET, Count, CountOrZero, Observation, Reward, checked_arguments
+from envs.sokoban import Size, Sokoban
 from envs.sokoban_text import tile_codes
 from visual_envs.sokoban_tiles import sokoban_tiles
 from visual_envs.tiles import TILE, lay_out
@@ -55,17 +55,18 @@ class SokobanVisual(Sokoban):
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
 
+    @checked_arguments
     def __init__(
         self,
         *,
-        size: int = 6,
-        boxes: int = 1,
-        walls: int = 2,
-        min_pushes: int = 1,
-        max_pushes: int | None = None,
-        step_cost: float = 0.0,
-        box_reward: float = 0.0,
-        solved_reward: float = 1.0,
+        size: Size = 6,
+        boxes: Count = 1,
+        walls: CountOrZero = 2,
+        min_pushes: Count = 1,
+        max_pushes: Count | None = None,
+        step_cost: Reward = 0.0,
+        box_reward: Reward = 0.0,
+        solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
         render_mode: str | None = None,
     ) -> None:

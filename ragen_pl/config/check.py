@@ -1,20 +1,47 @@
-"""Hold a composed configuration against the table of rules, key by key."""
+"""Hold a composed configuration against the types of its settings, key by key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.config.pairs import pair_problems
-from ragen_pl.config.relations import disagreements
-from ragen_pl.config.rules import Kind, covers
-from ragen_pl.config.schema import FREE_TEXT, RULES, is_free_text, is_open, rule_for
-from ragen_pl.config.targets import target_problems
+from ragen_pl.config.relations import relation_problems
+from ragen_pl.config.schema import Arguments, ArgumentsOf, Settings
+from ragen_pl.config.signatures import SignatureError, fields_of, read_signature
+from ragen_pl.constraints import (
+    Open,
+    TextOnly,
+    accepts,
+    options,
+    problem,
+    shown,
+    unwrapped,
+)
+
+_HYDRA = {
+    "_partial_": bool,
+    "_recursive_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+}
+
+
+@dataclass
+class Fields:
+    """Keys of a node and the annotations of their values; `takes` says whose arguments they are."""
+
+    known: dict[str, Any] = field(default_factory=dict)
+    closed: bool = True
+    takes: str = ""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -23,18 +50,25 @@ def check_config(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with one line that names the key, the value and what was expected.
     """
-    found = [(key, problem) for key, value in leaves(cfg) if (problem := problem_with(key, value))]
-    # a key that refers to another is not to blame for what stands there
-    found.sort(key=lambda pair: _refers(cfg, pair[0]))
-    told = (one for _, one in found)
-    for problem in (*told, *target_problems(cfg), *disagreements(cfg), *pair_problems(cfg)):
-        raise ConfigError(problem)
+    check_values_exist(cfg)
+    problems = list(_problems(cfg, Settings, key="", root=cfg))
+    # a key that refers to another is not to blame for the value there
+    problems.sort(key=lambda item: _refers(cfg, item[0]))
+    for _, message in problems:
+        raise ConfigError(message)
+    for message in relation_problems(cfg):
+        raise ConfigError(message)
+    _check_images(cfg)
 
 
-def _refers(cfg: DictConfig, key: str) -> bool:
-    parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if parent else cfg
-    return isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name)
+def check_values_exist(cfg: DictConfig) -> None:
+    """Read every value once.
+
+    Raises:
+        ConfigError: a value is missing (`???`) or refers to one that does not exist.
+    """
+    for _ in leaves(cfg):
+        pass
 
 
 def leaves(cfg: DictConfig | ListConfig, *, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -60,51 +94,210 @@ def leaves(cfg: DictConfig | ListConfig, *, prefix: str = "") -> Iterator[tuple[
             yield key, value
 
 
-def problem_with(key: str, value: object) -> str | None:
-    """Return one line on what is wrong with a setting, or None."""
-    rule = rule_for(key)
-    if value == {} and (rule is None or rule.kind is Kind.GROUP):
-        return None
-    if rule is not None:
-        complaint = rule.problem(value)
-        return f"{key}={shown(value)}: {complaint}" if complaint else None
-    if is_free_text(key):
-        if value is None or isinstance(value, str):
-            return None
-        return f"{key}={shown(value)}: expected text; quote it: '{key}=\"{shown(value)}\"'"
-    inside = [name for name in known_keys() if name.startswith(f"{key}.")]
-    if inside:
-        kind = "a list" if all(name.endswith(".*") for name in inside) else "a group of settings"
-        return f"{key}={shown(value)}: expected {kind}; set {inside[0].replace('*', '0')}=… instead"
-    return None if is_open(key) else unknown_key(key)
-
-
-def unknown_key(key: str, *, keys: tuple[str, ...] = ()) -> str:
-    """Return one line on a key that does not exist, with the nearest that does."""
-    candidates = [name for name in (*keys, *known_keys()) if "*" not in name]
-    if key in candidates:  # a key of another option of its group
-        return f"unknown key {key} in the configuration that was chosen; see --cfg job for its keys"
+def _refers(cfg: DictConfig, key: str) -> bool:
     parent, _, name = key.rpartition(".")
-    siblings = {
-        other.rpartition(".")[2]: other for other in candidates if covers(f"{parent}.*", other)
-    }
-    close = get_close_matches(name, siblings, n=1) if parent else []
-    near = [siblings[close[0]]] if close else get_close_matches(key, candidates, n=1)
-    if near:
-        return f"unknown key {key}; did you mean {near[0]}?"
-    offers = (
-        f"{parent} has {', '.join(sorted(siblings))}" if siblings else "see --cfg job for all keys"
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    return isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name)
+
+
+def _problems(
+    value: Any, annotation: Any, *, key: str, root: DictConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield the key and one line for each wrong setting in a node or leaf."""
+    if isinstance(value, DictConfig):
+        if not _takes_group(annotation):
+            yield key, f"{key}: found a group of settings, {problem(annotation, {})}"
+        else:
+            yield from _problems_of_group(value, annotation, key=key, root=root)
+    elif isinstance(value, ListConfig):
+        yield from _problems_of_list(value, annotation, key=key, root=root)
+    elif (expected := problem(annotation, value)) is not None:
+        yield key, f"{key}={shown(value)}: {expected}{_hint(annotation, key)}"
+
+
+def _takes_group(annotation: Any) -> bool:
+    return any(
+        accepts(option, {}) or fields_of(unwrapped(option)[0]) is not None
+        for option in options(annotation)
     )
-    return f"unknown key {key}; {offers}"
 
 
-def known_keys() -> tuple[str, ...]:
-    """Return all keys and patterns of the table."""
-    return (*RULES, *FREE_TEXT)
+def _hint(annotation: Any, key: str) -> str:
+    """Return the remedy for a plain value in place of a group."""
+    names = [
+        name for option in options(annotation) for name in fields_of(unwrapped(option)[0]) or ()
+    ]
+    return f"; set {key}.{names[0]}=… instead" if names else ""
 
 
-def shown(value: object) -> str:
-    """Return a value as it is written on the command line."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _problems_of_list(
+    value: ListConfig, annotation: Any, *, key: str, root: DictConfig
+) -> Iterator[tuple[str, str]]:
+    items = [typing.get_args(option)[:1] for option in options(annotation) if accepts(option, [])]
+    if not items:
+        yield key, f"{key}={shown(value)}: {problem(annotation, list(value))}"
+        return
+    item = items[0][0] if items[0] else Any
+    for index, one in enumerate(value):
+        yield from _problems(one, item, key=f"{key}.{index}", root=root)
+
+
+def _problems_of_group(
+    node: DictConfig, annotation: Any, *, key: str, root: DictConfig
+) -> Iterator[tuple[str, str]]:
+    fields = Fields(closed=False)
+    if (target := node.get("_target_")) is not None:
+        try:
+            fields = fields_of_target(str(target))
+        except SignatureError as error:
+            yield f"{key}._target_", f"{key}._target_={target}: {error}"
+            return
+    described = _described(annotation, node, root=root)
+    known = fields.known | described.known
+    closed = (fields.closed if target is not None else described.closed) and bool(known or target)
+    values = {str(name): node[name] for name in node}
+    for name, value in values.items():
+        place = f"{key}.{name}".removeprefix(".")
+        if name == "_target_":
+            continue
+        child = _HYDRA.get(name) or known.get(name)
+        if child is None:
+            if closed:
+                yield place, unknown_key(place, known, takes=fields.takes or described.takes)
+            child = Any
+        yield from _problems(value, child, key=place, root=root)
+        for constraint in unwrapped(child)[1]:
+            relation = getattr(constraint, "problem", None)
+            if relation is not None and (expected := relation(value, values)) is not None:
+                yield (
+                    place,
+                    f"{place}={shown(value)}: {expected.replace(constraint.name, f'{key}.{constraint.name}')}",
+                )
+
+
+def fields_of_target(target: str) -> Fields:
+    """Return the arguments of a class path.
+
+    Raises:
+        SignatureError: it leads nowhere.
+    """
+    package, _, rest = target.partition(".")
+    if not all(part.isidentifier() for part in target.split(".")):
+        raise SignatureError("expected a class path such as package.module.Name")
+    if not rest or find_spec(package) is None:
+        raise SignatureError(
+            f"there is no package {package!r}; install it, or give package.module.Class"
+        )
+    signature = read_signature(target)
+    if signature is None:
+        return Fields(closed=False)
+    return Fields(signature.parameters, signature.closed, signature.name)
+
+
+def _described(
+    annotation: Any, node: DictConfig | Mapping[str, Any], *, root: DictConfig
+) -> Fields:
+    """Return the keys of a node as its annotation describes them."""
+    fields = Fields(closed=False)
+    for option in options(annotation):
+        base, metadata = unwrapped(option)
+        keys = fields_of(base)
+        if keys is not None:
+            fields = Fields(dict(keys))
+        elif typing.get_origin(base) is dict:
+            item = typing.get_args(base)[1]
+            fields.known |= {str(name): item for name in node if item is not Any}
+        for constraint in metadata:
+            if isinstance(constraint, Arguments):
+                _add_arguments(fields, constraint)
+            elif isinstance(constraint, ArgumentsOf):
+                fields = _arguments_of(constraint, node, root=root)
+            elif isinstance(constraint, Open):
+                fields.closed = False
+    return fields
+
+
+def _add_arguments(fields: Fields, arguments: Arguments) -> None:
+    signature = read_signature(arguments.target)
+    assert signature is not None
+    names = arguments.names or signature.keywords
+    fields.known = {name: signature.parameters[name] for name in names} | fields.known
+    fields.closed = True
+
+
+def _arguments_of(constraint: ArgumentsOf, node: Any, *, root: DictConfig) -> Fields:
+    parent = node._get_parent() if isinstance(node, DictConfig) else None
+    target = (parent or {}).get(constraint.sibling) or OmegaConf.select(
+        root, constraint.default or "_"
+    )
+    path = class_path(str(target)) if target else None
+    try:
+        return fields_of_target(path) if path else Fields(closed=False)
+    except SignatureError:  # told of the setting that names the class
+        return Fields(closed=False)
+
+
+def class_path(target: str) -> str | None:
+    """Return the class path of an environment, a gymnasium id's from the registry; None where it has none."""
+    if "/" not in target:
+        return target if "." in target else None
+    from gymnasium import registry
+
+    module, _, name = target.rpartition(":")
+    with suppress(Exception):  # told when the environment is made
+        if module:
+            import_module(module)
+    entry_point = registry[name].entry_point if name in registry else None
+    return entry_point.replace(":", ".") if isinstance(entry_point, str) else None
+
+
+def _check_images(cfg: DictConfig) -> None:
+    """Check that a model without images meets no environment with images."""
+    target = OmegaConf.select(cfg, "model.build._target_")
+    if not target or not OmegaConf.select(cfg, "env.visual"):
+        return
+    signature = read_signature(str(target))
+    if signature is not None and TextOnly() in unwrapped(signature.returns)[1]:
+        raise ConfigError(
+            "env.visual=true: the model takes no images; set model=small_vlm, or another environment"
+        )
+
+
+def unknown_key(
+    key: str, siblings: Iterable[str] = (), *, takes: str = "", keys: Iterable[str] = ()
+) -> str:
+    """Return one line on a key that does not exist, with the nearest that does.
+
+    Args:
+        key: its full name.
+        siblings: the names that its node knows.
+        takes: the class whose arguments these are.
+        keys: full names of settings to guess from where the node has no similar name.
+    """
+    parent, _, name = key.rpartition(".")
+    names = [one for one in siblings if not one.startswith("_")]
+    what = f"unknown key {key}" + (f": {takes} takes no {name}" if takes else "")
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"{what}; did you mean {close[0] if takes else f'{parent}.{close[0]}'.removeprefix('.')}?"
+    if near := get_close_matches(key, list(keys), n=1):
+        return f"{what}; did you mean {near[0]}?"
+    if takes:
+        return f"{what}; it takes {', '.join(names) or 'none'}"
+    return f"{what}; " + (
+        f"{parent} has {', '.join(sorted(names))}"
+        if parent and names
+        else "see --cfg job for all keys"
+    )
+
+
+def fields_at(key: str) -> Fields:
+    """Return the keys of the node of this name as the schema describes it, whatever its class."""
+    annotation: Any = Settings
+    empty = OmegaConf.create({})
+    for name in key.split(".") if key else ():
+        fields = _described(annotation, {name: None}, root=empty)
+        if name not in fields.known:
+            return Fields(closed=False)
+        annotation = fields.known[name]
+    return _described(annotation, {}, root=empty)

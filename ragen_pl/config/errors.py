@@ -96,12 +96,21 @@ def _yaml(error: Exception) -> str:
 
 def _unknown_key(match: re.Match[str], keys: tuple[str, ...]) -> str:
     # imported here since these modules raise the error of this one
-    from ragen_pl.config.check import unknown_key
-    from ragen_pl.config.schema import is_open
+    from ragen_pl.config.check import fields_at, unknown_key
 
     key = match["key"].replace("/", ".")
-    hint = f"; a new one needs +{key}=…" if is_open(key) else ""
-    return unknown_key(key, keys=keys) + hint
+    parent, _, name = key.rpartition(".")
+    node = fields_at(parent)
+    # siblings of the composed config come first: they are those of the class that was chosen
+    siblings = [
+        other.removeprefix(f"{parent}.").partition(".")[0]
+        for other in keys
+        if other.startswith(f"{parent}.")
+    ]
+    if name in siblings or name in node.known:
+        return f"unknown key {key} in the configuration that was chosen; see --cfg job for its keys"
+    hint = "" if node.closed else f"; a new one needs +{key}=…"
+    return unknown_key(key, dict.fromkeys([*siblings, *node.known]), keys=keys) + hint
 
 
 def _unknown_option(match: re.Match[str], _: tuple[str, ...]) -> str:

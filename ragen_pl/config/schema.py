@@ -1,218 +1,284 @@
-"""What each key of the configuration may be: one table, looked up by the key's full name.
+"""The configuration as types: which keys a node without a class path has, and what their values may be.
 
-`RULES` holds the constraints, `FREE_TEXT` the keys whose text is the user's own, and `OPEN` the places
-where users put settings of classes of their own, which nothing here can know. The first pattern that
-covers a key counts, RULES before FREE_TEXT before OPEN. A test walks over all keys of the shipped
-configuration: a new one needs a line here.
+What goes into a constructor is described there: `Arguments` names the constructors, whose signatures are read
+from source. A node with `_target_` needs no description here, its class has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict
 
-from ragen_pl.config.rules import Kind, Rule, covers
-from ragen_pl.config.schema_algorithm import ALGORITHM
-from ragen_pl.config.schema_diagnostics import DIAGNOSTICS, DIAGNOSTICS_TEXT
-from ragen_pl.config.schema_environments import ENVIRONMENTS
-from ragen_pl.config.schema_evaluation import EVALUATION, EVALUATION_TEXT
-from ragen_pl.config.schema_looking import LOOKING, LOOKING_TEXT
-from ragen_pl.config.schema_trainer import TRAINER
+from annotated_types import Ge
 
-_BOOL = Rule(kind=Kind.BOOL)
-_COUNT = Rule(kind=Kind.INT, minimum=1)
-_COUNT_OR_ZERO = Rule(kind=Kind.INT, minimum=0)
-_POSITIVE = Rule(kind=Kind.FLOAT, above=0)
-_NOT_NEGATIVE = Rule(kind=Kind.FLOAT, minimum=0)
-_SHARE = Rule(kind=Kind.FLOAT, minimum=0, maximum=1)
-_BETA = Rule(kind=Kind.FLOAT, minimum=0, below=1)
-_PROMPT_FORMATS = (
-    "free_think", "no_think", "grounding", "worldmodeling", "grounding_worldmodeling",
-)  # fmt: skip
-
-_OPTIMIZER = {
-    "lr": _NOT_NEGATIVE,
-    "betas.*": _BETA,
-    "eps": _POSITIVE,
-    "weight_decay": _NOT_NEGATIVE,
-}
-
-RULES: dict[str, Rule] = {
-    "seed": Rule(kind=Kind.INT, minimum=0, maximum=2**32 - 1),
-    "debug": _BOOL,
-    "ckpt_path": Rule(kind=Kind.PATH, also=(None, "last")),
-    "experiment": Rule(kind=Kind.GROUP, also=(None,)),
-    **{f"optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
-    "learning_rate_end": _SHARE,
-    "critic_rate": _NOT_NEGATIVE,
-    # the environment and its manager
-    "env.visual": _BOOL,
-    "env.max_turns": _COUNT,
-    "env.max_actions_per_turn": _COUNT,
-    "env.format_penalty": _NOT_NEGATIVE,
-    "env.invalid_ends": _BOOL,
-    "env.turn_limit_bootstraps": _BOOL,
-    "env.prompt_format": Rule(kind=Kind.TEXT, choices=_PROMPT_FORMATS),
-    "env.timeout_s": Rule(kind=Kind.FLOAT, above=0, also=(None,)),
-    **ENVIRONMENTS,
-    # what is shown to the policy, and how it samples
-    "context.window": Rule(kind=Kind.INT, minimum=1, also=("all",), note="the latest turns shown"),
-    "context.turn_template": Rule(kind=Kind.TEXT, contains="{observation}"),
-    "context.max_tokens": _COUNT,
-    "context.leave_out": Rule(kind=Kind.GROUP, also=(None,)),
-    "context.leave_out.patches": Rule(kind=Kind.FLOAT, minimum=0, below=1),
-    "context.leave_out.turns": Rule(kind=Kind.FLOAT, minimum=0, below=1),
-    "rollout.groups": _COUNT,
-    "rollout.group_size": _COUNT,
-    "rollout.temperature": _POSITIVE,
-    "rollout.max_response_tokens": _COUNT,
-    "rollout.num_envs": _COUNT,
-    "rollout.engine": Rule(kind=Kind.GROUP),
-    "rollout.adaptive_temperature": Rule(kind=Kind.GROUP, also=(None,)),
-    "rollout.adaptive_temperature.low": _POSITIVE,
-    "rollout.adaptive_temperature.high": _POSITIVE,
-    "rollout.adaptive_temperature.window": _COUNT,
-    "rollout.adaptive_temperature.*": Rule(kind=Kind.FLOAT),
-    # the update
-    "update.epochs": _COUNT,
-    "update.minibatches": _COUNT,
-    "update.length_buckets": _COUNT,
-    "curriculum": Rule(kind=Kind.GROUP, also=(None,)),
-    "curriculum.above": _SHARE,
-    "curriculum.share": _SHARE,
-    "curriculum.window": _COUNT,
-    "curriculum.options.min_distance": _COUNT,
-    "curriculum.options.min_detour": _COUNT_OR_ZERO,
-    "world_model": Rule(kind=Kind.GROUP, also=(None,)),
-    "world_model.grounding_weight": _NOT_NEGATIVE,
-    "world_model.worldmodeling_weight": _NOT_NEGATIVE,
-    "world_model.judge.floor": Rule(kind=Kind.FLOAT, above=0, maximum=1),
-    "validation.episodes": _COUNT,
-    "validation.held_out": _BOOL,
-    "validation.blank": _BOOL,
-    "validation.baselines": Rule(kind=Kind.GROUP, also=(None,)),
-    "validation.baselines.*": Rule(kind=Kind.GROUP, also=(None,)),
-    **ALGORITHM,
-    # the model: one built from its config, or one of the user's own
-    "model.build.path": Rule(kind=Kind.TEXT, note="a folder, or a name on the model hub"),
-    "model.build.lora": Rule(kind=Kind.GROUP, also=(None,), note="settings of peft's LoraConfig"),
-    "model.build.lora.r": _COUNT,
-    "model.build.lora.lora_alpha": _POSITIVE,
-    "model.build.lora.lora_dropout": _SHARE,
-    "model.build.vision.mlp_ratio": _POSITIVE,
-    "model.build.vision.*": _COUNT,
-    **{
-        f"model.build.text.{name}": _COUNT
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        )
-    },
-    "model.build.seed": Rule(kind=Kind.INT, minimum=0, maximum=2**32 - 1),
-    "model.build.prompt_format": Rule(
-        kind=Kind.TEXT, choices=_PROMPT_FORMATS, note="it follows env.prompt_format"
-    ),
-    "model.build.dtype": Rule(kind=Kind.TEXT, choices=("float32", "bfloat16", "float16")),
-    "model.build.attn_implementation": Rule(kind=Kind.TEXT, choices=("sdpa", "eager")),
-    # the warm start
-    "warm_start.enabled": _BOOL,
-    "warm_start.episodes": _COUNT,
-    "warm_start.steps": _COUNT,
-    "warm_start.batch_size": _COUNT,
-    "warm_start.gamma": _SHARE,
-    "warm_start.value_coefficient": _NOT_NEGATIVE,
-    "warm_start.warm_up": _COUNT_OR_ZERO,
-    "warm_start.checkpoint_every_n_steps": Rule(kind=Kind.INT, minimum=1, also=(None,)),
-    "warm_start.learning_rate_end": _SHARE,
-    "warm_start.demonstrator.noise": _SHARE,
-    "warm_start.demonstrator.base": Rule(kind=Kind.TEXT, choices=("blind", "optimal")),
-    **{f"warm_start.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
-    # callbacks, by the names they ship under
-    "callbacks": Rule(kind=Kind.GROUP, also=(None,)),
-    "callbacks.*": Rule(kind=Kind.GROUP, also=(None,)),
-    "callbacks.checkpoint.auto_insert_metric_name": _BOOL,
-    "callbacks.checkpoint.every_n_epochs": Rule(kind=Kind.INT, minimum=0, also=(None,)),
-    "callbacks.checkpoint.every_n_train_steps": Rule(kind=Kind.INT, minimum=0, also=(None,)),
-    "callbacks.checkpoint.save_last": Rule(kind=Kind.BOOL, also=("link",)),
-    "callbacks.checkpoint.save_top_k": Rule(kind=Kind.INT, minimum=-1),
-    "callbacks.checkpoint.save_on_train_epoch_end": _BOOL,
-    "callbacks.checkpoint.save_weights_only": _BOOL,
-    "callbacks.checkpoint.grace_seconds": _POSITIVE,
-    "callbacks.trajectories.every_n_iterations": _COUNT,
-    "callbacks.trajectories.count": _COUNT_OR_ZERO,
-    "callbacks.trajectories.traces": _COUNT_OR_ZERO,
-    **DIAGNOSTICS,
-    "callbacks.plots.every_n_iterations": _COUNT,
-    "logger": Rule(kind=Kind.GROUP, also=(None,)),
-    **TRAINER,
-    **EVALUATION,
-    **LOOKING,
-}
-
-FREE_TEXT: tuple[str, ...] = (
-    "env.name",
-    "env.target",
-    "algorithm.name",
-    "context.system_prompt",
-    "paths.root",
-    "paths.run_dir",
-    "warm_start.weights",
-    "callbacks.checkpoint.filename",
-    "callbacks.best.monitor",
-    *DIAGNOSTICS_TEXT,
-    "logger.experiment_name",
-    "logger.tracking_uri",
-    *EVALUATION_TEXT,
-    *LOOKING_TEXT,
+from ragen_pl.constraints import (
+    Count,
+    CountOrZero,
+    ExistingPath,
+    Fraction,
+    FractionBelowOne,
+    NonNegative,
+    Note,
+    Open,
+    Positive,
+    Seed,
 )
 
-OPEN: tuple[str, ...] = (
-    "env.kwargs.**",
-    "curriculum.**",
-    "world_model.**",
-    "algorithm.**",
-    "model.**",
-    "rollout.engine.**",
-    "optimizer.**",
-    "validation.baselines.*.**",
-    "warm_start.demonstrator.**",
-    "warm_start.optimizer.**",
-    "callbacks.*.**",
-    "logger.**",
-    "validation_sets.**",
-)
 
-# Words of Hydra's own, wherever they stand.
-_EVERYWHERE: dict[str, Rule] = {
-    "_target_": Rule(kind=Kind.TARGET),
-    "_partial_": _BOOL,
-    "_recursive_": _BOOL,
-    "_convert_": Rule(kind=Kind.TEXT, choices=("none", "partial", "object", "all")),
-}
+@dataclass(frozen=True)
+class Arguments:
+    """Metadata of a node whose keys are arguments of a constructor.
+
+    Args:
+        target: the constructor's class path.
+        names: the arguments that are keys; empty for all that are given by name.
+    """
+
+    target: str
+    names: tuple[str, ...] = ()
 
 
-def rule_for(key: str) -> Rule | None:
-    """Return the rule of a key, by its full name or the first pattern that covers it."""
-    word = key.rpartition(".")[2]
-    if word in _EVERYWHERE:
-        return _EVERYWHERE[word]
-    if key in RULES:
-        return RULES[key]
-    return next((rule for pattern, rule in RULES.items() if covers(pattern, key)), None)
+@dataclass(frozen=True)
+class ArgumentsOf:
+    """Metadata of a node whose keys are arguments of the class that another setting names.
+
+    Args:
+        sibling: the setting beside the node.
+        default: full name of the setting that counts where there is no such sibling.
+    """
+
+    sibling: str
+    default: str = ""
 
 
-def is_free_text(key: str) -> bool:
-    """Return whether a key's text is the user's own."""
-    return _covered(FREE_TEXT, key)
+Component = Annotated[dict[str, Any], Open()]
+"""A node with `_target_`, described by the signature of its class."""
+
+_MANAGER = Arguments("ragen_pl.rollout.environments.EnvironmentManager")
 
 
-def is_open(key: str) -> bool:
-    """Return whether a key belongs to a place for settings of classes that nothing here knows."""
-    return _covered(OPEN, key)
+class Environment(TypedDict, total=False):
+    """`env`: besides these keys the arguments of the environments' manager."""
+
+    name: str
+    visual: bool
+    kwargs: Annotated[dict[str, Any], ArgumentsOf("target")]
 
 
-def _covered(patterns: Iterable[str], key: str) -> bool:
-    return any(covers(pattern, key) for pattern in patterns)
+class Algorithm(TypedDict, total=False):
+    """`algorithm`."""
+
+    name: str
+    critic: Literal["shared", "own", "none"]
+    reward: Component
+    rewards: dict[str, Component | None]
+    normalize: Component | None
+    filter: Component | None
+    estimator: Component
+    masks: Component
+    loss: Component
+
+
+class Model(TypedDict, total=False):
+    """`model`."""
+
+    build: Component
+
+
+class Optimizer(TypedDict, total=False):
+    """An optimizer of torch; its other arguments are its own."""
+
+    lr: NonNegative
+    betas: Sequence[FractionBelowOne]
+    eps: Positive
+    weight_decay: NonNegative
+
+
+class Rollout(TypedDict, total=False):
+    """`rollout`: besides these keys arguments of the proxy and of the DataModule."""
+
+    engine: Component
+
+    adaptive_temperature: Component | None
+
+
+class Update(TypedDict, total=False):
+    """`update`: arguments of the DataModule and of the policy."""
+
+
+class Validation(TypedDict, total=False):
+    """`validation`."""
+
+    episodes: Count
+    held_out: bool
+    blank: bool
+    warm_start: bool
+    baselines: dict[str, Component | None] | None
+
+
+class WarmStart(TypedDict, total=False):
+    """`warm_start`: besides these keys arguments of its DataModule and of its module."""
+
+    enabled: bool
+    weights: str | None
+    demonstrator: Component | None
+    checkpoint_every_n_steps: Count | None
+    optimizer: Annotated[Optimizer, Open()]
+
+
+class ValidationSet(TypedDict, total=False):
+    """One of `validation_sets`: its own keys, and changes to the environment's."""
+
+    episodes: Count
+    key: str
+    options: dict[str, Any] | None
+    kwargs: Annotated[dict[str, Any], ArgumentsOf("target", "env.target")]
+
+
+class Paths(TypedDict, total=False):
+    """`paths`."""
+
+    root: str
+    run_dir: str | None
+
+
+class Source(TypedDict, total=False):
+    """`source`: what `ragen_pl.evaluate` finds out of the weights."""
+
+    checkpoint: str | None
+    run: str | None
+    environment: str | None
+    held_out: CountOrZero
+    untrained: bool
+
+
+_Limit = Annotated[float, Ge(0), Note("a share up to 1.0, or a count")]
+
+
+class Trainer(TypedDict, total=False):
+    """`trainer`: keyword arguments of `lightning.Trainer` (2.6).
+
+    Left out are those that the run sets itself: logger, callbacks, num_sanity_val_steps, enable_model_summary,
+    log_every_n_steps, default_root_dir. The precisions leave out the true half precisions, which would round
+    log-probs, advantages and counts as well; `model.build.dtype=bfloat16` does not.
+    """
+
+    accelerator: Literal["auto", "cpu", "gpu", "cuda"]
+    devices: Count | Literal["auto", -1] | Sequence[CountOrZero]
+    num_nodes: Count
+    strategy: Literal[
+        "auto",
+        "ddp",
+        "ddp_find_unused_parameters_true",
+        "ddp_find_unused_parameters_false",
+        "ddp_spawn",
+        "ddp_fork",
+        "fsdp",
+        "fsdp_cpu_offload",
+        "deepspeed",
+        "deepspeed_stage_1",
+        "deepspeed_stage_2",
+        "deepspeed_stage_2_offload",
+        "deepspeed_stage_3",
+        "deepspeed_stage_3_offload",
+    ]
+    precision: Literal["32-true", "16-mixed", "bf16-mixed", "32", "16", "bf16", 16, 32] | None
+    fast_dev_run: bool | CountOrZero
+    max_epochs: Annotated[int, Ge(-1), Note("iterations")]
+    min_epochs: CountOrZero | None
+    max_steps: Annotated[int, Ge(-1)]
+    min_steps: CountOrZero | None
+    max_time: Annotated[str, Note("DD:HH:MM:SS")] | None
+    limit_train_batches: _Limit | None
+    limit_val_batches: _Limit | None
+    limit_test_batches: _Limit | None
+    limit_predict_batches: _Limit | None
+    overfit_batches: _Limit | None
+    val_check_interval: Positive | None
+    check_val_every_n_epoch: Count | None
+    enable_checkpointing: bool
+    enable_progress_bar: bool
+    accumulate_grad_batches: Count
+    gradient_clip_val: Positive | None
+    gradient_clip_algorithm: Literal["norm"] | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    use_distributed_sampler: bool
+    profiler: Literal["simple", "advanced", "pytorch", "xla"] | None
+    detect_anomaly: bool
+    barebones: bool
+    sync_batchnorm: bool
+
+
+class Settings(TypedDict, total=False):
+    """The keys of `conf/fit.yaml`, and below them those of the other commands."""
+
+    seed: Seed
+    debug: bool
+    ckpt_path: Literal["last", "auto"] | Annotated[str, ExistingPath()] | None
+    experiment: dict[str, Any] | None
+    paths: Paths
+    env: Annotated[Environment, _MANAGER]
+    context: Annotated[dict[str, Any], Arguments("ragen_pl.rollout.context.ContextManager")]
+    rollout: Annotated[
+        Rollout,
+        Arguments(
+            "ragen_pl.rollout.proxy.AgentProxy", ("temperature", "max_response_tokens", "num_envs")
+        ),
+        Arguments("ragen_pl.data.datamodule.RolloutDataModule", ("groups", "group_size")),
+    ]
+    update: Annotated[
+        Update,
+        Arguments("ragen_pl.data.datamodule.RolloutDataModule", ("epochs", "minibatches")),
+        Arguments("ragen_pl.modules.policy.PolicyModule", ("length_buckets",)),
+    ]
+    optimizer: Annotated[Optimizer, Open()]
+    learning_rate_end: Fraction
+    critic_rate: NonNegative
+    curriculum: Component | None
+    world_model: Component | None
+    algorithm: Algorithm
+    model: Model
+    validation: Validation
+    warm_start: Annotated[
+        WarmStart,
+        Arguments(
+            "ragen_pl.data.demonstrations.DemonstrationDataModule",
+            ("episodes", "steps", "batch_size", "gamma"),
+        ),
+        Arguments(
+            "ragen_pl.modules.warm_start.WarmStartModule",
+            ("value_coefficient", "warm_up", "learning_rate_end"),
+        ),
+    ]
+    callbacks: dict[str, Component | None] | None
+    logger: Component | None
+    trainer: Trainer
+
+    # evaluate and export
+    ckpt: str | None
+    to: str | None
+    samples: Annotated[int, Ge(1), Note("episodes from each start")]
+    greedy: bool | None
+    pass_at: Sequence[Count] | None
+    device: Literal["cpu", "cuda", "auto"]
+    trajectories: bool
+    traces: Annotated[int, Ge(0), Note("episodes of each validation set")]
+    mlflow: bool
+    overwrite: bool
+    source: Source
+    validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
+
+    # play and page
+    policy: Literal["agent", "human", "random", "optimal"]
+    episode: Annotated[int, Ge(0), Note("which start of the held-out validation set")]
+    delay: Annotated[float, Ge(0), Note("seconds")]
+    width: Annotated[int, Ge(1), Note("columns")]
+    save: str | None
+    records: Annotated[
+        str, ExistingPath(), Note("a trajectories.jsonl, or the folder that it is in")
+    ]
+    title: str | None
+    episodes: Annotated[int, Ge(1), Note("shown at most, about")]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ragen_pl.constraints import Count, Fraction, checked
 
+
+@checked
 @dataclass(kw_only=True)
 class Curriculum:
     """From the iteration after mean sampled success first passes `above`, a share of groups starts harder.
@@ -17,10 +20,10 @@ class Curriculum:
         window: iterations averaged over.
     """
 
-    above: float
-    share: float
+    above: Fraction
+    share: Fraction
     options: Mapping[str, object]
-    window: int = 5
+    window: Count = 5
 
     def __post_init__(self) -> None:
         self.history: list[float] = []

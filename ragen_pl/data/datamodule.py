@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 
 from ragen_pl.algorithms.group_filter import GroupFilter
+from ragen_pl.constraints import Count, checked
 from ragen_pl.data.batch import TrajectoryBatch, from_tensors, tensors
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
@@ -62,15 +63,16 @@ class RolloutDataModule(pl.LightningDataModule):
         group_filter: chooses the groups that are trained on; None for all.
     """
 
+    @checked
     def __init__(
         self,
         proxy: AgentProxy,
         *,
         validation_sets: Sequence[ValidationSet] = (),
-        groups: int = 128,
-        group_size: int = 1,
-        epochs: int = 2,
-        minibatches: int = 4,
+        groups: Count = 128,
+        group_size: Count = 1,
+        epochs: Count = 2,
+        minibatches: Count = 4,
         seed: int = 0,
         held_out: bool = True,
         curriculum: Curriculum | None = None,

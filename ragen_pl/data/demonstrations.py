@@ -7,6 +7,7 @@ import math
 import lightning.pytorch as pl
 import torch
 
+from ragen_pl.constraints import Count, Fraction, checked
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
@@ -30,14 +31,15 @@ class DemonstrationDataModule(pl.LightningDataModule):
         seed: of the run.
     """
 
+    @checked
     def __init__(
         self,
         proxy: ScriptedProxy,
         *,
-        episodes: int,
-        batch_size: int,
-        steps: int,
-        gamma: float,
+        episodes: Count,
+        batch_size: Count,
+        steps: Count,
+        gamma: Fraction,
         seed: int,
     ) -> None:
         super().__init__()

@@ -9,11 +9,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from ragen_pl.constraints import Count, Fraction, Positive
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
+
+
+class LoraSettings(TypedDict, total=False):
+    """Settings of peft's `LoraConfig` that are checked early; it has others."""
+
+    r: Count
+    lora_alpha: Positive
+    lora_dropout: Fraction
 
 
 def add_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from ragen_pl.models.adapters import add_lora
+from ragen_pl.constraints import Open, Seed, TextOnly, checked
+from ragen_pl.models.adapters import LoraSettings, add_lora
 from ragen_pl.models.bundle import ModelBundle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ragen_pl.models.small_vlm.configuration import DecoderSettings, VisionSettings
 
+
+@checked
 def build_small_vlm(
     *,
-    vision: dict[str, Any] | None = None,
-    text: dict[str, Any] | None = None,
-    seed: int = 0,
+    vision: VisionSettings | None = None,
+    text: Annotated[DecoderSettings, Open()] | None = None,
+    seed: Seed = 0,
     prompt_format: str = "free_think",
 ) -> ModelBundle:
     """Build the small vision-language model with weights drawn from `seed`.
@@ -44,7 +48,7 @@ def build_small_vlm(
     tokenizer = load_tokenizer(prompt_format=prompt_format)
     config = SmallVLMConfig(
         vision=vision,
-        text_config=_ids(tokenizer) | (text or {}),
+        text_config=_ids(tokenizer) | dict(text or {}),
         image_token_id=tokenizer.get_vocab()[IMAGE],
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -56,9 +60,13 @@ def build_small_vlm(
     return ModelBundle(model.eval(), tokenizer, processor)
 
 
+@checked
 def build_small_lm(
-    *, text: dict[str, Any] | None = None, seed: int = 0, prompt_format: str = "free_think"
-) -> ModelBundle:
+    *,
+    text: Annotated[DecoderSettings, Open()] | None = None,
+    seed: Seed = 0,
+    prompt_format: str = "free_think",
+) -> Annotated[ModelBundle, TextOnly()]:
     """Build a small language model, for environments told in words.
 
     The sizes are those of the vision-language model's decoder, the architecture is Llama's:
@@ -75,7 +83,7 @@ def build_small_lm(
     from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(prompt_format=prompt_format)
-    settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | (text or {})
+    settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | dict(text or {})
     with _weights_from(seed):
         model = LlamaForCausalLM(LlamaConfig(**settings))
     return ModelBundle(model.eval(), tokenizer)
@@ -98,14 +106,15 @@ def _weights_from(seed: int) -> Iterator[None]:
         yield
 
 
+@checked
 def load_pretrained(
     path: str,
     *,
-    dtype: str = "float32",
-    attn_implementation: str = "sdpa",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa",
     local_files_only: bool = False,
-    lora: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    lora: Annotated[LoraSettings, Open()] | None = None,
+    seed: Seed = 0,
 ) -> ModelBundle:
     """Load a language or vision-language model, its tokenizer and processor.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.kl import full_kl
+from ragen_pl.constraints import Count, checked
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.distribution import entropy
 from ragen_pl.modules.forward import Readout, sampled_states, split_by_length
@@ -51,12 +52,13 @@ class PolicyModule(pl.LightningModule):
         length_buckets: Number of microbatches that a batch's rows are split into by length.
     """
 
+    @checked
     def __init__(
         self,
         bundle: ModelBundle,
         *,
         optimizer: OptimizerFactory | None = None,
-        length_buckets: int = 2,
+        length_buckets: Count = 2,
     ) -> None:
         super().__init__()
         self.bundle = bundle

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from ragen_pl.algorithms.value_loss import value_loss
+from ragen_pl.constraints import CountOrZero, Fraction, NonNegative, checked
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.policy import OptimizerFactory, PolicyModule
@@ -34,6 +35,7 @@ class WarmStartModule(pl.LightningModule):
 
     phase = "warm start"  # what a progress display calls it
 
+    @checked
     def __init__(
         self,
         policy: PolicyModule,
@@ -41,9 +43,9 @@ class WarmStartModule(pl.LightningModule):
         *,
         optimizer: OptimizerFactory,
         steps: int,
-        warm_up: int = 20,
-        value_coefficient: float = 2.0,
-        learning_rate_end: float = 0.05,
+        warm_up: CountOrZero = 20,
+        value_coefficient: NonNegative = 2.0,
+        learning_rate_end: Fraction = 0.05,
     ) -> None:
         super().__init__()
         self.policy, self.critic = policy, critic

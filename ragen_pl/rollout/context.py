@@ -10,10 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from string import Formatter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge
 
+from ragen_pl.constraints import Contains, Count, Note, checked
 from ragen_pl.rollout.chat_template import ChatTemplate, Message, user_message
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
@@ -62,20 +64,17 @@ class ContextManager:
         leave_out: what is left out of a context before a response is sampled; None for nothing.
     """
 
+    @checked
     def __init__(
         self,
         bundle: ModelBundle,
         *,
-        window: int | Literal["all"] = 1,
+        window: Literal["all"] | Annotated[int, Ge(1), Note("the latest turns shown")] = 1,
         system_prompt: str | None = "instructions",
-        turn_template: str = "{observation}",
-        max_tokens: int = 4096,
+        turn_template: Annotated[str, Contains("{observation}")] = "{observation}",
+        max_tokens: Count = 4096,
         leave_out: LeaveOut | Mapping[str, float] | None = None,
     ) -> None:
-        if window != "all" and (not isinstance(window, int) or window < 1):
-            raise ValueError(
-                f"context.window={window!r}: expected 'all' or a number of turns of at least 1"
-            )
         unknown = {
             name for _, name, _, _ in Formatter().parse(turn_template) if name is not None
         } - set(TEMPLATE_FIELDS)

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from ragen_pl.constraints import Count, NonNegative, Positive, checked
 from ragen_pl.rollout.formats import PREDICTION, PromptFormat
 from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.rollout.relations import f1, read
@@ -93,18 +94,19 @@ class EnvironmentManager:
         blank_images: show grey images, to measure what an agent does that sees nothing.
     """
 
+    @checked
     def __init__(
         self,
         *,
         target: str,
         kwargs: Mapping[str, object] | None = None,
-        max_turns: int = 10,
-        max_actions_per_turn: int = 1,
-        format_penalty: float = 0.05,
+        max_turns: Count = 10,
+        max_actions_per_turn: Count = 1,
+        format_penalty: NonNegative = 0.05,
         invalid_ends: bool = True,
         turn_limit_bootstraps: bool = False,
-        prompt_format: PromptFormat | str = PromptFormat.FREE_THINK,
-        timeout_s: float | None = 60.0,
+        prompt_format: PromptFormat = PromptFormat.FREE_THINK,
+        timeout_s: Positive | None = 60.0,
         held_out: Collection[str] = frozenset(),
         record_states: bool = False,
         blank_images: bool = False,

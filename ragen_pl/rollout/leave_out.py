@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.constraints import FractionBelowOne, checked
 from ragen_pl.models.inputs import (
     DecoderInputs,
     occluded_inputs,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _ROWS = 128
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LeaveOut:
     """Shares of the context that are left out.
@@ -41,17 +43,8 @@ class LeaveOut:
         turns: Share of the old turns in the window, chosen anew for every response. The present turn always stays.
     """
 
-    patches: float = 0.0
-    turns: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("patches", "turns"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"context.leave_out.{name}={getattr(self, name)}: expected at least 0 and below 1; "
-                    "0 leaves nothing out"
-                )
+    patches: FractionBelowOne = 0.0
+    turns: FractionBelowOne = 0.0
 
     def __bool__(self) -> bool:
         return self.patches > 0 or self.turns > 0

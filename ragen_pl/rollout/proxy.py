@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ragen_pl.constraints import Count, Positive, checked
 from ragen_pl.rollout.context import ContextManager, Conversation
 from ragen_pl.rollout.engine import (
     Generation,
@@ -49,6 +50,7 @@ class Episode:
     done: bool = False
 
 
+@checked
 @dataclass(kw_only=True, slots=True)
 class AgentProxy:
     """Play episodes with the policy behind an engine.
@@ -62,9 +64,9 @@ class AgentProxy:
 
     environments: EnvironmentManager
     context: ContextManager
-    max_response_tokens: int = 64
-    temperature: float = 1.0
-    num_envs: int = 256
+    max_response_tokens: Count = 64
+    temperature: Positive = 1.0
+    num_envs: Count = 256
     progress: Progress | None = field(default=None)
     adaptive_temperature: AdaptiveTemperature | None = None
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ragen_pl.constraints import Count, Positive, checked
 from ragen_pl.trajectory import Turn
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveTemperature:
     """`clip(temperature + beta progress, low, high)`: bolder when things go well, careful after setbacks.
@@ -21,22 +23,29 @@ class AdaptiveTemperature:
     """
 
     beta: float = 0.2
-    low: float = 0.6
-    high: float = 1.2
-    window: int = 2
+    low: Positive = 0.6
+    high: Positive = 1.2
+    window: Count = 2
     reward: float = 1.0
     effective: float = 0.5
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not 0 < self.low <= self.high:
+        if self.low > self.high:
             raise ValueError(
-                f"rollout.adaptive_temperature.low={self.low}: expected above 0 and at most high={self.high}; "
-                "0 is greedy, which has no log-probs to learn from"
+                f"rollout.adaptive_temperature.low={self.low}: expected at most high={self.high}; change one of them"
             )
-        if self.window < 1:
+
+    def check_base(self, base: float) -> None:
+        """Check that a base temperature can be reached.
+
+        Raises:
+            ValueError: it is outside the bounds.
+        """
+        if not self.low <= base <= self.high:
             raise ValueError(
-                f"rollout.adaptive_temperature.window={self.window}: expected at least 1 turn"
+                f"rollout.temperature={base}: outside rollout.adaptive_temperature's low={self.low} and "
+                f"high={self.high}, which would never use it; set one between them"
             )
 
     def __call__(self, base: float, turns: Sequence[Turn]) -> float:

@@ -1,0 +1,305 @@
+"""Signatures of the classes and functions in a configuration, read from source files.
+
+Importing a class would load torch. Annotations are evaluated with typing, `annotated_types` and
+`ragen_pl.constraints`; enumerations, type aliases and dataclasses of the module or of its imports are read the
+same way. An annotation that cannot be evaluated accepts everything.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections.abc
+import functools
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import annotated_types
+
+from ragen_pl import constraints
+
+_LIGHT = {
+    "typing": typing,
+    "collections.abc": collections.abc,
+    "annotated_types": annotated_types,
+    "ragen_pl.constraints": constraints,
+}
+_BUILTINS = {
+    name: getattr(builtins, name)
+    for name in ("bool", "int", "float", "str", "dict", "list", "tuple", "object")
+}
+
+
+class SignatureError(ValueError):
+    """A class path that names nothing."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Names and annotations of the arguments that a class or function takes.
+
+    `closed` is false where other arguments are possible, and `keywords` are the arguments that can only be
+    given by name.
+    """
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    keywords: tuple[str, ...] = ()
+    closed: bool = True
+    returns: Any = Any
+
+
+class Fields:
+    """Base of the types that stand for classes of a configuration: their `target` is a class path."""
+
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A parsed source file and its dotted name."""
+
+    name: str
+    tree: ast.Module
+
+
+def read_signature(target: str) -> Signature | None:
+    """Return the signature of a class path, None where only an import could tell.
+
+    Raises:
+        SignatureError: the class path names nothing, with the nearest name that exists.
+    """
+    module_name, _, name = target.rpartition(".")
+    module = _module(module_name)
+    if module is None:
+        raise SignatureError(
+            "expected a class, found a module"
+            if _module(target)
+            else f"there is no module {module_name}"
+        )
+    definition = _definition(module, name)
+    if definition is None:
+        if name in _other_names(module.tree):
+            return None
+        public = [
+            node.name
+            for node in module.tree.body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        ]
+        close = get_close_matches(name, [one for one in public if not one.startswith("_")], n=1)
+        raise SignatureError(
+            f"{module_name} has no {name}" + (f"; did you mean {close[0]}?" if close else "")
+        )
+    if isinstance(definition, ast.ClassDef):
+        return _of_class(module, definition)
+    return _of_function(module, definition, skip=0)
+
+
+@functools.cache
+def _module(name: str) -> _Module | None:
+    parts = name.split(".")
+    try:
+        spec = find_spec(parts[0])
+    except ValueError:
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        path = Path(next(iter(spec.submodule_search_locations))).joinpath(*parts[1:])
+    else:
+        path = Path(str(spec.origin))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return None
+    return _Module(name, ast.parse(file.read_text(encoding="utf-8")))
+
+
+def _definition(module: _Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+    for node in module.tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+    return None
+
+
+def _other_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module imports or assigns, wherever in it."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            return {*names, "*"}
+    return names
+
+
+def _of_function(module: _Module, node: ast.FunctionDef, *, skip: int) -> Signature:
+    scope = _Scope(module)
+    given = [*node.args.posonlyargs, *node.args.args][skip:]
+    parameters = {
+        one.arg: scope.evaluate(one.annotation) for one in (*given, *node.args.kwonlyargs)
+    }
+    keywords = [one.arg for one in node.args.kwonlyargs]
+    closed = node.args.kwarg is None
+    if node.args.kwarg is not None:
+        annotation = scope.evaluate(node.args.kwarg.annotation)
+        if typing.get_origin(annotation) is typing.Unpack:
+            (settings,) = typing.get_args(annotation)
+            fields = _fields(settings)
+            parameters |= fields
+            keywords += fields
+            closed = True
+    wrapped = any("checked" not in ast.unparse(mark) for mark in node.decorator_list)
+    return Signature(
+        node.name, parameters, tuple(keywords), closed and not wrapped, scope.evaluate(node.returns)
+    )
+
+
+def _of_class(module: _Module, node: ast.ClassDef) -> Signature | None:
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            made = _of_function(module, item, skip=1)
+            return Signature(node.name, made.parameters, made.keywords, made.closed)
+    inherited: dict[str, Any] = {}
+    keywords: tuple[str, ...] = ()
+    closed = True
+    for base in node.bases:
+        signature = _of_base(module, base)
+        if signature is None:
+            closed = False
+        else:
+            inherited |= signature.parameters
+            keywords += signature.keywords
+            closed &= signature.closed
+    if any("dataclass" in ast.unparse(mark) for mark in node.decorator_list):
+        inherited |= _annotated_names(module, node)
+        keywords = tuple(inherited)
+    return Signature(node.name, inherited, keywords, closed)
+
+
+def _of_base(module: _Module, base: ast.expr) -> Signature | None:
+    name = ast.unparse(base).partition("[")[0]
+    if name in ("object", "Protocol", "Generic", "ABC"):
+        return Signature(name)
+    place = _place_of(module, name)
+    if place is None:
+        return None
+    try:
+        return read_signature(place)
+    except SignatureError:
+        return None
+
+
+def _annotated_names(module: _Module, node: ast.ClassDef) -> dict[str, Any]:
+    scope = _Scope(module)
+    return {
+        item.target.id: scope.evaluate(item.annotation)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and not item.target.id.startswith("_")
+        and "ClassVar" not in ast.unparse(item.annotation)
+        and "init=False" not in (ast.unparse(item.value) if item.value else "")
+    }
+
+
+def _place_of(module: _Module, name: str) -> str | None:
+    """Return the class path of a name that a module defines or imports."""
+    if _definition(module, name) is not None:
+        return f"{module.name}.{name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return f"{node.module}.{alias.name}"
+    return None
+
+
+def _fields(annotation: Any) -> dict[str, Any]:
+    """Return the fields that a type stands for: of a `TypedDict`, or of a class read from source."""
+    if isinstance(annotation, type) and issubclass(annotation, Fields):
+        module_name, _, name = annotation.target.rpartition(".")
+        module = _module(module_name)
+        node = _definition(module, name) if module else None
+        if module and isinstance(node, ast.ClassDef):
+            return _annotated_names(module, node)
+    return {}
+
+
+class _Scope(dict[str, Any]):
+    """Names that the annotations of a module may use, each resolved when it is asked for."""
+
+    def __init__(self, module: _Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def evaluate(self, node: ast.expr | None) -> Any:
+        """Return the value of an annotation, `Any` where it has none or cannot be evaluated."""
+        if node is None:
+            return Any
+        source = (
+            node.value
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            else ast.unparse(node)
+        )
+        try:
+            return eval(source, {"__builtins__": {}}, self)
+        except Exception:  # whatever the annotation of a stranger's class does
+            return Any
+
+    def __missing__(self, name: str) -> Any:
+        if name in _BUILTINS:
+            return _BUILTINS[name]
+        node = _definition(self.module, name)
+        if isinstance(node, ast.ClassDef):
+            return self._class(node)
+        for item in self.module.tree.body:
+            value = _assigned(item, name)
+            if value is not None:
+                return eval(ast.unparse(value), {"__builtins__": {}}, self)
+        return self._imported(name)
+
+    def _imported(self, name: str) -> Any:
+        place = _place_of(self.module, name)
+        if place is None:
+            raise KeyError(name)
+        module_name, _, name = place.rpartition(".")
+        if module_name in _LIGHT:
+            return getattr(_LIGHT[module_name], name)
+        module = _module(module_name)
+        if module is None:
+            raise KeyError(name)
+        return _Scope(module)[name]
+
+    def _class(self, node: ast.ClassDef) -> Any:
+        bases = [ast.unparse(base) for base in node.bases]
+        if "StrEnum" in bases:
+            words = {
+                ast.unparse(item.targets[0]): ast.literal_eval(item.value)
+                for item in node.body
+                if isinstance(item, ast.Assign)
+            }
+            return StrEnum(node.name, words)
+        return type(node.name, (Fields,), {"target": f"{self.module.name}.{node.name}"})
+
+
+def _assigned(item: ast.stmt, name: str) -> ast.expr | None:
+    if isinstance(item, ast.Assign) and [ast.unparse(one) for one in item.targets] == [name]:
+        return item.value
+    if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name:
+        return item.value
+    return None
+
+
+def fields_of(annotation: Any) -> Mapping[str, Any] | None:
+    """Return the names and annotations of a mapping type's fields, None for any other type."""
+    if typing.is_typeddict(annotation):
+        return typing.get_type_hints(annotation, include_extras=True)
+    return _fields(annotation) or None

@@ -1,0 +1,307 @@
+"""What the value of a setting may be, as annotations of constructors that need no torch to be read.
+
+A range is `Annotated[int, Ge(1)]` with the metadata of `annotated_types`, a closed set of words is a
+`Literal` or a `StrEnum`. `checked` enforces the annotations of a constructor at run time; `config` reads the
+same annotations from the source for the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class ExistingPath:
+    """Metadata of a text that names an existing file or folder."""
+
+    expected = "a path that exists"
+
+    def accepts(self, value: str) -> bool:
+        """Return whether something exists at the path."""
+        return os.path.exists(os.path.expanduser(value))
+
+
+@dataclass(frozen=True)
+class Contains:
+    """Metadata of a text that holds another text."""
+
+    part: str
+
+    @property
+    def expected(self) -> str:
+        """Return the constraint in words."""
+        return f"text with {self.part} in it"
+
+    def accepts(self, value: str) -> bool:
+        """Return whether the text holds the part."""
+        return self.part in value
+
+
+@dataclass(frozen=True)
+class DivisorOf:
+    """Metadata of a number that divides the setting of this name beside it."""
+
+    name: str
+
+    def problem(self, value: object, siblings: Mapping[str, object]) -> str | None:
+        """Return the expectation that the value misses, or None."""
+        whole = siblings.get(self.name)
+        if isinstance(whole, int) and isinstance(value, int) and value > 0 and whole % value:
+            return f"expected a divisor of {self.name}={whole}"
+        return None
+
+
+@dataclass(frozen=True)
+class Note:
+    """Metadata that is added to the expectation in messages."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Open:
+    """Metadata of a group of settings that takes other keys too."""
+
+
+@dataclass(frozen=True)
+class TextOnly:
+    """Metadata of the return annotation of a function that builds a model without images."""
+
+
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
+FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
+Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+
+
+def checked(target: Function) -> Function:
+    """Return a class or function whose arguments are held against their annotations.
+
+    A text given for a `StrEnum` is replaced by the member.
+
+    Raises:
+        ValueError: at a call, with the argument, what was expected and what was given.
+
+    >>> @checked
+    ... def keep(*, fraction: PositiveFraction = 0.5) -> float:
+    ...     return fraction
+    >>> keep(fraction=2)
+    Traceback (most recent call last):
+        ...
+    ValueError: keep: fraction=2: expected a number, above 0 and at most 1
+    """
+    if inspect.isclass(target):
+        target.__init__ = _checked_call(target.__init__, name=target.__name__)  # type: ignore[misc]
+        return target
+    return _checked_call(target, name=target.__qualname__.removesuffix(".__init__"))
+
+
+def _checked_call(function: Function, *, name: str) -> Function:
+    signature = inspect.signature(function)
+
+    @functools.cache
+    def annotations() -> dict[str, Any]:
+        scope = vars(sys.modules[function.__module__])
+        return {
+            parameter.name: _evaluated(parameter.annotation, scope)
+            for parameter in signature.parameters.values()
+        }
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **settings: Any) -> Any:
+        bound = signature.bind(*arguments, **settings)
+        for key, value in bound.arguments.items():
+            annotation = annotations()[key]
+            if (expected := problem(annotation, value, components=False)) is not None:
+                raise ValueError(f"{name}: {key}={shown(value)}: {expected}")
+            bound.arguments[key] = _member(annotation, value)
+        return function(*bound.args, **bound.kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return Any if annotation is inspect.Parameter.empty else annotation
+    try:
+        return eval(annotation, scope)
+    except NameError:  # imported for type checking only
+        return Any
+
+
+def _member(annotation: Any, value: Any) -> Any:
+    """Return the member of a `StrEnum` annotation for its text, any other value as it is."""
+    if type(value) is not str:
+        return value
+    for option in options(annotation):
+        if inspect.isclass(option) and issubclass(option, StrEnum):
+            return option(value)
+        for word in get_args(option) if get_origin(option) is Literal else ():
+            if word == value:
+                return word
+    return value
+
+
+def options(annotation: Any) -> Iterator[Any]:
+    """Yield the members of a union, or the annotation itself."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        for option in get_args(annotation):
+            yield from options(option)
+    else:
+        yield annotation
+
+
+def problem(annotation: Any, value: object, *, components: bool = True) -> str | None:
+    """Return what an annotation expects where a value misses it, else None.
+
+    Args:
+        annotation: the annotation of a parameter; `Any` and what is unknown accept everything.
+        value: plain values as YAML has them, or arguments of a constructor.
+        components: whether a class annotation refuses plain values. Only a configuration can tell.
+
+    >>> problem(Literal["all"] | Count, 0)
+    'expected all or a whole number, at least 1'
+    >>> problem(Literal["turn", "end"], "ed")
+    'expected one of turn, end; did you mean end?'
+    """
+    parts = list(options(annotation))
+    if any(accepts(part, value, components=components) for part in parts):
+        return None
+    words = [word for part in parts if part is not None for word in words_of(part)]
+    expected = " or ".join(_expectation(part) for part in parts)
+    close = get_close_matches(str(value), words, n=1)
+    return f"expected {expected}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def accepts(annotation: Any, value: object, *, components: bool = True) -> bool:
+    """Return whether one annotation, no union, accepts a value."""
+    base, metadata = unwrapped(annotation)
+    if get_origin(base) is Literal:
+        return any(
+            value == word and (type(value) is type(word) or isinstance(word, StrEnum))
+            for word in get_args(base)
+        )
+    if words := words_of(base):
+        return isinstance(value, str) and value in words
+    match base:
+        case None | types.NoneType:
+            return value is None
+        case _ if base is bool:
+            return isinstance(value, bool)
+        case _ if base is int:
+            fits = isinstance(value, Integral) and not isinstance(value, bool)
+        case _ if base is float:
+            fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        case _ if base is str:
+            fits = isinstance(value, str)
+        case _:
+            return _accepts_container(base, value, components=components)
+    return fits and all(_holds(constraint, value) for constraint in metadata)
+
+
+def _accepts_container(base: Any, value: object, *, components: bool) -> bool:
+    origin = get_origin(base) or base
+    if origin in (list, tuple, Sequence):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            return False
+        item = (get_args(base) or (Any,))[0]
+        return all(problem(item, one, components=components) is None for one in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if base is Any or not components:
+        return True
+    return isinstance(value, Mapping)
+
+
+def _holds(constraint: Any, value: Any) -> bool:
+    if hasattr(constraint, "accepts"):
+        return bool(constraint.accepts(value))
+    limits = _limits((constraint,))
+    return (
+        (limits.get("ge") is None or value >= limits["ge"])
+        and (limits.get("gt") is None or value > limits["gt"])
+        and (limits.get("le") is None or value <= limits["le"])
+        and (limits.get("lt") is None or value < limits["lt"])
+    )
+
+
+def _limits(metadata: Sequence[Any]) -> dict[str, Any]:
+    limits: dict[str, Any] = {}
+    for constraint in metadata:
+        if isinstance(constraint, Interval | Ge | Gt | Le | Lt):
+            for name, _ in _BOUNDS:
+                limit = getattr(constraint, name, None)
+                if limit is not None:
+                    limits[name] = limit
+    return limits
+
+
+def unwrapped(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return an annotation's type and its metadata."""
+    if get_origin(annotation) is Annotated:
+        base, *metadata = get_args(annotation)
+        return base, tuple(metadata)
+    return annotation, ()
+
+
+def words_of(annotation: Any) -> tuple[str, ...]:
+    """Return the texts of a `Literal` or a `StrEnum`, none for any other annotation."""
+    base, _ = unwrapped(annotation)
+    if get_origin(base) is Literal:
+        return tuple(shown(word) for word in get_args(base))
+    return tuple(base) if inspect.isclass(base) and issubclass(base, StrEnum) else ()
+
+
+def _expectation(annotation: Any) -> str:
+    base, metadata = unwrapped(annotation)
+    words = words_of(base)
+    if words:
+        text = f"one of {', '.join(words)}" if len(words) > 1 else words[0]
+    elif base in (None, types.NoneType):
+        text = "null"
+    elif (get_origin(base) or base) in (list, tuple, Sequence):
+        item = (get_args(base) or (Any,))[0]
+        text = "a list" if item is Any else f"a list of {_expectation(item).removeprefix('a ')}s"
+    else:
+        text = _KINDS.get(base, "a group of settings")
+    limits = _limits(metadata)
+    bounds = [f"{word} {limits[name]}" for name, word in _BOUNDS if name in limits]
+    if bounds:
+        text += f", {' and '.join(bounds)}"
+    for constraint in metadata:
+        text = getattr(constraint, "expected", text)
+    notes = [constraint.text for constraint in metadata if isinstance(constraint, Note)]
+    return text + "".join(f" ({note})" for note in notes)
+
+
+def shown(value: object) -> str:
+    """Return a value as it is written on the command line.
+
+    >>> shown(None), shown(True), shown(0.5)
+    ('null', 'true', '0.5')
+    """
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
