@@ -97,7 +97,7 @@ _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below
 
 
 def checked(target: Function) -> Function:
-    """Return a class or function whose arguments are held against their annotations.
+    """Return a dataclass, function or constructor whose arguments are held against their annotations.
 
     A text given for a `StrEnum` is replaced by the member.
 
@@ -113,27 +113,40 @@ def checked(target: Function) -> Function:
     ValueError: keep: fraction=2: expected a number, above 0 and at most 1
     """
     if inspect.isclass(target):
-        target.__init__ = _checked_call(target.__init__, name=target.__name__)  # type: ignore[misc]
+        fields = functools.cache(lambda: _fields(target))
+        target.__init__ = _checked_call(target.__init__, fields, name=target.__name__)  # type: ignore[misc]
         return target
-    return _checked_call(target, name=target.__qualname__.removesuffix(".__init__"))
+    parameters = functools.cache(lambda: _parameters(target))
+    return _checked_call(target, parameters, name=target.__qualname__.removesuffix(".__init__"))
 
 
-def _checked_call(function: Function, *, name: str) -> Function:
+def _fields(cls: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass and its bases, each evaluated in its own module."""
+    return {
+        name: _evaluated(annotation, vars(sys.modules[base.__module__]))
+        for base in reversed(cls.__mro__)
+        for name, annotation in vars(base).get("__annotations__", {}).items()
+    }
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    scope = vars(sys.modules[function.__module__])
+    return {
+        parameter.name: _evaluated(parameter.annotation, scope)
+        for parameter in inspect.signature(function).parameters.values()
+    }
+
+
+def _checked_call(
+    function: Function, annotations: Callable[[], dict[str, Any]], *, name: str
+) -> Function:
     signature = inspect.signature(function)
-
-    @functools.cache
-    def annotations() -> dict[str, Any]:
-        scope = vars(sys.modules[function.__module__])
-        return {
-            parameter.name: _evaluated(parameter.annotation, scope)
-            for parameter in signature.parameters.values()
-        }
 
     @functools.wraps(function)
     def call(*arguments: Any, **settings: Any) -> Any:
         bound = signature.bind(*arguments, **settings)
         for key, value in bound.arguments.items():
-            annotation = annotations()[key]
+            annotation = annotations().get(key, Any)
             if (expected := problem(annotation, value, components=False)) is not None:
                 raise ValueError(f"{name}: {key}={shown(value)}: {expected}")
             bound.arguments[key] = _member(annotation, value)

@@ -237,14 +237,3 @@ def carry_into_mask(values: Tensor, advantage_mask: Tensor, turn: Tensor) -> Ten
     nearest = nearest_in_turn(advantage_mask, turn=turn)
     inside = torch.where(nearest >= 0, values, 0.0)
     return torch.zeros_like(values).scatter_add(1, nearest.clamp(min=0), inside)
-
-
-def check_unit(estimator: object, *names: str) -> None:
-    """Check that the named parameters lie between 0 and 1."""
-    for name in names:
-        value: float = getattr(estimator, name)
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(
-                f"found {name}={value} in {type(estimator).__name__}, expected 0 to 1; set {name} "
-                "to a discount or trace decay"
-            )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import group_std
+from ragen_pl.constraints import Count, CountOrZero, NonNegative, PositiveFraction, checked
 
 
 class Filter(Protocol):
@@ -23,9 +24,11 @@ class Filter(Protocol):
 
     Attributes:
         judges_alone: the rule judges each group by its own returns only.
+        needs_groups: the rule compares the returns inside a group.
     """
 
     judges_alone: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = True
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
         """Return the trajectories to keep, bool `[trajectories]`.
@@ -41,20 +44,20 @@ class Filter(Protocol):
 class KeepAll(Filter):
     """Keep every group (StarPO)."""
 
+    needs_groups: ClassVar[bool] = False
+
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
         """Return True for every trajectory."""
         return torch.ones_like(group, dtype=torch.bool)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TopFraction(Filter):
     """Keep this share of the groups, and at least `minimum`, by highest deviation (StarPO-S)."""
 
-    fraction: float = 0.25
-    minimum: int = 1
-
-    def __post_init__(self) -> None:
-        _check_share("fraction", self.fraction, self.minimum)
+    fraction: PositiveFraction = 0.25
+    minimum: Count = 1
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
         """Return the trajectories of the first groups in the ranking."""
@@ -64,30 +67,25 @@ class TopFraction(Filter):
         return torch.isin(group, ranked[: max(count, self.minimum)])
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TopCount(Filter):
     """Keep `count` groups, those with the highest deviation."""
 
-    count: int
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"found count={self.count}, expected 1 or more groups to keep")
+    count: Count
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
         """Return the trajectories of the first groups in the ranking."""
         return torch.isin(group, rank_groups(returns, group)[0][: self.count])
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TopMass(Filter):
     """Keep the fewest groups that hold this share of the summed deviation (top-p), and at least `minimum`."""
 
-    share: float = 0.9
-    minimum: int = 1
-
-    def __post_init__(self) -> None:
-        _check_share("share", self.share, self.minimum)
+    share: PositiveFraction = 0.9
+    minimum: Count = 1
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
         """Return the trajectories of the groups up to the one that reaches the share."""
@@ -99,12 +97,13 @@ class TopMass(Filter):
         return torch.isin(group, ranked[: max(count, self.minimum)])
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class AboveDeviation(Filter):
     """Keep groups whose deviation exceeds a threshold; 0 is DAPO's dynamic sampling."""
 
     judges_alone: ClassVar[bool] = True
-    threshold: float = 0.0
+    threshold: NonNegative = 0.0
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
         """Return the trajectories of the groups above the threshold, possibly none."""
@@ -164,6 +163,7 @@ class FilterResult:
     deviation: float
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter:
     """Choose groups by their returns.
@@ -177,24 +177,30 @@ class GroupFilter:
             al., 2025); for rules that judge each group by itself.
 
     Raises:
-        ValueError: a negative number, or `resample` with a rule that ranks groups against each other.
+        ValueError: `rescale` with a rule that keeps all groups, or `resample` with a rule that ranks groups against each other.
     """
 
     keep: Filter = field(default_factory=KeepAll)
     rescale: Rescale = Rescale.NONE
-    reweight: float = 0.0
-    resample: int = 0
+    reweight: NonNegative = 0.0
+    resample: CountOrZero = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rescale", Rescale(self.rescale))
-        for name, value in (("reweight", self.reweight), ("resample", self.resample)):
-            if value < 0:
-                raise ValueError(f"algorithm.filter.{name}={value}: expected 0 or more")
+        if self.rescale is not Rescale.NONE and not self.keep.needs_groups:
+            raise ValueError(
+                f"algorithm.filter.rescale={self.rescale}: all groups are kept and the kept share is 1; "
+                "set rescale=none, or another rule to keep groups by"
+            )
         if self.resample and not self.keep.judges_alone:
             raise ValueError(
-                f"algorithm.filter.resample={self.resample}: {type(self.keep).__name__} ranks groups against each "
-                "other, so no number of rollouts fills a batch; set resample=0 or keep AboveDeviation"
+                f"algorithm.filter.resample={self.resample}: {type(self.keep).__name__} does not judge each "
+                "group by itself, and no number of rollouts fills a batch; set resample=0 or keep AboveDeviation"
             )
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the filter compares the returns inside a group."""
+        return self.keep.needs_groups or self.reweight > 0
 
     def __call__(self, returns: Tensor, group: Tensor) -> FilterResult:
         """Judge the trajectories of an iteration, all ranks included.
@@ -203,7 +209,7 @@ class GroupFilter:
             returns: `[trajectories]`.
             group: int64 `[trajectories]`.
 
-        >>> group_filter = GroupFilter(rescale="linear", reweight=1.0)
+        >>> group_filter = GroupFilter(reweight=1.0)
         >>> group_filter(torch.tensor([0.0, 2.0, 0.0, 6.0]), torch.tensor([0, 0, 1, 1])).weight
         tensor([0.5000, 0.5000, 1.5000, 1.5000])
         """
@@ -233,10 +239,3 @@ def _per_group(values: Tensor, group: Tensor, keep: Tensor) -> Tensor:
     groups = torch.unique(group[keep])
     first = (group[None, :] == groups[:, None]).int().argmax(dim=1)
     return values[first]
-
-
-def _check_share(name: str, value: float, minimum: int) -> None:
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"found {name}={value}, expected above 0 and at most 1; 1 keeps all")
-    if minimum < 1:
-        raise ValueError(f"found minimum={minimum}, expected 1 or more groups to keep")

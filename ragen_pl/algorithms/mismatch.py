@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
+
+from ragen_pl.constraints import FractionBelowOne, Positive, checked
 
 
 class Level(StrEnum):
@@ -55,38 +58,27 @@ class Correction(Protocol):
         ...
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TruncatedWeights(Correction):
     """Weight equal to the ratio, at most `cap` (truncated importance sampling; Yao et al., 2025)."""
 
-    cap: float = 2.0
+    cap: Positive = 2.0
     level: Level = Level.TOKEN
-
-    def __post_init__(self) -> None:
-        if self.cap <= 0:
-            raise ValueError(f"algorithm.loss.mismatch.cap={self.cap}: expected above 0; set 2")
-        object.__setattr__(self, "level", Level(self.level))
 
     def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""
         return importance_ratio(trainer, behavior, turn, level=self.level).clamp(max=self.cap)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class MaskedWeights(Correction):
     """Weight equal to the ratio inside the bounds, 0 outside (masked importance sampling)."""
 
-    low: float = 0.5
-    high: float = 2.0
+    low: FractionBelowOne = 0.5
+    high: Annotated[float, Gt(1)] = 2.0
     level: Level = Level.TOKEN
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < 1 < self.high:
-            raise ValueError(
-                f"algorithm.loss.mismatch: found low={self.low} and high={self.high}, expected low < 1 < high; "
-                "set 0.5 and 2"
-            )
-        object.__setattr__(self, "level", Level(self.level))
 
     def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""

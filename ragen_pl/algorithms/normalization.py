@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, group_std
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
+from ragen_pl.constraints import CountOrZero, PositiveFraction, checked
 
 _EPS = 1e-6
 Scale = tuple[Tensor, Tensor]
@@ -101,15 +102,14 @@ class ByBatch(Normalizer):
         return mean.expand_as(returns), std.expand_as(returns)
 
 
+@checked
 @dataclass(kw_only=True)
 class Running(Normalizer):
     """Center and scale by statistics of all iterations; older ones are multiplied by `decay` an iteration."""
 
-    decay: float = 0.99
+    decay: PositiveFraction = 0.99
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"found decay={self.decay} in Running, expected above 0, at most 1")
         # weight, sum, sum of squares
         self.sums = [0.0, 0.0, 0.0]
 
@@ -136,6 +136,7 @@ class Running(Normalizer):
         self.sums = list(state["sums"])  # type: ignore[call-overload]
 
 
+@checked
 @dataclass(kw_only=True)
 class Schedule(Normalizer):
     """Sequence of rules: `stages[i]` applies from iteration `starts[i]` on.
@@ -144,7 +145,7 @@ class Schedule(Normalizer):
     """
 
     stages: Sequence[Normalizer] = field(default_factory=lambda: (Raw(), ByBatch(), ByGroup()))
-    starts: Sequence[int] = (0, 20, 50)
+    starts: Sequence[CountOrZero] = (0, 20, 50)
 
     def __post_init__(self) -> None:
         rising = list(self.starts) == sorted(set(self.starts))
@@ -172,6 +173,7 @@ class Schedule(Normalizer):
             stage.load_state_dict(statistics)
 
 
+@checked
 @dataclass(kw_only=True)
 class RewardNormalizer:
     """Normalize and bound the returns of episodes, and change the turns' rewards accordingly.

@@ -6,11 +6,14 @@ How token losses become one number is in `aggregation`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
 from ragen_pl.algorithms.aggregation import Aggregation
+from ragen_pl.constraints import Positive, PositiveFraction, checked, shown
 
 # keeps exp() finite in float32, as the public implementations do
 LOG_RATIO_LIMIT = 20.0
@@ -95,6 +98,7 @@ def clipped_surrogate(
     )
 
 
+@checked
 @dataclass(kw_only=True)
 class PolicyLoss:
     """The clipped surrogate (PPO) and how its token losses become one number.
@@ -107,21 +111,19 @@ class PolicyLoss:
         constant: number of tokens that a sequence stands for, with aggregation `constant`.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    clip_low: PositiveFraction = 0.2
+    clip_high: Positive = 0.2
+    dual_clip: Annotated[float, Gt(1)] | None = None
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    constant: float | None = None
+    constant: Positive | None = None
 
     def __post_init__(self) -> None:
-        self.aggregation = Aggregation(self.aggregation)
         if (self.aggregation is Aggregation.CONSTANT) != (self.constant is not None):
+            remedy = "null" if self.constant is not None else "the number of tokens of a sequence"
             raise ValueError(
-                "algorithm.loss.policy.constant goes with aggregation 'constant', and only with it"
-            )
-        if self.constant is not None and self.constant <= 0:
-            raise ValueError(
-                f"algorithm.loss.policy.constant={self.constant}: expected above 0; set the longest sequence"
+                f"algorithm.loss.policy.constant={shown(self.constant)} with aggregation={self.aggregation}: "
+                "a constant goes with aggregation 'constant', and only with it; "
+                f"set algorithm.loss.policy.constant={remedy}"
             )
 
     def __call__(

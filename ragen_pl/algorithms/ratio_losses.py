@@ -14,6 +14,7 @@ from ragen_pl.algorithms.policy_loss import (
     SurrogateLoss,
     clipped_surrogate,
 )
+from ragen_pl.constraints import Positive, PositiveFraction, checked
 
 
 def mean_over_response(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
@@ -80,12 +81,13 @@ def sequence_surrogate(
     return result
 
 
+@checked
 @dataclass(kw_only=True)
 class SequencePolicyLoss(PolicyLoss):
     """One clipped ratio for each response (GSPO). Its bounds are much narrower than PPO's."""
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: PositiveFraction = 3e-4
+    clip_high: Positive = 4e-4
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
 
     def __post_init__(self) -> None:
@@ -147,12 +149,13 @@ def cispo(
     )
 
 
+@checked
 @dataclass(kw_only=True)
 class ClippedWeightLoss(PolicyLoss):
     """REINFORCE weighed by a clipped ratio without gradient (CISPO)."""
 
-    clip_low: float = 1.0
-    clip_high: float = 4.0
+    clip_low: PositiveFraction = 1.0
+    clip_high: Positive = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -217,7 +217,7 @@ class Settings(TypedDict, total=False):
 
     seed: Seed
     debug: bool
-    ckpt_path: Literal["last", "auto"] | Annotated[str, ExistingPath()] | None
+    ckpt_path: Annotated[str, ExistingPath()] | Literal["last", "auto"] | None
     experiment: dict[str, Any] | None
     paths: Paths
     env: Annotated[Environment, _MANAGER]

@@ -78,15 +78,13 @@ def read_signature(target: str) -> Signature | None:
     module_name, _, name = target.rpartition(".")
     module = _module(module_name)
     if module is None:
-        raise SignatureError(
-            "expected a class, found a module"
-            if _module(target)
-            else f"there is no module {module_name}"
-        )
+        raise SignatureError(f"there is no module {module_name}")
     definition = _definition(module, name)
     if definition is None:
         if name in _other_names(module.tree):
             return None
+        if _module(target) is not None:
+            raise SignatureError("expected a class, found a module")
         public = [
             node.name
             for node in module.tree.body

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.masks import top_in_turn
+from ragen_pl.constraints import PositiveFraction, checked
 from ragen_pl.data.batch import (
     Samples,
     TrajectoryBatch,
@@ -19,6 +20,7 @@ from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.trajectory import Span
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Importance:
     """Shares of each turn's tokens that stay in the masks, those that matter most for the actions.
@@ -31,17 +33,8 @@ class Importance:
         advantage: share kept in M_adv.
     """
 
-    loss: float = 1.0
-    advantage: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("loss", "advantage"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"algorithm.masks.importance.{name}={getattr(self, name)}: expected above 0, at most 1; "
-                    "1 keeps all"
-                )
+    loss: PositiveFraction = 1.0
+    advantage: PositiveFraction = 1.0
 
 
 def keep_important(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.masks import all_but_action, sampled
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.policy_loss import PolicyLoss
+from ragen_pl.constraints import NonNegative, Positive, PositiveFraction, checked
 from ragen_pl.modules.importance import Importance
 from ragen_pl.modules.reference import FrozenCopy, Reference
 
@@ -34,6 +36,7 @@ class KLPlace(StrEnum):
     REWARD = "reward"  # taken from the rewards of the tokens, by the weights that sampled
 
 
+@checked
 @dataclass(kw_only=True)
 class Masks:
     """Which sampled tokens are trained on (M_loss) and which carry credit (M_adv).
@@ -49,7 +52,7 @@ class Masks:
 
     loss: Mask = sampled
     advantage: Mask = sampled
-    top_entropy: float = 1.0
+    top_entropy: PositiveFraction = 1.0
     overlong_responses: OverlongResponses = OverlongResponses.KEEP
     observations: bool = False
     importance: Importance | None = None
@@ -60,13 +63,9 @@ class Masks:
                 "algorithm.masks.importance: scores choose among sampled tokens, and observations=true trains on "
                 "text that was shown; set one of them off"
             )
-        self.overlong_responses = OverlongResponses(self.overlong_responses)
-        if not 0 < self.top_entropy <= 1:
-            raise ValueError(
-                f"algorithm.masks.top_entropy={self.top_entropy}: expected above 0, at most 1; 1 keeps all"
-            )
 
 
+@checked
 @dataclass(kw_only=True)
 class ReferenceKL:
     """A penalty on leaving the reference policy, on the tokens of its own mask.
@@ -76,40 +75,34 @@ class ReferenceKL:
     `coefficient` of 0 the reference is kept and not scored, so that the penalty can be switched on later.
     """
 
-    coefficient: float
+    coefficient: NonNegative
     estimator: KLEstimator = KLEstimator.FULL
     mask: Mask = all_but_action
-    aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM
+    aggregation: Literal[
+        Aggregation.TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM
+    ] = Aggregation.SEQ_MEAN_TOKEN_SUM
     place: KLPlace = KLPlace.LOSS
     reference: Reference = field(default_factory=FrozenCopy)
 
-    def __post_init__(self) -> None:
-        self.place = KLPlace(self.place)
-        self.aggregation = Aggregation(self.aggregation)
-        self.estimator = KLEstimator(self.estimator)
 
-
+@checked
 @dataclass(kw_only=True)
 class LossSettings:
     """Everything that the update minimises."""
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
     kl: ReferenceKL | None = None
-    value_coefficient: float = 0.5
-    value_clip: float | None = None
+    value_coefficient: NonNegative = 0.5
+    value_clip: Positive | None = None
     entropy_coefficient: float = 0.0
-    entropy_target: float | None = None  # nats: the bonus falls to 0 as entropy rises to it
+    entropy_target: Positive | None = None  # nats: the bonus falls to 0 as entropy rises to it
     whiten: bool = True  # advantages, over all trained tokens of the iteration
     mismatch: Correction | None = None  # of the engine's distribution against the trainer's
 
     def __post_init__(self) -> None:
-        if self.entropy_target is not None and self.entropy_target <= 0:
-            raise ValueError(
-                f"algorithm.loss.entropy_target={self.entropy_target}: expected above 0 nats; null for no target"
-            )
         if self.entropy_target is not None and self.entropy_coefficient == 0:
             raise ValueError(
-                f"algorithm.loss.entropy_target={self.entropy_target} has nothing to steer; set "
+                f"algorithm.loss.entropy_target={self.entropy_target}: there is no entropy bonus to steer; set "
                 "algorithm.loss.entropy_coefficient=0.01"
             )
 

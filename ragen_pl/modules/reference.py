@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
+from ragen_pl.constraints import FractionBelowOne, checked
 from ragen_pl.data.batch import Samples
 from ragen_pl.models.adapters import adapters_off, has_adapters
 from ragen_pl.modules.forward import Readout
@@ -83,6 +84,7 @@ class FrozenCopy:
         """Do nothing."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class MovingAverage:
     """A moving average of the policy's weights.
@@ -91,14 +93,7 @@ class MovingAverage:
         decay: Share of its own weights that the reference keeps each iteration.
     """
 
-    decay: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        if not 0 <= self.decay < 1:
-            raise ValueError(
-                f"algorithm.loss.kl.reference.decay={self.decay}: expected 0 or more, below 1; set 0.9"
-            )
+    decay: FractionBelowOne = 0.9
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return a copy with frozen weights."""

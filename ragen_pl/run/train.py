@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
-from ragen_pl.callbacks.summary import RunSummary, run_overrides, resume_command
+from ragen_pl.callbacks.summary import RunSummary, resume_command, run_overrides
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback

@@ -134,5 +134,5 @@ def test_filters_break_ties_by_group_index() -> None:
     ],
 )
 def test_filters_check_their_settings(make) -> None:
-    with pytest.raises(ValueError, match=r"found \w+=.*expected"):
+    with pytest.raises(ValueError, match=r": \w+=.*: expected"):
         make()

@@ -147,5 +147,5 @@ def test_credit_refuses_what_would_fail_in_silence(changes, message) -> None:
     [lambda: MaskedGAE(gamma=1.1), lambda: BilevelGAE(lam_token=-0.1), lambda: TurnGAE(lam=2)],
 )
 def test_parameters_are_checked_at_construction(make) -> None:
-    with pytest.raises(ValueError, match="expected 0 to 1"):
+    with pytest.raises(ValueError, match="expected a number, at least 0 and at most 1"):
         make()

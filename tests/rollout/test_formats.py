@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_pl.config.schema import RULES
 from ragen_pl.rollout.formats import PromptFormat, format_instructions, format_response
 from ragen_pl.rollout.parsing import label_tokens, parse_response
 from ragen_pl.trajectory import Span
@@ -39,11 +38,6 @@ def test_a_response_written_in_a_format_is_read_in_it_and_in_no_other(how):
     parsed = parse_response(f" \n{text}\n", NAMES, prompt_format=how)
     assert parsed.think == (None if how is PromptFormat.NO_THINK else "go on")
     assert parsed.statements == {name: BLOCKS[name] for name in how.statements}
-
-
-def test_the_words_of_the_configuration_are_the_formats():
-    assert RULES["env.prompt_format"].choices == tuple(FORMATS)
-    assert RULES["model.build.prompt_format"].choices == tuple(FORMATS)
 
 
 def test_a_model_is_told_the_form_of_its_responses():

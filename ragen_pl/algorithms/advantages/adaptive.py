@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
-from ragen_pl.algorithms.credit import Credit, check_unit
+from ragen_pl.algorithms.credit import Credit
 from ragen_pl.algorithms.scan import next_on_mask
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
+from ragen_pl.constraints import Count, Fraction, checked
 
 
 def turn_progress(
@@ -64,6 +65,7 @@ def turn_progress(
     return torch.where(ends, mean, 0.0)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveBilevelGAE(BilevelGAE):
     """Bi-level GAE with `gamma_k = clip(gamma_turn + beta progress_k, low, high)` in place of one gamma_turn.
@@ -80,21 +82,17 @@ class AdaptiveBilevelGAE(BilevelGAE):
     """
 
     beta: float = 0.1
-    low: float = 0.8
-    high: float = 0.99
-    window: int = 2
+    low: Fraction = 0.8
+    high: Fraction = 0.99
+    window: Count = 2
     feedback: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_unit(self, "low", "high")
         if not self.low <= self.gamma_turn <= self.high:
             raise ValueError(
                 f"found gamma_turn={self.gamma_turn} outside low={self.low} and high={self.high}, expected it "
                 "between them; widen low and high"
             )
-        if self.window < 1:
-            raise ValueError(f"found window={self.window}, expected at least 1 turn; set window=2")
 
     def discounts(self, credit: Credit) -> Tensor:
         """Return gamma_k at the turn ends, float64 `[trajectories, tokens]`; gamma_turn elsewhere."""

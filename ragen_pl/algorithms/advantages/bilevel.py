@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import masked_gae
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, check_unit, finish
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
 from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 from ragen_pl.algorithms.whitening import AllReduce
+from ragen_pl.constraints import Fraction, checked
 
 
 def bilevel_gae(
@@ -71,6 +72,7 @@ def bilevel_gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class BilevelGAE(Estimator):
     """GAE across turns, then inside each turn (VAGEN; TRICO).
@@ -79,13 +81,10 @@ class BilevelGAE(Estimator):
     """
 
     needs_values: ClassVar[bool] = True
-    gamma_turn: float = 0.95
-    gamma_token: float = 1.0
-    lam_turn: float = 1.0
-    lam_token: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_unit(self, "gamma_turn", "gamma_token", "lam_turn", "lam_token")
+    gamma_turn: Fraction = 0.95
+    gamma_token: Fraction = 1.0
+    lam_turn: Fraction = 1.0
+    lam_token: Fraction = 1.0
 
     def discounts(self, credit: Credit) -> float | Tensor:
         """Return gamma_turn, or one for each turn at its end, `[trajectories, tokens]`."""

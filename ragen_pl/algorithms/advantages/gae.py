@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, check_unit, finish
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
 from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
+from ragen_pl.constraints import Fraction, checked
 
 
 def masked_gae(
@@ -59,16 +60,14 @@ def masked_gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class MaskedGAE(Estimator):
     """Token-level GAE over M_adv (StarPO with a critic)."""
 
     needs_values: ClassVar[bool] = True
-    gamma: float = 1.0
-    lam: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_unit(self, "gamma", "lam")
+    gamma: Fraction = 1.0
+    lam: Fraction = 1.0
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `masked_gae` to the tokens of M_adv."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, grpo
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast, check_unit
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
+from ragen_pl.constraints import Fraction, NonNegative, checked
 
 
 def step_returns(turn_rewards: Tensor, *, gamma: float) -> Tensor:
@@ -89,6 +90,7 @@ def gigpo(
     return torch.where(known, episode + step_weight * steps, 0.0)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class GroupInGroup(Estimator):
     """The episode against its group, and each turn against turns from the same state (GiGPO).
@@ -101,12 +103,9 @@ class GroupInGroup(Estimator):
 
     needs_groups: ClassVar[bool] = True
     needs_states: ClassVar[bool] = True
-    gamma: float = 0.95
-    step_weight: float = 1.0
+    gamma: Fraction = 0.95
+    step_weight: NonNegative = 1.0
     scale_by_std: bool = True
-
-    def __post_init__(self) -> None:
-        check_unit(self, "gamma")
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `gigpo` to the returns and to the rewards of the turns."""

@@ -12,11 +12,11 @@ from ragen_pl.algorithms.credit import (
     Credit,
     Estimator,
     broadcast,
-    check_unit,
     finish,
 )
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments, whiten
+from ragen_pl.constraints import Fraction, checked
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
@@ -99,14 +99,12 @@ def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = 
     return (returns.float() - mean) / (variance.sqrt() + eps)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlus(Estimator):
     """Discounted returns-to-go, whitened over the whole batch (REINFORCE++)."""
 
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_unit(self, "gamma")
+    gamma: Fraction = 1.0
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `reinforce_plus_plus` to the tokens of M_adv."""

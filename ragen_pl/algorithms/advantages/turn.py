@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import masked_gae
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, check_unit, finish
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
 from ragen_pl.algorithms.scan import index_from
 from ragen_pl.algorithms.turns import nearest_in_turn, sum_at_turn_end, turn_ends, turn_starts
 from ragen_pl.algorithms.whitening import AllReduce
+from ragen_pl.constraints import Fraction, checked
 
 
 def turn_gae(
@@ -55,16 +56,14 @@ def turn_gae(
     return advantages, returns
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TurnGAE(Estimator):
     """GAE with one step per turn, shared by the turn's tokens (turn-level PPO)."""
 
     needs_values: ClassVar[bool] = True
-    gamma: float = 1.0
-    lam: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_unit(self, "gamma", "lam")
+    gamma: Fraction = 1.0
+    lam: Fraction = 1.0
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `turn_gae` to the tokens of M_adv."""
