@@ -1,6 +1,6 @@
-"""`python -m ragen_pl.evaluate ckpt=last env=frozenlake_visual`: what a policy comes to, on any panel.
+"""`python -m ragen_pl.evaluate ckpt=last env=frozenlake_visual`: evaluate a policy on validation sets.
 
-Only the configuration is looked at here; what is heavy is imported once it is known to be sound.
+The configuration is checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
-from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.settings import resolve_settings
 
 
-@hydra_main("evaluate", prepare=settle)
+@hydra_main("evaluate", prepare=resolve_settings)
 def main(cfg: DictConfig) -> float:
-    """Play the validation sets; return the policy's success on the first one, for sweeps."""
+    """Play the validation sets and return the policy's success on the first one, for sweeps."""
     from ragen_pl.evaluation.checks import preflight
 
     preflight(cfg)

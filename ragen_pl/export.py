@@ -1,6 +1,6 @@
-"""`python -m ragen_pl.export ckpt=last to=FOLDER`: a policy as a Hugging Face folder.
+"""`python -m ragen_pl.export ckpt=last to=FOLDER`: write a policy as a Hugging Face folder.
 
-Only the configuration is looked at here; what is heavy is imported once it is known to be sound.
+The configuration is checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
-from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.settings import resolve_settings
 
 
-@hydra_main("export", prepare=settle)
+@hydra_main("export", prepare=resolve_settings)
 def main(cfg: DictConfig) -> None:
     """Write the folder."""
     from ragen_pl.evaluation.checks import check_export

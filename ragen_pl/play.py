@@ -8,10 +8,10 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
-from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.settings import resolve_settings
 
 
-@hydra_main("play", prepare=settle)
+@hydra_main("play", prepare=resolve_settings)
 def main(cfg: DictConfig) -> float:
     """Play one episode and return its return."""
     from ragen_pl.viewing.checks import preflight

@@ -1,1 +1,1 @@
-"""Evaluation: episodes as records on disk, checkpoints by any road, validation sets, tables."""
+"""Evaluation of checkpoints on validation sets, tables of the results, and export of weights."""

@@ -102,7 +102,7 @@ def check_source(cfg: DictConfig, *, instead: str = "model=… for an untrained 
     """Check that there are weights.
 
     Args:
-        cfg: settings as `settle` makes them.
+        cfg: settings as `resolve_settings` makes them.
         instead: what may be given in place of weights.
 
     Raises:

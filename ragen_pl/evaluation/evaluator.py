@@ -1,11 +1,12 @@
-"""Play an evaluation's validation sets: the policy, its warm start and the scripted policies, on the same starts."""
+"""Play an evaluation's validation sets with the trained policy, its warm start and scripted policies."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,7 +19,13 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.evaluation.checks import is_greedy, pass_ks, tracked_run
 from ragen_pl.evaluation.mlflow_log import log_evaluation
-from ragen_pl.evaluation.report import print_tables, write_report
+from ragen_pl.evaluation.report import (
+    BLANK_IMAGES,
+    POLICY,
+    WARM_START,
+    print_tables,
+    write_report,
+)
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.models.bundle import ModelBundle
@@ -33,30 +40,43 @@ from ragen_pl.viewing.page import PAGE, write_page
 from ragen_pl.viewing.records import Origin, write_episodes
 
 log = logging.getLogger(__name__)
-POLICY, WARM_START, BLANKED = "policy", "warm start", "images blanked"
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """What an evaluation has found, as it is written to `evaluation.json`."""
+    """Results of an evaluation, in the form of `evaluation.json`.
 
-    about: dict[str, Any]  # weights, sampling, where it was made
+    Attributes:
+        about: weights, sampling parameters and seed.
+        validation_sets: settings and metrics by the validation set's name.
+    """
+
+    about: dict[str, Any]
     validation_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def first_success(self) -> float:
-        """The policy's success on the first panel."""
-        first: dict[str, Any] = next(iter(self.validation_sets.values()))["policies"]
-        return float(first[POLICY]["success"])
+        """The policy's success on the first validation set."""
+        policies: dict[str, Any] = next(iter(self.validation_sets.values()))["policies"]
+        return float(policies[POLICY]["success"])
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedSet:
+    """Episodes of a policy on a validation set."""
+
+    settings: ValidationSettings
+    policy: str
+    trajectories: list[Trajectory]
 
 
 class Evaluator:
-    """Plays validation sets with one model.
+    """Player of validation sets with one model.
 
     Args:
         cfg: settings of `conf/evaluate.yaml`.
-        bundle: the policy.
-        folder: where episodes are written.
+        bundle: model of the policy.
+        folder: folder for the episodes.
     """
 
     def __init__(self, cfg: DictConfig, bundle: ModelBundle, *, folder: Path) -> None:
@@ -67,25 +87,46 @@ class Evaluator:
         self.evaluation = Evaluation(about=_about(cfg, greedy=self.greedy))
 
     def validation_set(self, settings: ValidationSettings, *, blank: bool = False) -> ValidationSet:
-        """Return a validation set that plays in the environments its settings ask for."""
-        cfg = self.cfg
+        """Return a validation set that plays in the environments of its settings."""
+        env = OmegaConf.create({"env": settings.env})
         proxy = AgentProxy(
-            environments=build_environments(
-                OmegaConf.create({"env": settings.env}), blank_images=blank
-            ),
+            environments=build_environments(env, blank_images=blank),
             context=self.context,
-            **rollout_settings(cfg),
+            **rollout_settings(self.cfg),
         )
         return ValidationSet(
-            settings.name, proxy, episodes=settings.episodes, key=settings.key,
-            members=cfg.samples, greedy=self.greedy, options=settings.options,
-        )  # fmt: skip
+            settings.name,
+            proxy,
+            episodes=settings.episodes,
+            key=settings.key,
+            members=self.cfg.samples,
+            greedy=self.greedy,
+            options=settings.options,
+        )
 
-    def trained(
-        self, settings: ValidationSettings, *, policy_name: str = POLICY
-    ) -> list[Trajectory]:
-        """Return the policy's episodes with the engine's present weights."""
-        validation_set = self.validation_set(settings, blank=policy_name == BLANKED)
+    def play(self) -> Iterator[PlayedSet]:
+        """Yield the episodes of every policy on every validation set, the warm start last.
+
+        Raises:
+            ConfigError: the model can't play a validation set.
+        """
+        validation_sets = validation_settings(self.cfg)
+        for settings in validation_sets:
+            yield self._timed(settings, POLICY, partial(self._sampled, settings))
+            if self.cfg.validation.blank:
+                blank = partial(self._sampled, settings, blank=True)
+                yield self._timed(settings, BLANK_IMAGES, blank)
+            for name, baseline in (self.cfg.validation.baselines or {}).items():
+                if baseline:
+                    scripted = partial(self._scripted, settings, str(name))
+                    yield self._timed(settings, str(name), scripted)
+        if self._load_warm_start():
+            for settings in validation_sets:
+                yield self._timed(settings, WARM_START, partial(self._sampled, settings))
+
+    def _sampled(self, settings: ValidationSettings, *, blank: bool = False) -> list[Trajectory]:
+        """Return the model's episodes with its present weights."""
+        validation_set = self.validation_set(settings, blank=blank)
         self.engine.load_weights(0)
         return validation_set.proxy.rollout(
             self.engine,
@@ -94,128 +135,108 @@ class Evaluator:
             greedy=validation_set.greedy,
         )
 
-    def scripted(self, settings: ValidationSettings, *, policy_name: str) -> list[Trajectory]:
-        """Return a scripted policy's episodes; its draws are those of the training run's summary."""
+    def _scripted(self, settings: ValidationSettings, name: str) -> list[Trajectory]:
+        """Return a scripted policy's episodes; its random draws are those of the training run's summary."""
         validation_set = self.validation_set(settings)
         proxy = ScriptedProxy(
             environments=validation_set.proxy.environments,
             context=self.context,
             max_response_tokens=validation_set.proxy.max_response_tokens,
             num_envs=validation_set.proxy.num_envs,
-            scripted_policy=instantiate(self.cfg.validation.baselines[policy_name]),
+            scripted_policy=instantiate(self.cfg.validation.baselines[name]),
         )
-        return proxy.play(validation_set.starts, seed_key=("player", policy_name))
+        # "player" is part of the seed.
+        return proxy.play(validation_set.starts, seed_key=("player", name))
 
-    def add(
-        self, settings: ValidationSettings, policy_name: str, trajectories: list[Trajectory]
-    ) -> None:
-        """Take episodes into the evaluation.
+    def _load_warm_start(self) -> bool:
+        """Load the weights of the run's warm start, and return whether there are any."""
+        run = self.cfg.source.run
+        if not self.cfg.validation.warm_start or run is None:
+            return False
+        file = Path(run) / "warm_start.pt"
+        if file.exists():
+            load_weights(self.bundle, file)
+        return file.exists()
+
+    def _timed(
+        self, settings: ValidationSettings, policy: str, play: Callable[[], list[Trajectory]]
+    ) -> PlayedSet:
+        start = perf_counter()
+        try:
+            trajectories = play()
+        # Raised by a model or context that does not suit the environment, such as a text model with images.
+        except ValueError as error:
+            raise ConfigError(f"validation_sets.{settings.name}: {error}") from error
+        seconds, count = perf_counter() - start, len(trajectories)
+        log.info("%s: %s, %d episodes, %.1f s", settings.name, policy, count, seconds)
+        return PlayedSet(settings, policy, trajectories)
+
+    def add(self, played: PlayedSet) -> None:
+        """Add the metrics of episodes to the evaluation.
 
         Raises:
-            ConfigError: none of them could be played.
+            ConfigError: every episode failed.
         """
-        if all(one.status is EpisodeStatus.FAILED for one in trajectories):
+        settings, trajectories = played.settings, played.trajectories
+        if all(trajectory.status is EpisodeStatus.FAILED for trajectory in trajectories):
             raise ConfigError(
-                f"validation_sets.{settings.name}: every episode failed; the first said: {trajectories[0].error}"
+                f"validation_sets.{settings.name}: every episode failed; the first error: {trajectories[0].error}"
             )
-        told = self.evaluation.validation_sets.setdefault(
-            settings.name, _validation(settings, self)
-        )
-        found: dict[str, Any] = dict(validation_metrics(trajectories, pass_ks=self.pass_ks))
+        metrics: dict[str, Any] = dict(validation_metrics(trajectories, pass_ks=self.pass_ks))
         if levels := success_by_difficulty(trajectories):
-            found["by_difficulty"] = {str(level): known for level, known in levels.items()}
-        told["policies"][policy_name] = found
+            metrics["by_difficulty"] = {str(level): success for level, success in levels.items()}
+        validation_sets = self.evaluation.validation_sets
+        if settings.name not in validation_sets:
+            validation_sets[settings.name] = self._description(settings)
+        validation_sets[settings.name]["policies"][played.policy] = metrics
 
-    def write(self, settings: ValidationSettings, trajectories: list[Trajectory]) -> None:
-        """Write the policy's episodes as records, and a page to look at them."""
-        folder = self.folder / settings.name
-        origin = Origin(validation_set=settings.name)
-        records = write_episodes(trajectories, folder, reader=self.context, origin=origin)
-        title = f"{Path(self.evaluation.about['checkpoint']).stem}, validation set {settings.name}"
-        write_page(records, folder / PAGE, title=title)
+    def _description(self, settings: ValidationSettings) -> dict[str, Any]:
+        return {
+            "env": settings.env,
+            "initial_states": settings.episodes,
+            "key": settings.key,
+            "options": settings.options,
+            "digest": self.validation_set(settings).digest(),
+            "set_aside": settings.set_aside(self.cfg.source),
+            "policies": {},
+        }
+
+    def write(self, played: PlayedSet) -> None:
+        """Write the episodes as records, and a page that shows them."""
+        name = played.settings.name
+        records = write_episodes(
+            played.trajectories,
+            self.folder / name,
+            reader=self.context,
+            origin=Origin(validation_set=name),
+        )
+        title = f"{Path(self.evaluation.about['checkpoint']).stem}, validation set {name}"
+        write_page(records, self.folder / name / PAGE, title=title)
 
 
 def evaluate(cfg: DictConfig) -> Evaluation:
     """Play all validation sets, print and write the tables, log them under the training run.
 
     Raises:
-        ConfigError: the weights or a validation set can't be played.
+        ConfigError: the weights can't be loaded, or a validation set can't be played.
     """
     bundle = load_bundle(cfg).to(device_named(cfg.device))
     folder = output_folder(cfg)
     evaluator = Evaluator(cfg, bundle, folder=folder)
-    validation_sets = validation_settings(cfg)
-    for settings, policy_name, trajectories in _played(evaluator, validation_sets):
-        evaluator.add(settings, policy_name, trajectories)
-        if policy_name == POLICY and cfg.trajectories:
-            evaluator.write(settings, trajectories)
+    for played in evaluator.play():
+        evaluator.add(played)
+        if played.policy == POLICY and cfg.trajectories:
+            evaluator.write(played)
     evaluator.engine.close()
     evaluation = evaluator.evaluation
-    evaluation.validation_sets = {
-        one.name: evaluation.validation_sets[one.name] for one in validation_sets
-    }
     print_tables(evaluation.about, evaluation.validation_sets)
     write_report(evaluation.about, evaluation.validation_sets, folder=folder)
-    run = tracked_run(cfg)
-    where = log_evaluation(evaluation.validation_sets, cfg=plain(cfg), folder=folder, run=run)
+    location = log_evaluation(
+        evaluation.validation_sets, cfg=plain(cfg), folder=folder, run=tracked_run(cfg)
+    )
     log.info("%-11s%s", "written to", folder)
-    log.info("%-11s%s", "MLflow", where)
+    log.info("%-11s%s", "MLflow", location)
     return evaluation
-
-
-def _played(
-    evaluator: Evaluator, validation_sets: list[ValidationSettings]
-) -> Iterator[tuple[ValidationSettings, str, list[Trajectory]]]:
-    """Yield the episodes of every player on every validation set, those with other weights last."""
-    cfg = evaluator.cfg
-    scripted = [
-        name for name, policy_name in (cfg.validation.baselines or {}).items() if policy_name
-    ]
-    for settings in validation_sets:
-        sighted = [POLICY, BLANKED] if cfg.validation.blank else [POLICY]
-        for policy_name in sighted:
-            yield (
-                settings,
-                policy_name,
-                _timed(evaluator.trained, settings, policy_name=policy_name),
-            )
-        for policy_name in scripted:
-            play = evaluator.scripted
-            yield (
-                settings,
-                f"{policy_name} policy",
-                _timed(play, settings, policy_name=str(policy_name)),
-            )
-    warm = Path(cfg.source.run) / "warm_start.pt" if cfg.source.run else None
-    if cfg.validation.warm_start and warm is not None and warm.exists():
-        load_weights(evaluator.bundle, warm)
-        for settings in validation_sets:
-            yield settings, WARM_START, _timed(evaluator.trained, settings, policy_name=WARM_START)
-
-
-def _timed(play: Any, settings: ValidationSettings, *, policy_name: str) -> list[Trajectory]:
-    began = perf_counter()
-    try:
-        trajectories: list[Trajectory] = play(settings, policy_name=policy_name)
-    except (
-        ValueError
-    ) as error:  # what a model or context says that does not suit the validation set
-        raise ConfigError(f"validation_sets.{settings.name}: {error}") from error
-    seconds = perf_counter() - began
-    log.info("%s: %s, %d episodes, %.1f s", settings.name, policy_name, len(trajectories), seconds)
-    return trajectories
-
-
-def _validation(settings: ValidationSettings, evaluator: Evaluator) -> dict[str, Any]:
-    return {
-        "env": settings.env,
-        "starts": settings.episodes,
-        "key": settings.key,
-        "options": settings.options,
-        "digest": evaluator.validation_set(settings).digest(),
-        "set_aside": settings.set_aside(evaluator.cfg.source),
-        "policies": {},
-    }
 
 
 def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
@@ -230,7 +251,7 @@ def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
 
 
 def output_folder(cfg: DictConfig) -> Path:
-    """Return the folder of an evaluation's files: `to`, else a new one in the run, else under `paths.root`."""
+    """Return the folder for an evaluation's files: `to`, or a new one in the run or under `paths.root`."""
     if cfg.to is not None:
         return Path(cfg.to).expanduser().absolute()
     home = Path(cfg.source.run) if cfg.source.run else Path(cfg.paths.root).absolute()
@@ -243,7 +264,7 @@ def output_folder(cfg: DictConfig) -> Path:
 
 
 def device_named(name: str) -> torch.device:
-    """Return a device by its name; `auto` is the GPU where there is one.
+    """Return a device by its name; `auto` is the GPU if there is one.
 
     Raises:
         ConfigError: torch finds no CUDA device.

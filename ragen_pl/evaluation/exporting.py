@@ -1,7 +1,7 @@
-"""Writing a policy as a Hugging Face folder, with what is needed to evaluate it as it was trained.
+"""Write a policy as a Hugging Face folder, with the settings to evaluate it as it was trained.
 
-A folder of the small vision-language model carries its code along, so that transformers alone can load
-it, with `trust_remote_code=True`.
+A folder of the small vision-language model contains the model's code: transformers alone can load it, with
+`trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ragen_pl.run.checkpoints import EXPORTED
 from ragen_pl.run.weights import load_bundle
 
 log = logging.getLogger(__name__)
-_CODE = ("configuration", "modeling", "vision", "processing")
+_CODE_MODULES = ("configuration", "modeling", "vision", "processing")
 _PACKAGE = "ragen_pl.models.small_vlm"
 
-# Where transformers looks for the classes: by file, by the part of it ("" for its top).
-_CLASSES = {
+# The `auto_map` entries that name the classes, by file and by the key in it ("" for its top level).
+_AUTO_MAPS = {
     "config.json": {
         "": {
             "AutoConfig": "configuration.SmallVLMConfig",
@@ -41,7 +41,7 @@ _CLASSES = {
 
 
 def export(cfg: DictConfig) -> Path:
-    """Write model, tokenizer, processor and settings; return the folder."""
+    """Write model, tokenizer, processor and settings, and return the folder."""
     bundle = load_bundle(cfg)
     merged = has_adapters(bundle.model)
     merge_adapters(bundle.model)
@@ -49,9 +49,9 @@ def export(cfg: DictConfig) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     bundle.save(folder)
     if type(bundle.model).__module__.startswith(_PACKAGE):
-        _carry_code(folder)
+        _copy_code(folder)
     settings = plain(cfg)
-    told = {
+    exported = {
         "run_dir": cfg.source.run,
         "checkpoint": cfg.source.checkpoint,
         "settings": {
@@ -61,11 +61,12 @@ def export(cfg: DictConfig) -> Path:
                 "episodes": cfg.validation.episodes,
                 "baselines": settings["validation"]["baselines"],
                 "held_out": cfg.source.held_out > 0,
-                "warm_start": not merged,  # its weights are of a model with adapters
+                # A warm start with adapters does not fit the merged model.
+                "warm_start": not merged,
             },
         },
     }
-    (folder / EXPORTED).write_text(OmegaConf.to_yaml(OmegaConf.create(told)), encoding="utf-8")
+    (folder / EXPORTED).write_text(OmegaConf.to_yaml(OmegaConf.create(exported)), encoding="utf-8")
     log.info("%-11s%s", "written to", folder)
     log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate ckpt={folder}")
     return folder
@@ -76,20 +77,20 @@ def _dtype(bundle: ModelBundle) -> str:
 
 
 def _attention(settings: dict[str, Any]) -> dict[str, str]:
-    known = settings["model"]["build"].get("attn_implementation")
-    return {"attn_implementation": known} if known else {}
+    name = settings["model"]["build"].get("attn_implementation")
+    return {"attn_implementation": name} if name else {}
 
 
-def _carry_code(folder: Path) -> None:
-    """Copy the small model's modules into the folder and name its classes there."""
-    for name in _CODE:
+def _copy_code(folder: Path) -> None:
+    """Copy the small model's modules into the folder and register its classes there."""
+    for name in _CODE_MODULES:
         source = Path(str(import_module(f"{_PACKAGE}.{name}").__file__)).read_text(encoding="utf-8")
         (folder / f"{name}.py").write_text(
             source.replace(f"from {_PACKAGE}.", "from ."), encoding="utf-8"
         )
-    for name, maps in _CLASSES.items():
+    for name, maps in _AUTO_MAPS.items():
         file = folder / name
-        told = json.loads(file.read_text(encoding="utf-8"))
-        for place, auto_map in maps.items():
-            (told[place] if place else told)["auto_map"] = auto_map
-        file.write_text(json.dumps(told, indent=2, ensure_ascii=False), encoding="utf-8")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        for key, auto_map in maps.items():
+            (config[key] if key else config)["auto_map"] = auto_map
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")

@@ -1,19 +1,27 @@
-"""An evaluation in MLflow: a nested run of the training run, with its metrics, tables and episodes."""
+"""An evaluation in MLflow: a run nested under the training run, with metrics, tables and episodes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.run.tracking import flattened
 from ragen_pl.viewing.records import FILE, read_records
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+# MLflow's limits: letters of a parameter, parameters and metrics of a request.
 _PARAM_LENGTH = 250
+_PARAMS_PER_BATCH = 100
+_METRICS_PER_BATCH = 1000
+
+T = TypeVar("T")
 
 
 def log_evaluation(
@@ -23,23 +31,23 @@ def log_evaluation(
     folder: Path,
     run: Mapping[str, str] | None,
 ) -> str:
-    """Log an evaluation and return where, in words.
+    """Log an evaluation and return a text that says where.
 
-    The nested run has its settings as parameters, metrics `<validation set>/<player>/<figure>`, the folder as artifacts,
-    and the first `traces` of each validation set's written episodes as traces.
+    The nested run has the evaluation's settings as parameters, the metrics
+    `<validation set>/<policy>/<metric>`, the folder as artifacts, and the first `traces` of each validation
+    set's written episodes as traces.
 
     Args:
-        validation sets: as in `evaluation.json`.
-        cfg: the evaluation's settings.
-        folder: its files.
-        run: `run_id` and `tracking_uri` of the training run, None where it has none.
+        validation_sets: settings and metrics as in `evaluation.json`.
+        cfg: settings of the evaluation.
+        folder: folder of the evaluation's files.
+        run: `run_id` and `tracking_uri` of the training run; None if it was not logged to MLflow.
 
     Raises:
-        ConfigError: MLflow does not know the training run, or refuses.
+        ConfigError: MLflow does not know the training run, or refuses a request.
     """
     if run is None:
-        return "not logged: the training run is not tracked there, or mlflow=false"
-    from mlflow.entities import Metric, Param
+        return "not logged: the training run is not in MLflow, or mlflow=false"
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
@@ -48,33 +56,55 @@ def log_evaluation(
         experiment = client.get_run(parent).info.experiment_id
         tags = {"mlflow.parentRunId": parent, "evaluation": str(folder)}
         child = client.create_run(experiment, run_name=f"evaluation {folder.name}", tags=tags)
-        child_id, now = child.info.run_id, child.info.start_time
-        params = [Param(name, value[:_PARAM_LENGTH]) for name, value in flattened(cfg)]
-        metrics = [Metric(name, value, now, 0) for name, value in metric_names(validation_sets)]
-        for first in range(0, len(params), 100):  # as many as MLflow takes at once
-            client.log_batch(child_id, params=params[first : first + 100])
-        for first in range(0, len(metrics), 1000):
-            client.log_batch(child_id, metrics=metrics[first : first + 1000])
+        child_id = child.info.run_id
+        _log_values(client, child_id, child.info.start_time, cfg, validation_sets)
         client.log_artifacts(child_id, str(folder))
         for file in sorted(folder.glob(f"*/{FILE}")):
             trace_records(
-                islice(read_records(file), int(str(cfg["traces"]))), images=file.parent,
-                uri=run["tracking_uri"], experiment_id=experiment, run_id=child_id,
-            )  # fmt: skip
+                islice(read_records(file), int(str(cfg["traces"]))),
+                images=file.parent,
+                uri=run["tracking_uri"],
+                experiment_id=experiment,
+                run_id=child_id,
+            )
         flush_traces()
         client.set_terminated(child_id)
     except MlflowException as error:
         raise ConfigError(
             f"MLflow at {run['tracking_uri']} refused: {str(error).splitlines()[0]}; the tables are in "
-            f"{folder}; set mlflow=false to go without"
+            f"{folder}; set mlflow=false to evaluate without it"
         ) from error
     return f"run {child_id}, nested under {parent}"
 
 
-def metric_names(validation_sets: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Yield every figure under a name that MLflow takes."""
-    for validation_set, told in validation_sets.items():
-        for policy_name, figures in told["policies"].items():
-            for name, value in figures.items():
+def _log_values(
+    client: MlflowClient,
+    run_id: str,
+    time: int,
+    cfg: Mapping[str, object],
+    validation_sets: Mapping[str, Mapping[str, Any]],
+) -> None:
+    from mlflow.entities import Metric, Param
+
+    params = [Param(name, value[:_PARAM_LENGTH]) for name, value in flattened(cfg)]
+    metrics = [Metric(name, value, time, 0) for name, value in named_metrics(validation_sets)]
+    for some_params in _batches(params, size=_PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=some_params)
+    for some_metrics in _batches(metrics, size=_METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=some_metrics)
+
+
+def _batches(items: Sequence[T], *, size: int) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+def named_metrics(
+    validation_sets: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[str, float]]:
+    """Yield all metrics under names that MLflow accepts."""
+    for validation_set, results in validation_sets.items():
+        for policy, metrics in results["policies"].items():
+            for name, value in metrics.items():
                 if isinstance(value, float):
-                    yield re.sub(r"[^\w/.-]", "_", f"{validation_set}/{policy_name}/{name}"), value
+                    yield re.sub(r"[^\w/.-]", "_", f"{validation_set}/{policy}/{name}"), value

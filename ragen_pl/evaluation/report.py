@@ -1,4 +1,4 @@
-"""An evaluation's tables: printed, as Markdown, as JSON. One list of rows serves all."""
+"""An evaluation's tables: printed, as Markdown and as JSON, all from the same rows."""
 
 from __future__ import annotations
 
@@ -10,105 +10,112 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
+"""Names in the tables of the trained policy, of the same with blank images, and of its warm start."""
+
 Rows = list[list[str]]
-_ORDER = ("policy", "images blanked", "warm start")
+ValidationResults = Mapping[str, Mapping[str, Any]]
+"""Settings and metrics by the validation set's name, as in `evaluation.json`."""
+
+_FIRST_POLICIES = (POLICY, BLANK_IMAGES, WARM_START)
+# Columns of a log, which has no width of its own; rich's default of 80 would wrap the tables.
+_LOG_WIDTH = 140
 
 
-def main_rows(validation_sets: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], Rows]:
-    """Return head and rows of the table of all validation sets and players."""
-    first = next(iter(validation_sets.values()))["policies"]["policy"]
+def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
+    """Return head and rows of the table of all validation sets and policies."""
+    first = next(iter(validation_sets.values()))["policies"][POLICY]
     passes = [name for name in first if name.startswith("pass@") and name[5:].isdigit()]
-    head = ["validation_set", "policy", "success", "return", "turns", "valid actions", *passes]
+    head = ["validation set", "policy", "success", "return", "turns", "valid actions", *passes]
     rows = []
     for name, validation_set in validation_sets.items():
-        for number, policy_name in enumerate(policies(validation_set)):
-            found = validation_set["policies"][policy_name]
+        for number, policy in enumerate(policies(validation_set)):
+            metrics = validation_set["policies"][policy]
             rows.append(
                 [
                     "" if number else name,
-                    policy_name,
-                    share(found, "success"),
-                    f"{found['return']:.3f}",
-                    f"{found['turns']:.2f}",
-                    f"{found['valid_actions']:.3f}" if "valid_actions" in found else "-",
-                    *(share(found, name) for name in passes),
+                    policy,
+                    share(metrics, "success"),
+                    f"{metrics['return']:.3f}",
+                    f"{metrics['turns']:.2f}",
+                    f"{metrics['valid_actions']:.3f}" if "valid_actions" in metrics else "-",
+                    *(share(metrics, pass_name) for pass_name in passes),
                 ]
             )
     return head, rows
 
 
-def difficulty_rows(validation_sets: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], Rows]:
-    """Return head and rows of success by difficulty; no rows where no environment tells any, or only one."""
-    names = list(
+def difficulty_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
+    """Return head and rows of success by difficulty, for validation sets with several difficulties."""
+    columns = list(
         dict.fromkeys(
-            policy_name
+            policy
             for validation_set in validation_sets.values()
-            for policy_name in policies(validation_set)
+            for policy in policies(validation_set)
         )
     )
     rows = []
     for name, validation_set in validation_sets.items():
-        levels = validation_set["policies"]["policy"].get("by_difficulty", {})
+        by_policy = {
+            policy: metrics.get("by_difficulty", {})
+            for policy, metrics in validation_set["policies"].items()
+        }
+        levels = by_policy[POLICY]
         if len(levels) < 2:
             continue
-        for number, (level, found) in enumerate(levels.items()):
-            cells = [
-                validation_set["policies"].get(policy_name, {}).get("by_difficulty", {}).get(level)
-                for policy_name in names
-            ]
+        for number, (level, metrics) in enumerate(levels.items()):
+            cells = [by_policy.get(policy, {}).get(level) for policy in columns]
             rows.append(
-                ["" if number else name, level, f"{found['episodes']:.0f}"]
+                ["" if number else name, level, f"{metrics['episodes']:.0f}"]
                 + [share(cell, "success") if cell else "-" for cell in cells]
             )
-    return ["validation_set", "difficulty", "episodes", *names], rows
+    return ["validation set", "difficulty", "episodes", *columns], rows
 
 
 def policies(validation_set: Mapping[str, Any]) -> list[str]:
-    """Return who played a validation set: the policy, itself at other times, then the scripted policies."""
-    known = list(validation_set["policies"])
-    return [name for name in _ORDER if name in known] + [
-        name for name in known if name not in _ORDER
-    ]
+    """Return the policies of a validation set: the trained one and its variants, then the scripted ones."""
+    names = list(validation_set["policies"])
+    first = [name for name in _FIRST_POLICIES if name in names]
+    return first + [name for name in names if name not in _FIRST_POLICIES]
 
 
-def share(found: Mapping[str, float], name: str) -> str:
+def share(metrics: Mapping[str, float], name: str) -> str:
     """Return a share with its 95% interval.
 
     >>> share({"success": 1.0, "success_low": 0.91, "success_high": 1.0}, "success")
     '1.000 [0.910, 1.000]'
     """
-    return f"{found[name]:.3f} [{found[f'{name}_low']:.3f}, {found[f'{name}_high']:.3f}]"
+    return f"{metrics[name]:.3f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"
 
 
-def notes(about: Mapping[str, Any], validation_sets: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the sentences that a reader of the table needs."""
-    how = "greedy" if about["greedy"] else f"sampled at temperature {about['temperature']:g}"
-    told = [
-        f"{about['checkpoint']}, {how}, {about['samples']} from each start, seed {about['seed']}.",
+def notes(about: Mapping[str, Any], validation_sets: ValidationResults) -> list[str]:
+    """Return the lines that explain the tables."""
+    sampling = "greedy" if about["greedy"] else f"sampled at temperature {about['temperature']:g}"
+    samples = f"{about['samples']} episode{'s' * (about['samples'] > 1)} from each initial state"
+    lines = [
+        f"{about['checkpoint']}, {sampling}, {samples}, seed {about['seed']}.",
         "In brackets: the 95% interval (Wilson).",
     ]
     for name, validation_set in validation_sets.items():
-        if (
-            validation_set["key"] == "held_out"
-            and 0 < validation_set["set_aside"] < validation_set["starts"]
-        ):
-            told.append(
-                f"{name}: training set the first {validation_set['set_aside']} of the {validation_set['starts']} starts aside; "
-                "the others may have occurred in it."
+        set_aside, total = validation_set["set_aside"], validation_set["initial_states"]
+        if validation_set["key"] == "held_out" and 0 < set_aside < total:
+            lines.append(
+                f"{name}: training held out the first {set_aside} of the {total} initial states; "
+                "it may have used the others."
             )
-    return told
+    return lines
 
 
 def print_tables(
     about: Mapping[str, Any],
-    validation_sets: Mapping[str, Mapping[str, Any]],
+    validation_sets: ValidationResults,
     *,
     console: Console | None = None,
 ) -> None:
     """Print the tables."""
     screen = console or Console()
     if not screen.is_terminal and console is None:
-        screen.width = 140  # a log has no width of its own, and 80 would wrap the table
+        screen.width = _LOG_WIDTH
     for title, (head, rows) in _tables(validation_sets).items():
         table = Table(title=title)
         for number, name in enumerate(head):
@@ -122,29 +129,28 @@ def print_tables(
 
 
 def write_report(
-    about: Mapping[str, Any], validation_sets: Mapping[str, Mapping[str, Any]], *, folder: Path
+    about: Mapping[str, Any], validation_sets: ValidationResults, *, folder: Path
 ) -> None:
     """Write `evaluation.json` and `evaluation.md`."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(
-        {"about": about, "validation_sets": validation_sets}, indent=1, ensure_ascii=False
-    )
+    evaluation = {"about": about, "validation_sets": validation_sets}
+    text = json.dumps(evaluation, indent=1, ensure_ascii=False)
     (folder / "evaluation.json").write_text(text, encoding="utf-8")
     (folder / "evaluation.md").write_text(markdown(about, validation_sets), encoding="utf-8")
 
 
-def markdown(about: Mapping[str, Any], validation_sets: Mapping[str, Mapping[str, Any]]) -> str:
+def markdown(about: Mapping[str, Any], validation_sets: ValidationResults) -> str:
     """Return the tables as Markdown."""
-    parts = ["# Evaluation", *notes(about, validation_sets)]
+    blocks = ["# Evaluation", *notes(about, validation_sets)]
     for title, (head, rows) in _tables(validation_sets).items():
         if rows:
             lines = [head, ["---"] * len(head), *rows]
-            parts.append(f"## {title}")
-            parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
-    return "\n\n".join(parts) + "\n"
+            blocks.append(f"## {title}")
+            blocks.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    return "\n\n".join(blocks) + "\n"
 
 
-def _tables(validation_sets: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[list[str], Rows]]:
+def _tables(validation_sets: ValidationResults) -> dict[str, tuple[list[str], Rows]]:
     return {
         "Validation sets": main_rows(validation_sets),
         "Success by difficulty": difficulty_rows(validation_sets),

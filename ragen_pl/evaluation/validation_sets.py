@@ -1,4 +1,4 @@
-"""The validation sets of an evaluation: the environment's settings, each validation set's own on top."""
+"""Settings of an evaluation's validation sets: those of the environment, changed by each validation set."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-OWN = ("episodes", "key", "options")
-"""Settings of a validation set that are not its environment's."""
+NOT_OF_ENVIRONMENT = ("episodes", "key", "options")
+"""Settings of a validation set that do not belong to its environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationSettings:
-    """A named validation set: what is played, how many starts, and what draws them."""
+    """Settings of a validation set.
+
+    Attributes:
+        name: name of the validation set.
+        env: settings of its environment.
+        episodes: number of initial states.
+        key: key that the seeds of the initial states are derived from.
+        options: options of each reset.
+    """
 
     name: str
     env: dict[str, Any]
@@ -23,29 +31,34 @@ class ValidationSettings:
     options: dict[str, Any] | None = None
 
     def set_aside(self, source: DictConfig) -> int:
-        """Return how many of its starts training has set aside: those of its own validation set in its own environment."""
-        own = (
-            self.key == "held_out"
-            and not self.options
-            and environment(self.env) == source.environment
-        )
-        return min(source.held_out, self.episodes) if own else 0
+        """Return how many of the initial states training held out.
+
+        Training holds out those of its own validation set in its own environment.
+
+        Args:
+            source: origin of the weights, as `resolve_settings` stores it.
+        """
+        same = self.key == "held_out" and not self.options
+        if not same or environment_key(self.env) != source.environment:
+            return 0
+        return min(source.held_out, self.episodes)
 
 
 def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
-    """Return the config's validation sets in order; null ones are left out.
+    """Return the config's validation sets in order, without those that are null.
 
-    A validation set's `kwargs` are merged into the environment's, all other settings replace the environment's.
+    A validation set's `kwargs` are merged into the environment's. All its other settings replace the
+    environment's.
     """
     env = _plain(cfg.env)
-    found = []
+    settings = []
     for name, node in (cfg.validation_sets or {}).items():
         if node is None:
             continue
         own = _plain(node)
-        changes = {key: value for key, value in own.items() if key not in OWN}
+        changes = {key: value for key, value in own.items() if key not in NOT_OF_ENVIRONMENT}
         kwargs = {**(env.get("kwargs") or {}), **(changes.pop("kwargs", None) or {})}
-        found.append(
+        settings.append(
             ValidationSettings(
                 name=str(name),
                 env={**env, **changes, "kwargs": kwargs},
@@ -54,11 +67,11 @@ def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
                 options=own.get("options"),
             )
         )
-    return found
+    return settings
 
 
-def environment(env: Mapping[str, Any]) -> str:
-    """Return what decides an environment's starts, as text."""
+def environment_key(env: Mapping[str, Any]) -> str:
+    """Return the settings that determine an environment's initial states, as text."""
     kwargs = sorted((env.get("kwargs") or {}).items())
     return f"{env.get('target')} {kwargs}"
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
 from ragen_pl.config.check import leaves
 from ragen_pl.constraints import Count, Fraction, problem
-from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.settings import resolve_settings
 
 EVALUATION = ("validation_sets",)  # groups of evaluate.yaml, not of fit.yaml
 
@@ -40,7 +40,7 @@ def shipped_configs() -> list[tuple[str, str]]:
 def test_shipped_configuration_passes(command: str, override: str) -> None:
     overrides = override.split()
     if command != "fit":
-        overrides = settle(get_args_parser().parse_args(overrides))
+        overrides = resolve_settings(get_args_parser().parse_args(overrides))
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(command, overrides=overrides)
     check_config(OmegaConf.create(fill(OmegaConf.to_container(cfg, resolve=False))))

@@ -1,4 +1,4 @@
-"""A run that trains LoRA adapters on a model somebody saved, held to that model by a KL penalty."""
+"""A run that trains LoRA adapters on a saved model, with a KL penalty towards that model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from ragen_pl.config import check_config, config_dir
 from ragen_pl.evaluation.evaluator import evaluate
 from ragen_pl.evaluation.exporting import export
-from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.models.build import build_small_lm, load_pretrained
 from ragen_pl.run.train import train
 
@@ -29,19 +29,19 @@ SMALL = (
 
 
 def composed(command: str, *arguments: str) -> DictConfig:
-    overrides = settle(get_args_parser().parse_args(list(arguments)))
+    overrides = resolve_settings(get_args_parser().parse_args(list(arguments)))
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return compose(command, overrides=overrides)
 
 
-def test_adapters_are_trained_evaluated_and_merged_into_an_export(tmp_path: Path) -> None:
+def test_adapters_are_trained_evaluated_and_merged_in_an_export(tmp_path: Path) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     build_small_lm(text=TINY).save(base)
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose("fit", overrides=[*SMALL, f"model.build.path={base}", f"paths.run_dir={run}"])
     check_config(cfg)
     metrics = train(cfg)
-    assert metrics["update/reference_kl"] > 0.01  # the warm start alone has moved the adapters away
+    assert metrics["update/reference_kl"] > 0.01
 
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert not any(name.startswith("reference.") for name in state)
@@ -57,10 +57,10 @@ def test_adapters_are_trained_evaluated_and_merged_into_an_export(tmp_path: Path
     folder = export(composed("export", f"ckpt={run}", f"to={tmp_path / 'exported'}"))
     assert not list(folder.glob("adapter*"))
     quiet = ("mlflow=false", "trajectories=false", "validation.baselines=null")
-    told = [
+    results = [
         evaluate(composed("evaluate", f"ckpt={ckpt}", *quiet)).validation_sets["held_out"][
             "policies"
         ]["policy"]
         for ckpt in (run, folder)
     ]
-    assert told[0] == told[1]
+    assert results[0] == results[1]

@@ -1,4 +1,4 @@
-"""A small run, trained for real: the same weights give the same table by every road."""
+"""A small trained run: the same weights give the same table wherever they are loaded from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.exporting import export
-from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.run.train import train
 from ragen_pl.run.weights import load_bundle, policy_weights
 from ragen_pl.viewing.records import read_records
@@ -32,7 +32,7 @@ SMALL = [
     "warm_start.optimizer.lr=1e-2", "trainer.max_epochs=2", "trainer.check_val_every_n_epoch=1",
     "update.epochs=1", "callbacks.progress=null", "callbacks.trajectories=null",
 ]  # fmt: skip
-BARE = """
+TRANSFORMERS_ONLY = """
 import sys, numpy, torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 model = AutoModelForImageTextToText.from_pretrained(sys.argv[1], trust_remote_code=True)
@@ -46,7 +46,7 @@ assert not any(name.startswith("ragen_pl") for name in sys.modules)
 
 
 def composed(command: str, *arguments: str) -> DictConfig:
-    overrides = settle(get_args_parser().parse_args(list(arguments)))
+    overrides = resolve_settings(get_args_parser().parse_args(list(arguments)))
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return compose(command, overrides=overrides)
 
@@ -77,30 +77,28 @@ def evaluated(run: Path, ckpt: str, folder: Path, *more: str) -> Evaluation:
     return evaluate(composed("evaluate", f"ckpt={ckpt}", "samples=2", root, f"to={folder}", *more))
 
 
-def test_the_table_sets_the_policy_beside_the_others(table: Evaluation, run: Path) -> None:
+def test_table_compares_policies(table: Evaluation, run: Path) -> None:
     (validation_set,) = table.validation_sets.values()
     assert set(validation_set["policies"]) == {
         "policy",
         "warm start",
-        "random policy",
-        "optimal policy",
+        "random",
+        "optimal",
     }
     assert (
-        validation_set["policies"]["optimal policy"]["pass@2"]
-        > validation_set["policies"]["random policy"]["success"]
+        validation_set["policies"]["optimal"]["pass@2"]
+        > validation_set["policies"]["random"]["success"]
     )
     assert (
         validation_set["policies"]["policy"]["valid_actions"] > 0
     )  # or nothing below would say much
-    assert validation_set["set_aside"] == validation_set["starts"] == 12
+    assert validation_set["set_aside"] == validation_set["initial_states"] == 12
     greedy = evaluate(composed("evaluate", f"ckpt={run}", "trajectories=false", "mlflow=false"))
     logged = json.loads((run / "metrics.json").read_text())
-    told = greedy.validation_sets["held_out"]["policies"]
+    policies = greedy.validation_sets["held_out"]["policies"]
     for name in ("success", "return", "turns", "valid_actions", "response_tokens"):
-        assert told["policy"][name] == pytest.approx(logged[f"val/{name}"], abs=1e-7)
-        assert told["random policy"][name] == pytest.approx(
-            logged[f"random_policy/{name}"], abs=1e-7
-        )
+        assert policies["policy"][name] == pytest.approx(logged[f"val/{name}"], abs=1e-7)
+        assert policies["random"][name] == pytest.approx(logged[f"random_policy/{name}"], abs=1e-7)
     (written,) = (run / "evaluations").iterdir()
     assert (
         json.loads((written / "evaluation.json").read_text())["validation_sets"]
@@ -108,42 +106,42 @@ def test_the_table_sets_the_policy_beside_the_others(table: Evaluation, run: Pat
     )
 
 
-@pytest.mark.parametrize("road", ["file", "run", "mlflow", "exported"])
-def test_the_same_weights_give_the_same_table(
-    road: str, run: Path, exported: Path, table: Evaluation, tmp_path: Path
+@pytest.mark.parametrize("source", ["file", "run", "mlflow", "exported"])
+def test_same_weights_give_the_same_table(
+    source: str, run: Path, exported: Path, table: Evaluation, tmp_path: Path
 ) -> None:
     ckpt = {
         "file": str(run / "checkpoints" / "last.ckpt"),
         "run": str(run),
         "mlflow": json.loads((run / "mlflow_run.json").read_text())["run_id"],
         "exported": str(exported),
-    }[road]
+    }[source]
     assert evaluated(run, ckpt, tmp_path, "mlflow=false").validation_sets == table.validation_sets
 
 
-def test_another_seed_samples_other_responses(run: Path, table: Evaluation, tmp_path: Path) -> None:
+def test_seed_changes_sampled_responses(run: Path, table: Evaluation, tmp_path: Path) -> None:
     other = evaluated(run, str(run), tmp_path, "seed=1", "mlflow=false").validation_sets["held_out"]
     same = table.validation_sets["held_out"]
     assert other["digest"] == same["digest"]
-    assert other["policies"]["random policy"] == same["policies"]["random policy"]
+    assert other["policies"]["random"] == same["policies"]["random"]
     assert other["policies"]["policy"] != same["policies"]["policy"]
 
 
-def test_the_best_checkpoint_is_that_of_the_best_validation(run: Path) -> None:
+def test_best_checkpoint_has_the_best_validation(run: Path) -> None:
     best = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
     (state,) = [one for name, one in best["callbacks"].items() if name.startswith("BestCheckpoint")]
     assert state["best_model_path"] == str(run / "checkpoints" / "best.ckpt")
     cfg = composed("evaluate", "ckpt=best", "env=frozenlake_visual", f"paths.root={run.parent.parent}",
                    "env.max_turns=3", "env.invalid_ends=false", "mlflow=false", "trajectories=false")  # fmt: skip
-    found = evaluate(cfg).validation_sets["held_out"]["policies"]["policy"]["success"]
-    assert found == pytest.approx(float(state["best_model_score"]))
+    success = evaluate(cfg).validation_sets["held_out"]["policies"]["policy"]["success"]
+    assert success == pytest.approx(float(state["best_model_score"]))
 
 
-def test_transformers_alone_gives_the_same_logits(
+def test_transformers_alone_computes_the_same_logits(
     run: Path, exported: Path, tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", BARE, str(exported), str(tmp_path / "logits.npy")],
+        [sys.executable, "-P", "-c", TRANSFORMERS_ONLY, str(exported), str(tmp_path / "logits.npy")],
         env={"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
@@ -156,7 +154,7 @@ def test_transformers_alone_gives_the_same_logits(
     assert np.array_equal(logits, np.load(tmp_path / "logits.npy"))
 
 
-def test_mlflow_has_the_evaluation_nested_under_the_run(run: Path, table: Evaluation) -> None:
+def test_evaluation_is_nested_under_the_run_in_mlflow(run: Path, table: Evaluation) -> None:
     from mlflow.tracking import MlflowClient
 
     known = json.loads((run / "mlflow_run.json").read_text())
@@ -178,29 +176,30 @@ def test_mlflow_has_the_evaluation_nested_under_the_run(run: Path, table: Evalua
     ) == 2
 
 
-def test_validation_sets_are_a_table_and_episodes_are_written(run: Path, tmp_path: Path) -> None:
+def test_validation_sets_are_rows_and_episodes_are_written(run: Path, tmp_path: Path) -> None:
     arguments = [
         "validation_sets=frozenlake_visual",
         "validation_sets.dense.episodes=5",
         "mlflow=false",
     ]
-    found = evaluated(run, str(run), tmp_path, *arguments).validation_sets
-    assert [one["starts"] for one in found.values()].count(12) == len(found) - 1
+    results = evaluated(run, str(run), tmp_path, *arguments).validation_sets
+    sizes = [result["initial_states"] for result in results.values()]
+    assert sizes.count(12) == len(results) - 1
     text = (tmp_path / "evaluation.md").read_text()
-    assert all(f"| {name} | policy |" in text for name in found)
+    assert all(f"| {name} | policy |" in text for name in results)
     records = list(read_records(tmp_path / "larger" / "trajectories.jsonl"))
-    assert len(records) == 24 and {one["validation_set"] for one in records} == {"larger"}
+    assert len(records) == 24 and {record["validation_set"] for record in records} == {"larger"}
     assert (tmp_path / "larger" / records[0]["turns"][0]["images"][0]).exists()
 
 
-def test_weights_that_do_not_fit_are_told(run: Path, tmp_path: Path) -> None:
+def test_unsuitable_weights_are_rejected(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds the weights of another model"):
         load_bundle(composed("evaluate", f"ckpt={run}", "model.build.text.hidden_size=64"))
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:5000])
     with pytest.raises(ConfigError, match="can't be read as a checkpoint"):
         policy_weights(broken)
-    with pytest.raises(ConfigError, match=r"validation sets\.held_out: .*reads text only"):
+    with pytest.raises(ConfigError, match=r"validation_sets\.held_out: .*reads text only"):
         evaluate(
             composed(
                 "evaluate", "model=small_lm", "env=frozenlake_visual", f"paths.root={tmp_path}"

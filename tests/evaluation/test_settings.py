@@ -1,4 +1,4 @@
-"""Which weights, settings and validation sets a command line means, and what is refused in one line."""
+"""Weights, settings and validation sets of a command line, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.evaluation.checks import check_export, is_greedy, pass_ks, preflight
-from ragen_pl.evaluation.settings import settle
+from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.run.checkpoints import find_checkpoint
 
@@ -24,7 +24,7 @@ RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 
 
 def composed(*arguments: str, command: str = "evaluate") -> DictConfig:
-    overrides = settle(get_args_parser().parse_args(list(arguments)))
+    overrides = resolve_settings(get_args_parser().parse_args(list(arguments)))
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(command, overrides=overrides)
     check_config(cfg)
@@ -45,7 +45,7 @@ def trained_settings() -> DictConfig:
 
 
 def make_run(root: Path, name: str, time: str, *, best: bool = False, **env: object) -> Path:
-    """Write what a run of `env=frozenlake` leaves behind, weights left out."""
+    """Write the files of a run of `env=frozenlake` without weights."""
     cfg = trained_settings()
     OmegaConf.update(cfg, "env.name", name)
     for key, value in env.items():
@@ -70,7 +70,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_road_leads_to_its_run(root: Path) -> None:
+def test_ckpt_finds_its_run(root: Path) -> None:
     old, new = sorted((root / "frozenlake").iterdir())
     mine = root / "mine" / "2026-01-03_10-00-00"
     for ckpt, name, run, file in (
@@ -86,17 +86,17 @@ def test_every_road_leads_to_its_run(root: Path) -> None:
     assert find_checkpoint("last", root="nowhere", run_dir=str(old)).run == old
 
 
-def test_an_exported_folder_knows_its_run_and_works_without_it(root: Path, tmp_path: Path) -> None:
+def test_exported_folder_has_its_run_and_works_without_it(root: Path, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     run = root / "mine" / "2026-01-03_10-00-00"
     env = OmegaConf.to_container(OmegaConf.load(run / "config.yaml").env)
-    told = {
+    exported = {
         "run_dir": str(run),
         "settings": {"env": env, "model": {"build": {"dtype": "bfloat16"}}},
     }
-    (folder / "ragen_pl.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(told)))
+    (folder / "ragen_pl.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(exported)))
     cfg = composed(f"ckpt={folder}")
     assert cfg.source.run == str(run) and cfg.env.name == "mine"
     assert cfg.model.build == {
@@ -107,11 +107,11 @@ def test_an_exported_folder_knows_its_run_and_works_without_it(root: Path, tmp_p
     assert composed(f"ckpt={folder}").source.run is None
     (folder / "ragen_pl.yaml").unlink()
     assert composed(f"ckpt={folder}", "env=sokoban").env.name == "sokoban"
-    with pytest.raises(ConfigError, match=r"env has no value: the weights tell of no environment"):
+    with pytest.raises(ConfigError, match=r"env has no value, and the weights name no environment"):
         composed(f"ckpt={folder}")
 
 
-def test_settings_are_the_runs_and_the_command_lines_on_top(root: Path) -> None:
+def test_command_line_changes_the_settings_of_the_run(root: Path) -> None:
     last = ["ckpt=last", f"paths.root={root}"]
     cfg = composed(
         *last, "env=frozenlake", "validation.episodes=7", "rollout.max_response_tokens=9"
@@ -132,11 +132,17 @@ def test_settings_are_the_runs_and_the_command_lines_on_top(root: Path) -> None:
     assert composed(f"ckpt={RUN_ID}", f"paths.root={root}").ckpt == RUN_ID
 
 
-def test_validation_sets_change_the_environment_and_know_what_was_set_aside(root: Path) -> None:
+def test_validation_sets_change_the_environment_and_count_held_out_states(root: Path) -> None:
     run = root / "frozenlake" / "2026-01-02_10-00-00"
-    cfg = composed(f"ckpt={run}", "validation_sets=frozenlake", "validation_sets.larger.kwargs.size=7",
-                   "validation_sets.far=null", "validation_sets.short.max_turns=3", "validation.episodes=30")  # fmt: skip
-    validation_sets = {one.name: one for one in validation_settings(cfg)}
+    cfg = composed(
+        f"ckpt={run}",
+        "validation_sets=frozenlake",
+        "validation_sets.larger.kwargs.size=7",
+        "validation_sets.far=null",
+        "validation_sets.short.max_turns=3",
+        "validation.episodes=30",
+    )
+    validation_sets = {settings.name: settings for settings in validation_settings(cfg)}
     assert "far" not in validation_sets
     assert validation_sets["larger"].env["kwargs"] == {
         **validation_sets["held_out"].env["kwargs"],
@@ -146,14 +152,15 @@ def test_validation_sets_change_the_environment_and_know_what_was_set_aside(root
         validation_sets["short"].env["max_turns"],
         validation_sets["larger"].env["max_turns"],
     ) == (3, 14)
-    aside = {name: one.set_aside(cfg.source) for name, one in validation_sets.items()}
+    aside = {name: settings.set_aside(cfg.source) for name, settings in validation_sets.items()}
     assert aside == dict.fromkeys(aside, 0) | {
-        "held_out": 20, "short": 20, "largest": 20,  # the run's own lakes are as large
+        # The maps of the run are as large as those of `largest`.
+        "held_out": 20, "short": 20, "largest": 20,
     }  # fmt: skip
     preflight(cfg)
 
 
-def test_sampling_follows_from_the_number_of_samples(root: Path) -> None:
+def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
     run = f"ckpt={root}/frozenlake/2026-01-02_10-00-00"
     assert (is_greedy(composed(run)), pass_ks(composed(run))) == (True, [])
     eight = composed(run, "samples=8")
@@ -164,7 +171,7 @@ def test_sampling_follows_from_the_number_of_samples(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "ckpt has no value; give a checkpoint"),
         (["ckpt=gone.ckpt"], "ckpt=gone.ckpt: there is no such file or folder; give a checkpoint"),
@@ -197,30 +204,32 @@ def test_sampling_follows_from_the_number_of_samples(root: Path) -> None:
         (["ckpt={run}", "to=/proc/nowhere"], "to=/proc/nowhere: .*give a folder"),
     ],
 )
-def test_what_cannot_be_evaluated_is_told(root: Path, arguments: list[str], told: str) -> None:
+def test_wrong_arguments_are_rejected_in_one_line(
+    root: Path, arguments: list[str], message: str
+) -> None:
     run = root / "frozenlake" / "2026-01-02_10-00-00"
     (root / "alone.ckpt").touch()
     filled = [one.format(run=run, root=root) for one in arguments]
     if not any(one.startswith("paths.root") for one in filled):
         filled.append(f"paths.root={root}")
-    with pytest.raises(Exception, match=told) as caught:
+    with pytest.raises(Exception, match=message) as caught:
         preflight(checked(*filled))
     assert isinstance(caught.value, ConfigError)
     assert "\n" not in str(caught.value)
 
 
 def checked(*arguments: str) -> DictConfig:
-    """Compose as the command line does, Hydra's own errors told anew."""
+    """Compose as the command line does, with Hydra's errors as one line."""
     from ragen_pl.config.main import precheck
 
     args = get_args_parser().parse_args(list(arguments))
-    args.overrides = settle(args)
+    args.overrides = resolve_settings(args)
     precheck(args, config_name="evaluate")
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return compose("evaluate", overrides=args.overrides)
 
 
-def test_an_export_needs_an_empty_folder(root: Path, tmp_path: Path) -> None:
+def test_export_needs_an_empty_folder(root: Path, tmp_path: Path) -> None:
     run = f"ckpt={root}/frozenlake/2026-01-02_10-00-00"
     with pytest.raises(ConfigError, match="to has no value; set to=FOLDER"):
         check_export(composed(run, command="export"))
@@ -232,7 +241,7 @@ def test_an_export_needs_an_empty_folder(root: Path, tmp_path: Path) -> None:
     check_export(composed(run, f"to={full}", "overwrite=true", command="export"))
 
 
-def test_the_command_refuses_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+def test_command_rejects_wrong_arguments_before_importing_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "ragen_pl.evaluate", "ckpt=nothing"],
         cwd=tmp_path,
