@@ -14,7 +14,7 @@ from ragen_pl.constraints import Count, DivisorOf, Positive
 class VisionSettings(TypedDict, total=False):
     """Settings of the image encoder.
 
-    `patch_size` is in pixels, `width` is the size of its features, `depth` counts timm blocks, and `most_cells` is
+    `patch_size` is in pixels, `width` is the size of its features, `depth` counts timm blocks, and `max_cells` is
     the number of patches along a side that images may have.
     """
 
@@ -23,7 +23,7 @@ class VisionSettings(TypedDict, total=False):
     depth: Count
     heads: Annotated[int, Ge(1), DivisorOf("width")]
     mlp_ratio: Positive
-    most_cells: Count
+    max_cells: Count
 
 
 class DecoderSettings(TypedDict, total=False):
