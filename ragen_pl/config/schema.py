@@ -236,7 +236,7 @@ class Settings(TypedDict, total=False):
     ]
     optimizer: Annotated[Optimizer, Open()]
     learning_rate_end: Fraction
-    critic_rate: NonNegative
+    critic_learning_rate_scale: NonNegative
     curriculum: Component | None
     world_model: Component | None
     algorithm: Algorithm

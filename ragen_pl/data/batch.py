@@ -1,18 +1,17 @@
 """TrajectoryBatch: an iteration's trajectories as tensors.
 
-Rows are *samples* (one forward sequence each: a whole episode, a window of turns or one turn);
-credit is assigned over *episodes*, whose tokens may be spread over several samples.
+Rows are *samples* (one forward sequence each: a whole episode, a window of turns or one turn). Credit is
+assigned over *episodes*, whose tokens may be spread over several samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-
-from ragen_pl.algorithms.credit import Credit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,63 +26,84 @@ class Samples:
         token       -1 -1  0  1  2
     """
 
-    input_ids: Tensor  # int64 [rows, time]
-    length: Tensor  # int64 [rows]
-    loss_mask: Tensor  # bool [rows, time]: sampled tokens that are trained on (M_loss)
-    loss_weight: (
-        Tensor  # float32 [rows, time]: of a token in the policy's loss, above 0 inside M_loss
-    )
-    advantage_mask: Tensor  # bool [rows, time]: tokens that credit is assigned over (M_adv)
-    kl_mask: Tensor  # bool [rows, time]: tokens that are held to the reference policy
-    turn: Tensor  # int64 [rows, time]: index of the turn in its episode, -1 off the sampled tokens
-    token: Tensor  # int64 [rows, time]: number of the sampled token in the batch, -1 elsewhere
-    spans: Tensor  # int8 [rows, time]: a Span on sampled tokens, 0 elsewhere
-    behavior_logprobs: Tensor  # float32 [rows, time]
-    temperature: Tensor  # float32 [rows, time]: that a token was sampled at, 1 elsewhere
-    image_index: Tensor  # int64 [rows, most images]: indices into the batch's images, -1 for none
-    patches: Tensor  # bool [rows, most images, patches]: those shown; [rows, 0, 0] where all images are whole
-    episode: Tensor  # int64 [rows]
-    weight: Tensor  # float32 [rows]: 0 for rows that only make numbers even
-    advantages: Tensor  # float32 [rows, time]
-    returns: Tensor  # float32 [rows, time]: value targets
-    values: Tensor  # float32 [rows, time]: before the update
+    input_ids: Tensor
+    """int64 `[rows, time]`."""
+    length: Tensor
+    """int64 `[rows]`, number of tokens."""
+    loss_mask: Tensor
+    """bool `[rows, time]`, sampled tokens that are trained on (M_loss)."""
+    loss_weight: Tensor
+    """float32 `[rows, time]`, weight of a token in the policy's loss, above 0 inside M_loss."""
+    advantage_mask: Tensor
+    """bool `[rows, time]`, tokens that credit is assigned over (M_adv)."""
+    kl_mask: Tensor
+    """bool `[rows, time]`, KL tokens: those with a penalty on the divergence from the reference policy."""
+    turn: Tensor
+    """int64 `[rows, time]`, index of the turn in its episode, -1 off the sampled tokens."""
+    token: Tensor
+    """int64 `[rows, time]`, number of the sampled token in the batch, -1 elsewhere."""
+    spans: Tensor
+    """int8 `[rows, time]`, a `Span` on sampled tokens, 0 elsewhere."""
+    behavior_logprobs: Tensor
+    """float32 `[rows, time]`."""
+    temperature: Tensor
+    """float32 `[rows, time]`, sampling temperature of a token, 1 elsewhere."""
+    image_index: Tensor
+    """int64 `[rows, most images]`, indices into the batch's images, -1 for none."""
+    patches: Tensor
+    """bool `[rows, most images, patches]`, patches shown; `[rows, 0, 0]` if every image is whole."""
+    episode: Tensor
+    """int64 `[rows]`, index of the episode."""
+    weight: Tensor
+    """float32 `[rows]`, 0 for padding rows, which do not count."""
+    advantages: Tensor
+    """float32 `[rows, time]`."""
+    returns: Tensor
+    """float32 `[rows, time]`, targets of the critic."""
+    values: Tensor
+    """float32 `[rows, time]`, before the update."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
 
     @property
     def sampled(self) -> Tensor:
-        """Bool `[rows, time]`: sampled tokens of rows that count."""
+        """Sampled tokens of non-padding rows, bool `[rows, time]`."""
         return (self.turn >= 0) & (self.weight > 0)[:, None]
 
     def select(self, rows: Tensor) -> Self:
-        """Return these rows, cut to the longest of them."""
+        """Return these rows, shortened to the longest of them."""
         time = int(self.length[rows].max()) if len(rows) else 0
-        chosen = {}
+        selected = {}
         for field in fields(self):
             value = getattr(self, field.name)[rows]
             per_token = value.ndim == 2 and field.name != "image_index"
-            chosen[field.name] = value[:, :time] if per_token else value
-        return type(self)(**chosen)
+            selected[field.name] = value[:, :time] if per_token else value
+        return type(self)(**selected)
 
 
 @dataclass(kw_only=True, slots=True)
 class Episodes:
-    """What is known of each episode. Every field's first axis is the episode."""
+    """Rewards and other facts of each episode. Every field's first axis is the episode."""
 
-    turn_rewards: Tensor  # float32 [episodes, most turns]: 0 beyond the last turn
-    turns: Tensor  # int64 [episodes]
-    group: Tensor  # int64 [episodes]: index of the group in the iteration, over all ranks
-    member: Tensor  # int64 [episodes]: number within the group
-    hit_length_limit: Tensor  # bool [episodes, most turns]: the response hit its length limit
-    state: (
-        Tensor  # int64 [episodes, most turns]: number of the state at the turn's start, -1 unknown
-    )
-    weight: Tensor  # float32 [episodes]: times the policy's loss, 1 unless a group filter says otherwise
-    truncated: Tensor  # bool [episodes]: cut from outside, bootstrapped with `bootstrap`
-    bootstrap: (
-        Tensor  # float32 [episodes]: value of the state after the last turn, 0 where terminated
-    )
+    turn_rewards: Tensor
+    """float32 `[episodes, most turns]`, 0 beyond the last turn."""
+    turns: Tensor
+    """int64 `[episodes]`, number of turns."""
+    group: Tensor
+    """int64 `[episodes]`, index of the group in the iteration, over all ranks."""
+    member: Tensor
+    """int64 `[episodes]`, number within the group."""
+    hit_length_limit: Tensor
+    """bool `[episodes, most turns]`, whether the response hit its length limit."""
+    state: Tensor
+    """int64 `[episodes, most turns]`, number of the state at the turn's start, -1 for unknown."""
+    weight: Tensor
+    """float32 `[episodes]`, factor of the policy's loss, 1 unless a group filter changes it."""
+    truncated: Tensor
+    """bool `[episodes]`, whether the episode was truncated, so that `bootstrap` applies."""
+    bootstrap: Tensor
+    """float32 `[episodes]`, value of the state after the last turn, 0 where the task ended."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,112 +112,106 @@ class TrajectoryBatch:
 
     samples: Samples
     episodes: Episodes
-    pixel_values: Tensor  # [images, …] as the processor gives them; empty [0] without images
-    final: Samples | None = (
-        None  # prompts after the last turn of truncated episodes, in `episode` order
-    )
-    reference: Tensor | None = (
-        None  # float32 [tokens] or [tokens, vocab]: the reference policy's log-probs
-    )
-    entropy: float = 0.0  # mean over the trained tokens before the update, nats
+    pixel_values: Tensor
+    """`[images, …]` as `ModelBundle.pixel_values` returns them; empty `[0]` without images."""
+    final: Samples | None = None
+    """Prompts after the last turn of truncated episodes, in the order of `episode`."""
+    reference: Tensor | None = None
+    """float32 `[tokens]` or `[tokens, vocab]`, log-probs of the reference policy."""
+    entropy: float = 0.0
+    """Mean over the trained tokens before the update, nats."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nested dictionaries of tensors, for a checkpoint."""
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        state["samples"] = _tensors(self.samples)
+        state["episodes"] = _tensors(self.episodes)
+        state["final"] = None if self.final is None else _tensors(self.final)
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return the batch of a `state_dict`."""
+        final = state["final"]
+        parts = {
+            "samples": Samples(**state["samples"]),
+            "episodes": Episodes(**state["episodes"]),
+            "final": None if final is None else Samples(**final),
+        }
+        return cls(**{**state, **parts})
+
+
+def _tensors(part: Samples | Episodes) -> dict[str, Tensor]:
+    return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 @dataclass(kw_only=True, slots=True)
 class Minibatch:
-    """What one training step sees. Denominators count over all ranks and accumulated steps."""
+    """Input of one training step. Counts are over all ranks and accumulated steps of the optimizer step."""
 
     samples: Samples
     pixel_values: Tensor
     reference: Tensor | None
-    entropy: float  # mean over the trained tokens of the iteration before its update, nats
-    tokens: Tensor  # float32 []: trained tokens (M_loss) of the optimizer step, by their weights
-    credited: Tensor  # float32 []: tokens inside M_adv of the optimizer step
-    kl_tokens: Tensor  # float32 []: tokens held to the reference of the optimizer step
-    sequences: Tensor  # float32 []: samples of the optimizer step
-    scale: float  # times the local sum, so that what DDP averages is the global mean
+    entropy: float
+    """Mean over the trained tokens of the iteration before its update, nats."""
+    loss_tokens: Tensor
+    """float32 `[]`, tokens in M_loss, by their weights."""
+    advantage_tokens: Tensor
+    """float32 `[]`, tokens in M_adv."""
+    kl_tokens: Tensor
+    """float32 `[]`, tokens with a penalty on the divergence from the reference."""
+    sequences: Tensor
+    """float32 `[]`, samples."""
+    scale: float
+    """Factor of the local sum; with it, what DDP averages is the global mean."""
 
     @property
-    def real(self) -> Tensor:
-        """Bool `[rows, 1]`: the rows that are not there to make numbers even."""
+    def non_padding(self) -> Tensor:
+        """Rows that count, bool `[rows, 1]`."""
         return (self.samples.weight > 0)[:, None]
 
 
-def credit_layout(batch: TrajectoryBatch) -> tuple[Credit, Tensor, Tensor]:
-    """Lay the sampled tokens of each episode out in one row, whatever samples they stand in.
+@dataclass(frozen=True, slots=True)
+class CreditLayout:
+    """The credit layout of a batch: the sampled tokens of an episode in one row, whichever samples hold them.
 
-    Returns:
-        The credit problem `[episodes, tokens]` (rewards not yet placed), and the row and column of
-        each of its tokens in the batch's samples, int64 `[episodes, tokens]`, -1 on padding.
+    Built once a batch: it depends on `turn`, `token` and `weight` of the samples only.
     """
-    samples, episodes = batch.samples, batch.episodes
-    rows, columns = samples.sampled.nonzero(as_tuple=True)
-    order = torch.argsort(samples.token[rows, columns])
-    rows, columns = rows[order], columns[order]
-    episode, count = samples.episode[rows], len(episodes.turns)
-    sizes = torch.bincount(episode, minlength=count)
-    starts = sizes.cumsum(0) - sizes
-    place = torch.arange(len(episode), device=episode.device) - starts[episode]
-    shape = (count, max(1, int(sizes.max())) if count else 1)  # a column at least, to index in
-    at_row = torch.full(shape, -1, dtype=torch.int64, device=episode.device)
-    at_column = at_row.clone()
-    at_row[episode, place], at_column[episode, place] = rows, columns
-    # every sampled token has its place, trained on or not: credit passes through all of them
-    credit = Credit(
-        rewards=torch.zeros(shape, device=episode.device),
-        values=gather_credit(samples.values, at_row, at_column),
-        advantage_mask=gather_credit(samples.advantage_mask, at_row, at_column),
-        loss_mask=gather_credit(samples.loss_mask, at_row, at_column),
-        turn=gather_credit(samples.turn, at_row, at_column, fill=-1),
-        group=episodes.group,
-        bootstrap=episodes.bootstrap,
-        returns=episodes.turn_rewards.sum(1),
-        state=episodes.state if bool((episodes.state >= 0).any()) or not count else None,
-    )
-    return credit, at_row, at_column
 
+    rows: Tensor
+    """int64 `[episodes, tokens]`, row of each token in the samples, -1 on padding."""
+    columns: Tensor
+    """int64 `[episodes, tokens]`, position of each token in its row, -1 on padding."""
+    turn: Tensor
+    """int64 `[episodes, tokens]`, index of the turn, -1 on padding."""
 
-def gather_credit(values: Tensor, rows: Tensor, columns: Tensor, *, fill: float = 0) -> Tensor:
-    """Carry a figure per token from the samples to the credit layout; `fill` on its padding."""
-    inside = values[rows.clamp(min=0), columns.clamp(min=0)]
-    return torch.where(rows >= 0, inside, values.new_full((), fill))
+    @classmethod
+    def of(cls, batch: TrajectoryBatch) -> Self:
+        """Return the layout of a batch, with one column at least."""
+        samples, count = batch.samples, len(batch.episodes.turns)
+        rows, columns = samples.sampled.nonzero(as_tuple=True)
+        order = torch.argsort(samples.token[rows, columns])
+        rows, columns = rows[order], columns[order]
+        episode = samples.episode[rows]
+        sizes = torch.bincount(episode, minlength=count)
+        starts = sizes.cumsum(0) - sizes
+        place = torch.arange(len(episode), device=episode.device) - starts[episode]
+        shape = (count, max(1, int(sizes.max())) if count else 1)
+        padding = torch.full(shape, -1, dtype=torch.int64, device=episode.device)
 
+        def placed(values: Tensor) -> Tensor:
+            return padding.index_put((episode, place), values)
 
-def scatter_credit(values: Tensor, rows: Tensor, columns: Tensor, *, like: Tensor) -> Tensor:
-    """Carry a figure per token from the credit layout to the samples; 0 on all other positions."""
-    real = rows >= 0
-    result = torch.zeros_like(like)
-    result[rows[real], columns[real]] = values[real].to(like.dtype)
-    return result
+        return cls(placed(rows), placed(columns), placed(samples.turn[rows, columns]))
 
+    def gather(self, values: Tensor, *, fill: float = 0) -> Tensor:
+        """Return `[rows, time]` values in this layout, `[episodes, tokens]`, with `fill` on padding."""
+        inside = values[self.rows.clamp(min=0), self.columns.clamp(min=0)]
+        return torch.where(self.rows >= 0, inside, values.new_full((), fill))
 
-def tensors(value: Samples | Episodes | TrajectoryBatch | None) -> dict[str, object] | None:
-    """Return a dataclass of tensors as nested dictionaries, for a checkpoint."""
-    if value is None:
-        return None
-    return {
-        field.name: tensors(part) if isinstance(part, Samples | Episodes) else part
-        for field in fields(value)
-        for part in (getattr(value, field.name),)
-    }
-
-
-def from_tensors(state: dict[str, object] | None) -> TrajectoryBatch | None:
-    """Rebuild what `tensors` took apart."""
-    if state is None:
-        return None
-    final = state["final"]
-    return TrajectoryBatch(
-        samples=_samples(state["samples"]),
-        episodes=Episodes(**state["episodes"]),  # type: ignore[arg-type]
-        pixel_values=state["pixel_values"],  # type: ignore[arg-type]
-        final=None if final is None else _samples(final),
-        reference=state["reference"],  # type: ignore[arg-type]
-        entropy=state["entropy"],  # type: ignore[arg-type]
-    )
-
-
-def _samples(state: object) -> Samples:
-    """Rebuild samples; checkpoints of older versions have whole images alone."""
-    assert isinstance(state, dict)
-    none = torch.zeros(len(state["input_ids"]), 0, 0, dtype=torch.bool)
-    return Samples(**({"patches": none} | state))
+    def scatter(self, values: Tensor, *, like: Tensor) -> Tensor:
+        """Return `[episodes, tokens]` values in the shape and type of `like`, `[rows, time]`, 0 elsewhere."""
+        token = self.rows >= 0
+        result = torch.zeros_like(like)
+        result[self.rows[token], self.columns[token]] = values[token].to(like.dtype)
+        return result

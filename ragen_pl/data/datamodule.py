@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.constraints import Count, checked
-from ragen_pl.data.batch import TrajectoryBatch, from_tensors, tensors
+from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.group_selection import GroupSelection, select_groups
@@ -216,7 +216,7 @@ class RolloutDataModule(pl.LightningDataModule):
             "iteration": self._iteration,
             "metrics": self.metrics,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
-            "buffers": gather_over_ranks(tensors(self.buffer)),
+            "buffers": gather_over_ranks(None if self.buffer is None else self.buffer.state_dict()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -230,4 +230,5 @@ class RolloutDataModule(pl.LightningDataModule):
                 f"the checkpoint was written inside an update on {len(buffers)} ranks and can't go on with "
                 f"{world_size()}; resume on as many, or from a checkpoint written at an iteration's end"
             )
-        self.buffer = from_tensors(buffers[rank()]) if len(buffers) == world_size() else None
+        own = buffers[rank()] if len(buffers) == world_size() else None
+        self.buffer = None if own is None else TrajectoryBatch.from_state_dict(own)

@@ -96,7 +96,9 @@ class MinibatchLoader:
         used, images = torch.unique(samples.image_index, return_inverse=True)
         missing = int(bool(len(used) and used[0] < 0))
         samples.image_index = images.view_as(samples.image_index) - missing
-        tokens, credited, kl_tokens, sequences = self._counts[number // self.accumulate]
+        loss_tokens, advantage_tokens, kl_tokens, sequences = self._counts[
+            number // self.accumulate
+        ]
         return Minibatch(
             samples=samples,
             pixel_values=batch.pixel_values[used[missing:]]
@@ -106,8 +108,8 @@ class MinibatchLoader:
             if batch.reference is None
             else batch.reference[samples.token[samples.turn >= 0]],
             entropy=batch.entropy,
-            tokens=tokens,
-            credited=credited,
+            loss_tokens=loss_tokens,
+            advantage_tokens=advantage_tokens,
             kl_tokens=kl_tokens,
             sequences=sequences,
             scale=float(self.world_size * self.accumulate),

@@ -1,13 +1,14 @@
 """AgentModule: policy and critic composed for multi-turn RL.
 
-It rolls out with the policy, assigns credit before an update, takes the update's steps and keeps the
-metrics. Formulas are in `ragen_pl.algorithms`; which of them apply is the config's choice.
+It rolls out with the policy, assigns credit before an update, computes the loss of the update's steps and logs
+metrics. Formulas are in `ragen_pl.algorithms`; the config chooses among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -24,8 +25,8 @@ from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.losses import LossSettings, Masks
-from ragen_pl.modules.objective import objective
+from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
@@ -33,21 +34,29 @@ from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 OptimizerFactory = Callable[[Iterable[dict[str, object]]], torch.optim.Optimizer]
 
 
+class IterationData(Protocol):
+    """DataModule as the agent's metrics need it, such as a `RolloutDataModule`."""
+
+    epochs: int
+    minibatches: int
+    metrics: Mapping[str, float]
+
+
 class AgentModule(pl.LightningModule):
     """Train a policy, and a critic where the estimator needs one, on its own trajectories.
 
     Args:
-        policy: what acts.
-        critic: what values states; None for estimators without.
-        estimator: advantages and returns from rewards and values.
+        policy: policy that plays and is trained.
+        critic: critic; None for estimators that need no values.
+        estimator: estimator of advantages and returns.
         masks: M_loss and M_adv.
-        loss: what the update minimises.
-        normalizer: of the episodes' returns; None to leave them.
-        optimizer: makes one optimizer from the named parameter groups `policy` and `critic`.
-        engine: Rollout engine of the policy.
-        learning_rate_end: the rate's share at the last iteration, reached linearly by iteration.
-        critic_rate: the critic's learning rate as a multiple of the policy's.
-        tokens_per_forward: padded tokens scored at once before an update.
+        loss: loss of the update's steps.
+        optimizer: builds one optimizer from the named parameter groups `policy` and `critic`.
+        engine: builds the rollout engine of the policy.
+        normalizer: normalizer of the episodes' returns; None to leave them.
+        learning_rate_end: learning rate at the last iteration as a share of the first, with a linear decay.
+        critic_learning_rate_scale: learning rate of the critic as a multiple of the policy's.
+        tokens_per_forward: positions of a forward pass before an update, padding included.
     """
 
     def __init__(
@@ -57,12 +66,12 @@ class AgentModule(pl.LightningModule):
         *,
         estimator: Estimator,
         masks: Masks,
-        loss: LossSettings,
+        loss: UpdateLoss,
         optimizer: OptimizerFactory,
         engine: EngineFactory,
         normalizer: RewardNormalizer | None = None,
         learning_rate_end: float = 0.1,
-        critic_rate: float = 1.0,
+        critic_learning_rate_scale: float = 1.0,
         tokens_per_forward: int = 16_384,
     ) -> None:
         super().__init__()
@@ -73,7 +82,8 @@ class AgentModule(pl.LightningModule):
         self.normalizer = normalizer or RewardNormalizer()
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
-        self.learning_rate_end, self.critic_rate = learning_rate_end, critic_rate
+        self.learning_rate_end = learning_rate_end
+        self.critic_learning_rate_scale = critic_learning_rate_scale
         self.tokens_per_forward = tokens_per_forward
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
@@ -84,7 +94,7 @@ class AgentModule(pl.LightningModule):
         self._engine: RolloutEngine | None = None
 
     def train(self, mode: bool = True) -> AgentModule:
-        """Set the mode of policy and critic; the reference never trains."""
+        """Set the mode of policy and critic; the reference stays in eval mode."""
         super().train(mode)
         if isinstance(self.reference, torch.nn.Module):
             self.reference.eval()
@@ -108,7 +118,7 @@ class AgentModule(pl.LightningModule):
         return self.trainer.precision_plugin.forward_context()
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Fill a batch's masks, values, reference log-probs, advantages and returns."""
+        """Fill in a batch's masks, values, reference log-probs, advantages and returns."""
         self.statistics.reset()
         self.gradient_norms = {}
         if self.importance is not None:
@@ -124,7 +134,7 @@ class AgentModule(pl.LightningModule):
                 masks=self.masks,
                 tokens_per_forward=self.tokens_per_forward,
                 normalizer=self.normalizer,
-                report=self.importance,
+                importance=self.importance,
             )
         return move_data_to_device(batch, torch.device("cpu"))
 
@@ -132,39 +142,32 @@ class AgentModule(pl.LightningModule):
 
     @property
     def scorer(self) -> Scorer:
-        """Policy, critic and reference, asked together."""
+        """Policy, critic and reference."""
         return Scorer(self.policy, self.critic, self.reference, self.loss)
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Return the loss of a minibatch, scaled so that what the ranks average is the global loss."""
-        result = objective(self.scorer.score_minibatch(batch), batch, self.loss)
+        """Return the loss of a minibatch, scaled by `batch.scale`: the mean over ranks is the global loss."""
+        result = self.loss(self.scorer.score_minibatch(batch), batch)
         self.statistics.update(result.sums)
         return result.loss * batch.scale
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return one optimizer with the named groups `policy` and `critic`, its rate falling by iteration."""
-        policy = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        optimizer = self.optimizer_factory([{"params": policy, "name": "policy"}])
-        rates = [1.0]
+        """Return one optimizer with the groups `policy` and `critic`, and a linear decay by iteration."""
+        optimizer = self.optimizer_factory([{"params": _trainable(self.policy), "name": "policy"}])
         if self.critic is not None:
-            critic = [
-                parameter for parameter in self.critic.parameters() if parameter.requires_grad
-            ]
-            rate = optimizer.param_groups[0]["lr"] * self.critic_rate
-            optimizer.add_param_group(
-                {"params": critic, "name": "critic", "lr": rate, "initial_lr": rate}
-            )
-            rates.append(self.critic_rate)
-        most = self.trainer.max_epochs
-        iterations = max(1, most or 1)
-        end = (
-            1.0 if most == -1 else self.learning_rate_end
-        )  # without an end there is none to fall to
+            rate = optimizer.param_groups[0]["lr"] * self.critic_learning_rate_scale
+            group = {"params": _trainable(self.critic), "name": "critic"}
+            optimizer.add_param_group(group | {"lr": rate, "initial_lr": rate})
+        max_epochs = self.trainer.max_epochs
+        iterations = max(1, max_epochs or 1)
+        # a run without a last iteration keeps its learning rate
+        end = 1.0 if max_epochs == -1 else self.learning_rate_end
 
         def share(iteration: int) -> float:
             return 1.0 - (1.0 - end) * min(1.0, iteration / iterations)
 
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [share] * len(rates))
+        shares = [share] * len(optimizer.param_groups)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shares)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "epoch", "name": "rate"},
@@ -176,7 +179,7 @@ class AgentModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip each parameter group by its own norm, and remember the norms."""
+        """Clip each parameter group by its own norm, and keep the largest norms of the update."""
         for group in optimizer.param_groups:
             limit = float("inf") if gradient_clip_val is None else gradient_clip_val
             norm = torch.nn.utils.clip_grad_norm_(group["params"], limit)
@@ -190,57 +193,31 @@ class AgentModule(pl.LightningModule):
         clip_high: float | None = None,
         kl_coefficient: float | None = None,
         entropy_coefficient: float | None = None,
-    ) -> dict[str, tuple[object, object]]:
-        """Change settings of the loss while training, from the next step on; None leaves one as it is.
-
-        Checkpoints do not hold these settings: who changes them, changes them again on resuming.
-
-        Returns:
-            (before, after) by the name of what has changed.
-
-        Raises:
-            ValueError: a KL penalty is asked for in a run that keeps no reference.
-        """
-        if kl_coefficient and self.loss.kl is None:
-            raise ValueError(
-                f"kl_coefficient={kl_coefficient:g}: this run keeps no reference policy; "
-                "set algorithm.loss.kl.coefficient=0.0 rather than algorithm.loss.kl=null"
-            )
-        places: list[tuple[str, object, str, float | None]] = [
-            ("clip_high", self.loss.policy, "clip_high", clip_high),
-            ("kl_coefficient", self.loss.kl, "coefficient", kl_coefficient),
-            ("entropy_coefficient", self.loss, "entropy_coefficient", entropy_coefficient),
-        ]
-        changed: dict[str, tuple[object, object]] = {}
-        for name, holder, attribute, value in places:
-            if holder is not None and value is not None and getattr(holder, attribute) != value:
-                changed[name] = (getattr(holder, attribute), value)
-                setattr(holder, attribute, value)
-        return changed
+    ) -> dict[str, tuple[float, float]]:
+        """Change settings of the loss during training, see `UpdateLoss.adjust`."""
+        return self.loss.adjust(
+            clip_high=clip_high,
+            kl_coefficient=kl_coefficient,
+            entropy_coefficient=entropy_coefficient,
+        )
 
     # ---- metrics
 
     def on_train_epoch_end(self) -> None:
         """Log the iteration's metrics."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        datamodule: IterationData = self.trainer.datamodule  # type: ignore[attr-defined]
         steps = datamodule.epochs * datamodule.minibatches
-        figures = {f"rollout/{name}": value for name, value in datamodule.metrics.items()}
-        figures |= {f"rollout/{name}": value for name, value in self.preparation.compute().items()}
-        figures |= {
-            f"update/{name}": value for name, value in self.statistics.metrics(steps=steps).items()
-        }
-        figures |= {
-            f"update/gradient_norm_{name}": value for name, value in self.gradient_norms.items()
-        }
+        metrics = _prefixed("rollout/", datamodule.metrics)
+        metrics |= _prefixed("rollout/", self.preparation.compute())
+        metrics |= _prefixed("update/", self.statistics.metrics(steps=steps))
+        metrics |= _prefixed("update/gradient_norm_", self.gradient_norms)
         if self.importance is not None:
-            selected = self.importance.compute().items()
-            figures |= {f"importance/{name}": value for name, value in selected}
-        schedule: Any = self.trainer.lr_scheduler_configs[
-            0
-        ].scheduler  # it has gone on to the next iteration
-        rate = schedule.lr_lambdas[0](self.trainer.current_epoch)
-        figures["update/learning_rate"] = schedule.base_lrs[0] * rate
-        self._log(figures, self.trainer.current_epoch + 1)
+            metrics |= _prefixed("importance/", self.importance.compute())
+        # the scheduler has already stepped to the next iteration
+        schedule: Any = self.trainer.lr_scheduler_configs[0].scheduler
+        share = schedule.lr_lambdas[0](self.trainer.current_epoch)
+        metrics["update/learning_rate"] = schedule.base_lrs[0] * share
+        self._log(metrics, self.trainer.current_epoch + 1)
 
     def validation_step(
         self, batch: ValidationChunk, batch_idx: int, dataloader_idx: int = 0
@@ -259,42 +236,47 @@ class AgentModule(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation sets' metrics: `val/…` for the first, `val_<name>/…` for the others."""
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for number, (name, statistics) in enumerate(self.validation_statistics.items()):
             prefix = "val" if number == 0 else f"val_{name}"
-            figures |= {f"{prefix}/{key}": value for key, value in statistics.compute().items()}
+            metrics |= _prefixed(f"{prefix}/", statistics.compute())
             statistics.reset()
         ready = self.trainer.fit_loop.epoch_progress.current.ready
-        self._log(figures, ready)
+        self._log(metrics, ready)
 
-    def _log(self, figures: dict[str, float], iteration: int) -> None:
-        kept = {
-            name: value for name, value in figures.items() if value == value
-        }  # no NaN into the store
-        self.log_dict(kept | {"step": float(iteration)}, rank_zero_only=False)
+    def _log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        # loggers get no NaN
+        defined = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        self.log_dict(defined | {"step": float(iteration)}, rank_zero_only=False)
 
     # ---- resume
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the sums of an unfinished update, every rank's own."""
+        """Save the sums of an unfinished update, those of every rank."""
+        importance = [] if self.importance is None else self.importance.export_state()
         checkpoint["agent"] = {
             "statistics": gather_over_ranks(self.statistics.export_state()),
             "preparation": gather_over_ranks(self.preparation.export_state()),
-            "importance": gather_over_ranks(
-                self.importance.export_state() if self.importance is not None else []
-            ),
+            "importance": gather_over_ranks(importance),
             "gradient_norms": dict(self.gradient_norms),
             "normalizer": self.normalizer.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them, where the environment size is the same."""
+        """Restore the sums if the number of ranks is the same, and the normalizer."""
         state = checkpoint["agent"]
         if len(state["statistics"]) == len(gather_over_ranks(0)):
             self.statistics.import_state(state["statistics"][rank()])
             self.preparation.import_state(state["preparation"][rank()])
-            selected = state.get("importance") and state["importance"][rank()]
-            if self.importance is not None and selected:
-                self.importance.import_state(selected)
+            if self.importance is not None and state["importance"][rank()]:
+                self.importance.import_state(state["importance"][rank()])
         self.gradient_norms = dict(state["gradient_norms"])
         self.normalizer.load_state_dict(state["normalizer"])
+
+
+def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}{name}": value for name, value in metrics.items()}

@@ -1,68 +1,113 @@
-"""Credit assignment of an iteration: turn rewards, advantages, returns, written into its samples."""
+"""Credit assignment of a batch: rewards on tokens, advantages and returns, in the credit layout."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Estimator, carry_into_mask, place_turn_rewards
-from ragen_pl.algorithms.mismatch import Correction
+from ragen_pl.algorithms.credit import (
+    Advantages,
+    Credit,
+    Estimator,
+    carry_into_mask,
+    place_turn_rewards,
+)
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.algorithms.whitening import whiten
-from ragen_pl.data.batch import TrajectoryBatch, credit_layout, gather_credit, scatter_credit
+from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks
+from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.modules.masking import TokenMasks
+from ragen_pl.modules.policy import TokenScores
+from ragen_pl.modules.reference import divergence
+
+
+def kl_penalty(
+    samples: Samples,
+    layout: CreditLayout,
+    kept: TokenMasks,
+    scores: TokenScores,
+    reference: Tensor | None,
+    loss: UpdateLoss,
+) -> Tensor | None:
+    """Return the KL penalty on each token's reward, `[episodes, tokens]`.
+
+    Args:
+        samples: Samples that were scored.
+        layout: Credit layout of the batch.
+        kept: Masks of the tokens.
+        scores: Scores of the policy.
+        reference: Log-probs of the reference by token number, None without a penalty.
+        loss: Loss with the settings of the penalty.
+    """
+    if loss.kl is None or kept.kl is None or reference is None:
+        return None
+    of_samples = reference[samples.token[samples.turn >= 0]]
+    kl = layout.gather(divergence(scores, samples, of_samples, estimator=loss.kl.estimator))
+    return loss.kl.coefficient * torch.where(kept.kl, kl, 0.0)
 
 
 def assign_credit(
     batch: TrajectoryBatch,
+    layout: CreditLayout,
+    kept: TokenMasks,
     estimator: Estimator,
     *,
     whiten_advantages: bool,
     normalizer: RewardNormalizer | None = None,
     penalty: Tensor | None = None,
-) -> None:
-    """Estimate advantages and returns and write them into the samples.
+) -> Advantages:
+    """Place the rewards and estimate advantages and returns.
 
     A truncated episode bootstraps with `episodes.bootstrap`, a terminated one with 0.
 
     Args:
-        batch: with masks and values; changed in place.
-        estimator: of advantages and returns.
-        whiten_advantages: over all trained tokens of all ranks.
-        normalizer: of the episodes' returns.
-        penalty: `[rows, time]`: what is taken from the reward of each sampled token (KL in the reward).
+        batch: Trajectories with values.
+        layout: Credit layout of the batch.
+        kept: Masks of the tokens.
+        estimator: Estimator of advantages and returns.
+        whiten_advantages: Whiten over all trained tokens of all ranks.
+        normalizer: Normalizer of the episodes' returns.
+        penalty: `[episodes, tokens]`, subtracted from the rewards of the tokens (KL in the reward).
+
+    Returns:
+        Estimates in the credit layout.
     """
-    credit, rows, columns = credit_layout(batch)
-    episodes, samples = batch.episodes, batch.samples
-    turn_rewards = episodes.turn_rewards
+    episodes, turn_rewards = batch.episodes, batch.episodes.turn_rewards
     if normalizer is not None:
         turn_rewards = normalizer(
             turn_rewards, episodes.turns, episodes.group, all_reduce=sum_over_ranks
         )
-        credit.returns = turn_rewards.sum(1)
-    credit.rewards = place_turn_rewards(turn_rewards, credit.turn, credit.advantage_mask)
+    rewards, returns = (
+        place_turn_rewards(turn_rewards, layout.turn, kept.advantage),
+        turn_rewards.sum(1),
+    )
     if penalty is not None:
-        taken = gather_credit(penalty, rows, columns)
-        credit.rewards = credit.rewards - carry_into_mask(taken, credit.advantage_mask, credit.turn)
-        credit.returns = credit.returns - taken.sum(1)
+        rewards = rewards - carry_into_mask(penalty, kept.advantage, layout.turn)
+        returns = returns - penalty.sum(1)
+    has_states = bool((episodes.state >= 0).any()) or not len(episodes.turns)
+    credit = Credit(
+        rewards=rewards,
+        values=layout.gather(batch.samples.values),
+        advantage_mask=kept.advantage,
+        loss_mask=kept.loss,
+        turn=layout.turn,
+        group=episodes.group,
+        bootstrap=episodes.bootstrap,
+        returns=returns,
+        state=episodes.state if has_states else None,
+    )
     estimates = estimator(credit, all_reduce=sum_over_ranks)
-    advantages = estimates.advantages
     if whiten_advantages:
-        advantages = whiten(advantages, credit.loss_mask, all_reduce=sum_over_ranks)
-    advantages = advantages * episodes.weight[:, None]
-    samples.advantages = scatter_credit(advantages, rows, columns, like=samples.advantages)
-    samples.returns = scatter_credit(estimates.returns, rows, columns, like=samples.returns)
+        estimates.advantages = whiten(estimates.advantages, kept.loss, all_reduce=sum_over_ranks)
+    estimates.advantages = estimates.advantages * episodes.weight[:, None]
+    return estimates
 
 
-def correct_mismatch(batch: TrajectoryBatch, trainer: Tensor, correction: Correction) -> None:
-    """Weigh advantages by p_trainer / p_engine and let the trainer's log-probs be the loss's old ones.
-
-    Args:
-        batch: with advantages; changed in place.
-        trainer: `[rows, time]` log-probs of the sampled tokens before the update.
-        correction: ratio to weight.
-    """
-    samples = batch.samples
-    weight = correction(trainer, samples.behavior_logprobs, samples.turn)
-    samples.advantages = samples.advantages * weight
-    samples.behavior_logprobs = torch.where(samples.turn >= 0, trainer, 0.0)
+def write_credit(
+    samples: Samples, layout: CreditLayout, kept: TokenMasks, estimates: Advantages
+) -> None:
+    """Set the masks, advantages and returns of the samples."""
+    kept.write(samples, layout)
+    samples.advantages = layout.scatter(estimates.advantages, like=samples.advantages)
+    samples.returns = layout.scatter(estimates.returns, like=samples.returns)

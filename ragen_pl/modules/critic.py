@@ -94,10 +94,10 @@ class CriticModule(pl.LightningModule):
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the sampled tokens inside the advantage mask."""
-        mask = batch.samples.advantage_mask & batch.real
+        mask = batch.samples.advantage_mask & batch.non_padding
         values: Tensor = self(batch.samples, batch.pixel_values)
         errors = (values - batch.samples.returns) ** 2 * mask
-        loss = errors.sum() * batch.scale / batch.credited
+        loss = errors.sum() * batch.scale / batch.advantage_tokens
         self.log("train/value_loss", loss.detach(), prog_bar=True)
         return loss
 

@@ -1,78 +1,48 @@
-"""The settings of the update's loss, each a small value that a config composes."""
+"""Loss of an update step: the policy's and the critic's loss, the penalty on the divergence, the entropy bonus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
 from torch import Tensor
 
-from ragen_pl.algorithms.aggregation import Aggregation
+from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.kl import KLEstimator
-from ragen_pl.algorithms.masks import all_but_action, sampled
+from ragen_pl.algorithms.masks import all_but_action
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.policy_loss import PolicyLoss
-from ragen_pl.constraints import NonNegative, Positive, PositiveFraction, checked
-from ragen_pl.modules.importance import Importance
-from ragen_pl.modules.reference import FrozenCopy, Reference
-
-Mask = Callable[[Tensor, Tensor], Tensor]
-"""(spans, turn index), both `[episodes, tokens]` → bool or, for M_loss, a weight `[episodes, tokens]`."""
-
-
-class OverlongResponses(StrEnum):
-    """What becomes of responses that hit their length limit."""
-
-    KEEP = "keep"
-    MASK = "mask"  # out of M_loss; their rewards and values stay
+from ragen_pl.algorithms.value_loss import value_loss
+from ragen_pl.constraints import NonNegative, Positive, checked
+from ragen_pl.data.batch import Minibatch
+from ragen_pl.modules.masking import Mask
+from ragen_pl.modules.policy import TokenScores
+from ragen_pl.modules.reference import FrozenCopy, Reference, divergence
 
 
 class KLPlace(StrEnum):
-    """Where the divergence from the reference is held against the policy."""
+    """Where the penalty on the divergence applies: in the loss, or subtracted from the tokens' rewards."""
 
     LOSS = "loss"
-    REWARD = "reward"  # taken from the rewards of the tokens, by the weights that sampled
-
-
-@checked
-@dataclass(kw_only=True)
-class Masks:
-    """Which sampled tokens are trained on (M_loss) and which carry credit (M_adv).
-
-    Args:
-        loss: M_loss, weights allowed.
-        advantage: M_adv, whose tokens are steps or are not.
-        top_entropy: share of M_loss's tokens to train on, those of the highest entropy.
-        overlong_responses: what becomes of responses that hit their length limit.
-        observations: whether text that was shown can be inside the masks (RICO).
-        importance: narrows both masks to what matters most for the actions; None leaves them.
-    """
-
-    loss: Mask = sampled
-    advantage: Mask = sampled
-    top_entropy: PositiveFraction = 1.0
-    overlong_responses: OverlongResponses = OverlongResponses.KEEP
-    observations: bool = False
-    importance: Importance | None = None
-
-    def __post_init__(self) -> None:
-        if self.importance is not None and self.observations:
-            raise ValueError(
-                "algorithm.masks.importance: scores choose among sampled tokens, and observations=true trains on "
-                "text that was shown; set one of them off"
-            )
+    REWARD = "reward"
 
 
 @checked
 @dataclass(kw_only=True)
 class ReferenceKL:
-    """A penalty on leaving the reference policy, on the tokens of its own mask.
+    """Penalty on the divergence from the reference policy, on the tokens of its own mask.
 
-    `estimator` is `full` for KL(reference ‖ policy) summed over the vocabulary, or one of k1, k2, k3 from
-    the sampled tokens. k1 in the loss has no gradient on average; it is meant for the reward. With a
-    `coefficient` of 0 the reference is kept and not scored, so that the penalty can be switched on later.
+    k1 in the loss has no gradient on average; it is meant for the reward. With a `coefficient` of 0 the
+    reference is kept and not scored, so the penalty can be switched on later.
+
+    Attributes:
+        coefficient: weight of the penalty.
+        estimator: measure of the divergence.
+        mask: tokens that the penalty applies to.
+        aggregation: how the divergences of tokens are averaged in the loss.
+        place: in the loss or in the reward.
+        reference: how the reference is built and how it follows the policy.
     """
 
     coefficient: NonNegative
@@ -85,19 +55,38 @@ class ReferenceKL:
     reference: Reference = field(default_factory=FrozenCopy)
 
 
+@dataclass(slots=True)
+class LossResult:
+    """A minibatch's share of the optimizer step's loss, and sums for metrics."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+
+
 @checked
 @dataclass(kw_only=True)
-class LossSettings:
-    """Everything that the update minimises."""
+class UpdateLoss:
+    """Loss of an update step.
+
+    Attributes:
+        policy: loss of the policy.
+        kl: penalty on the divergence from a reference policy; None for no reference.
+        value_coefficient: weight of the critic's loss.
+        value_clip: largest distance of a value from that of the rollout; None for no clip.
+        entropy_coefficient: weight of the entropy bonus.
+        entropy_target: entropy in nats at which the bonus reaches 0; None for a constant bonus.
+        whiten: whiten advantages over all trained tokens of the iteration.
+        mismatch: correction of the engine's distribution to the trainer's; None for none.
+    """
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
     kl: ReferenceKL | None = None
     value_coefficient: NonNegative = 0.5
     value_clip: Positive | None = None
     entropy_coefficient: float = 0.0
-    entropy_target: Positive | None = None  # nats: the bonus falls to 0 as entropy rises to it
-    whiten: bool = True  # advantages, over all trained tokens of the iteration
-    mismatch: Correction | None = None  # of the engine's distribution against the trainer's
+    entropy_target: Positive | None = None
+    whiten: bool = True
+    mismatch: Correction | None = None
 
     def __post_init__(self) -> None:
         if self.entropy_target is not None and self.entropy_coefficient == 0:
@@ -111,3 +100,128 @@ class LossSettings:
         if self.entropy_target is None:
             return self.entropy_coefficient
         return self.entropy_coefficient * min(1.0, max(0.0, 1.0 - entropy / self.entropy_target))
+
+    def adjust(
+        self,
+        *,
+        clip_high: float | None = None,
+        kl_coefficient: float | None = None,
+        entropy_coefficient: float | None = None,
+    ) -> dict[str, tuple[float, float]]:
+        """Change settings during training, from the next step on; None keeps a setting.
+
+        Checkpoints do not hold these settings. Apply the change again after resuming.
+
+        Returns:
+            (before, after) by the name of each changed setting.
+
+        Raises:
+            ValueError: a KL penalty in a run without a reference.
+        """
+        self.require_reference("kl_coefficient", kl_coefficient)
+        before = self._adjustable()
+        if clip_high is not None:
+            self.policy.clip_high = clip_high
+        if kl_coefficient is not None and self.kl is not None:
+            self.kl.coefficient = kl_coefficient
+        if entropy_coefficient is not None:
+            self.entropy_coefficient = entropy_coefficient
+        after = self._adjustable()
+        return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
+
+    def require_reference(self, key: str, coefficient: float | None) -> None:
+        """Check that a KL penalty has a reference.
+
+        Args:
+            key: Name of the setting, for the message.
+            coefficient: Weight of the penalty.
+
+        Raises:
+            ValueError: a positive coefficient in a run without a reference.
+        """
+        if coefficient and self.kl is None:
+            raise ValueError(
+                f"{key}={coefficient:g}: this run keeps no reference policy; "
+                "set algorithm.loss.kl.coefficient=0.0 rather than algorithm.loss.kl=null"
+            )
+
+    def _adjustable(self) -> dict[str, float]:
+        kl = {} if self.kl is None else {"kl_coefficient": self.kl.coefficient}
+        return {
+            "clip_high": self.policy.clip_high,
+            **kl,
+            "entropy_coefficient": self.entropy_coefficient,
+        }
+
+    def __call__(self, scores: TokenScores, batch: Minibatch) -> LossResult:
+        """Return the loss of a minibatch.
+
+        Sums are divided by the optimizer step's counts over all ranks and accumulated steps, so the gradient
+        does not depend on how a step's samples are split. Padding rows do not count.
+        """
+        samples, non_padding = batch.samples, batch.non_padding
+        mask, weight = samples.loss_mask & non_padding, samples.loss_weight * non_padding
+        surrogate = self.policy(
+            scores.logprobs, samples.behavior_logprobs, samples.advantages, mask, turn=samples.turn
+        )
+        average = {
+            "how": self.policy.aggregation,
+            "tokens": batch.loss_tokens,
+            "sequences": batch.sequences,
+            "constant": self.policy.constant,
+        }
+        policy = aggregate(surrogate.losses, weight, **average)
+        entropy = aggregate(scores.entropy, weight, **average)
+        value = self._value_loss(scores, batch)
+        kl, kl_sum, kl_tokens = self._reference_kl(scores, batch)
+        loss = policy + self.value_coefficient * value + kl
+        loss = loss - self.entropy_weight(batch.entropy) * entropy
+        sums = {
+            "tokens": surrogate.tokens,
+            "entropy": (scores.entropy * mask).sum(),
+            "approx_kl": surrogate.approx_kl,
+            "clipped_low": surrogate.clipped_low,
+            "clipped_high": surrogate.clipped_high,
+            "dual_clipped": surrogate.dual_clipped,
+            "loss": loss,
+            "policy_loss": policy,
+            "value_loss": value,
+            "kl_loss": kl,
+            "entropy_bonus": entropy,
+            "kl": kl_sum,
+            "kl_tokens": kl_tokens,
+        }
+        return LossResult(loss, {name: value.detach() for name, value in sums.items()})
+
+    def _value_loss(self, scores: TokenScores, batch: Minibatch) -> Tensor:
+        """Return the critic's loss over M_adv, where returns are defined."""
+        if scores.values is None:
+            return scores.logprobs.new_zeros(())
+        samples = batch.samples
+        mask = samples.advantage_mask & batch.non_padding
+        losses = value_loss(
+            scores.values, samples.returns, mask, old_values=samples.values, clip=self.value_clip
+        ).losses
+        return aggregate(
+            losses,
+            mask,
+            how=Aggregation.TOKEN_MEAN,
+            tokens=batch.advantage_tokens,
+            sequences=batch.sequences,
+        )
+
+    def _reference_kl(self, scores: TokenScores, batch: Minibatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weighted penalty, and the plain divergence's sum and tokens."""
+        if self.kl is None or batch.reference is None or self.kl.coefficient == 0:
+            zero = scores.logprobs.new_zeros(())
+            return zero, zero, zero
+        kl = divergence(scores, batch.samples, batch.reference, estimator=self.kl.estimator)
+        mask = batch.samples.kl_mask & batch.non_padding
+        penalty = aggregate(
+            kl,
+            mask,
+            how=self.kl.aggregation,
+            tokens=batch.kl_tokens,
+            sequences=batch.sequences,
+        )
+        return self.kl.coefficient * penalty, (kl * mask).sum(), mask.sum()

@@ -89,7 +89,7 @@ class PolicyModule(pl.LightningModule):
     def supervised_loss(self, batch: Minibatch) -> Tensor:
         """Return the cross-entropy of the responses, averaged over all trained tokens of the optimizer step."""
         scores: TokenScores = self(batch.samples, batch.pixel_values)
-        return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.tokens
+        return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.loss_tokens
 
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""

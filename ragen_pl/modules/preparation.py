@@ -1,4 +1,4 @@
-"""What is computed of an iteration's batch before its update: values, reference log-probs, credit."""
+"""Preparation of an iteration's batch before its update: scores, masks, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -7,33 +7,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.credit import (
+    Estimator,
+)
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.batch import CreditLayout, Minibatch, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
-from ragen_pl.modules.credit import assign_credit, correct_mismatch
+from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
 from ragen_pl.modules.critic import CriticModule, last_values, score_together
 from ragen_pl.modules.forward import split_by_tokens
-from ragen_pl.modules.importance import keep_important
-from ragen_pl.modules.losses import KLPlace, LossSettings, Masks
-from ragen_pl.modules.masking import apply_masks, keep_top_entropy
+from ragen_pl.modules.losses import KLPlace, UpdateLoss
+from ragen_pl.modules.masking import (
+    Masks,
+    TokenMasks,
+    keep_important,
+    keep_top_entropy,
+    record_importance,
+    token_masks,
+)
 from ragen_pl.modules.policy import PolicyModule, TokenScores, VocabularyReadout
-from ragen_pl.modules.reference import ReferencePolicy, divergence
+from ragen_pl.modules.reference import ReferencePolicy
 from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.trajectory import Span
 
 
 @dataclass(slots=True)
 class Scorer:
-    """Policy, critic and reference, asked together about the same samples."""
+    """Policy, critic and reference, which score the same samples."""
 
     policy: PolicyModule
     critic: CriticModule | None
     reference: ReferencePolicy | None
-    loss: LossSettings
+    loss: UpdateLoss
 
     def score(
         self,
@@ -54,7 +62,7 @@ class Scorer:
         )
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
-        """Return what the update's loss needs, the divergence over the vocabulary where it is asked for."""
+        """Return the scores that the update's loss needs, with the full divergence if the loss uses it."""
         full = self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
         reference = batch.reference if full else None
         return score_together(
@@ -62,7 +70,7 @@ class Scorer:
         )
 
     def bootstrap(self, batch: TrajectoryBatch) -> None:
-        """Value the state after the last turn of episodes that were cut from outside."""
+        """Set the value of the state after the last turn of truncated episodes."""
         if batch.final is None or self.critic is None:
             return
         values = last_values(self.policy, self.critic, batch.final, batch.pixel_values)
@@ -73,7 +81,7 @@ class Scorer:
     ) -> Tensor | None:
         """Return the reference's log-probs by token number: `[tokens, vocab]`, or `[tokens]` for estimates.
 
-        None where there is no penalty now.
+        None if there is no penalty at present.
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
@@ -98,71 +106,111 @@ def prepare_batch(
     masks: Masks,
     tokens_per_forward: int,
     normalizer: RewardNormalizer | None = None,
-    report: ImportanceStatistics | None = None,
+    importance: ImportanceStatistics | None = None,
 ) -> PreparationStatistics:
-    """Fill masks, values, reference log-probs, advantages and returns in; return what was seen on the way."""
-    loss, samples = scorer.loss, batch.samples
-    apply_masks(batch, masks, kl=None if loss.kl is None else loss.kl.mask)
+    """Fill in masks, values, reference log-probs, advantages and returns.
+
+    Args:
+        batch: Changed in place.
+        scorer: Policy, critic and reference.
+        estimator: Estimator of advantages and returns.
+        masks: M_loss and M_adv.
+        tokens_per_forward: Positions of a forward pass, padding included.
+        normalizer: Normalizer of the episodes' returns.
+        importance: Statistics of importance masks, changed in place.
+
+    Returns:
+        Statistics of log-probs, returns and values.
+    """
+    samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
     microbatches = split_by_tokens(samples.length, tokens_per_forward)
-    if masks.importance is not None:
-        policy = scorer.policy
-        effect: Tensor = policy(
-            samples, batch.pixel_values, microbatches=microbatches, readout=SaliencyReadout()
-        )
-        slot = policy.bundle.image_token_id
-        keep_important(batch, effect, masks.importance, image_token=slot, report=report)
     reference = scorer.reference_logprobs(samples, batch.pixel_values, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
-    full = reference if in_reward and reference is not None and reference.ndim == 2 else None
-    scores = scorer.score(samples, batch.pixel_values, microbatches=microbatches, reference=full)
-    if scores.values is not None:
-        samples.values = scores.values
-        scorer.bootstrap(batch)
-    # text that was not sampled: its log-probs before the update stand for those
-    shown = samples.spans == Span.SHOWN
-    samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)
-    keep_top_entropy(batch, scores.entropy, fraction=masks.top_entropy)
-    penalty = _penalty(samples, scores, reference, loss) if in_reward else None
+    scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
+
+    kept = token_masks(batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask)
+    if masks.importance is not None:
+        _narrow_by_importance(batch, layout, kept, masks, scorer.policy, microbatches, importance)
+    keep_top_entropy(kept, layout.gather(scores.entropy), fraction=masks.top_entropy)
+
+    penalty = kl_penalty(samples, layout, kept, scores, reference, loss) if in_reward else None
     batch.reference = None if in_reward else reference
-    assign_credit(
+    estimates = assign_credit(
         batch,
+        layout,
+        kept,
         estimator,
         whiten_advantages=loss.whiten,
         normalizer=normalizer,
         penalty=penalty,
     )
+    if loss.mismatch is not None:
+        behavior = layout.gather(samples.behavior_logprobs)
+        weight = loss.mismatch(layout.gather(scores.logprobs), behavior, layout.turn)
+        estimates.advantages = estimates.advantages * weight
+    write_credit(samples, layout, kept, estimates)
+
     statistics = _statistics(samples, scores)
     if loss.mismatch is not None:
-        correct_mismatch(batch, scores.logprobs, loss.mismatch)
+        # the ratio of the loss is taken to the trainer's own log-probs before the update
+        samples.behavior_logprobs = torch.where(samples.turn >= 0, scores.logprobs, 0.0)
     batch.entropy = _mean_entropy(samples, scores)
     return statistics
 
 
-def _penalty(
-    samples: Samples, scores: TokenScores, reference: Tensor | None, loss: LossSettings
-) -> Tensor | None:
-    """Return what the divergence from the reference takes from each token's reward, `[rows, time]`."""
-    if loss.kl is None or reference is None:
-        return None
-    of_samples = reference[samples.token[samples.turn >= 0]]
-    away = divergence(scores, samples, of_samples, estimator=loss.kl.estimator)
-    return loss.kl.coefficient * torch.where(samples.kl_mask, away, 0.0)
+def _score(
+    batch: TrajectoryBatch, scorer: Scorer, microbatches: list[Tensor], *, reference: Tensor | None
+) -> TokenScores:
+    """Score the samples and set their values, bootstraps and the log-probs of shown text."""
+    samples = batch.samples
+    full = reference if reference is not None and reference.ndim == 2 else None
+    scores = scorer.score(samples, batch.pixel_values, microbatches=microbatches, reference=full)
+    if scores.values is not None:
+        samples.values = scores.values
+        scorer.bootstrap(batch)
+    # shown text was not sampled: its log-probs before the update serve as those of the behavior policy
+    shown = samples.spans == Span.SHOWN
+    samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)
+    return scores
+
+
+def _narrow_by_importance(
+    batch: TrajectoryBatch,
+    layout: CreditLayout,
+    kept: TokenMasks,
+    masks: Masks,
+    policy: PolicyModule,
+    microbatches: list[Tensor],
+    statistics: ImportanceStatistics | None,
+) -> None:
+    assert masks.importance is not None
+    samples = batch.samples
+    scores: Tensor = policy(
+        samples, batch.pixel_values, microbatches=microbatches, readout=SaliencyReadout()
+    )
+    before = layout.scatter(kept.loss, like=samples.loss_mask)
+    keep_important(kept, scores, batch, layout, keep=masks.importance)
+    if statistics is not None:
+        after = layout.scatter(kept.loss, like=samples.loss_mask)
+        token = policy.bundle.image_token_id
+        record_importance(
+            statistics, samples, scores, before=before, after=after, image_token=token
+        )
 
 
 def _mean_entropy(samples: Samples, scores: TokenScores) -> float:
     """Return the policy's mean entropy over the trained tokens of all ranks, nats."""
     inside = scores.entropy[samples.loss_mask].double()
-    total, count = sum_over_ranks(
-        torch.stack([inside.sum(), inside.new_tensor(float(len(inside)))])
-    ).tolist()
+    sums = torch.stack([inside.sum(), inside.new_tensor(float(len(inside)))])
+    total, count = sum_over_ranks(sums).tolist()
     return total / max(count, 1.0)
 
 
 def _statistics(samples: Samples, scores: TokenScores) -> PreparationStatistics:
-    sampled, credited = samples.sampled, samples.advantage_mask
+    sampled, advantage_mask = samples.sampled, samples.advantage_mask
     delta = (scores.logprobs - samples.behavior_logprobs)[sampled].double()
-    returns = samples.returns[credited].double()
-    errors = (samples.returns - samples.values)[credited].double()
+    returns = samples.returns[advantage_mask].double()
+    errors = (samples.returns - samples.values)[advantage_mask].double()
     statistics = PreparationStatistics().to(delta.device)
     statistics.update(
         {

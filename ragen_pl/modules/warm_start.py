@@ -62,11 +62,13 @@ class WarmStartModule(pl.LightningModule):
         samples = batch.samples
         mask = samples.loss_mask & (samples.weight > 0)[:, None]
         scores = score_together(self.policy, self.critic, samples, batch.pixel_values)
-        response_loss = -(scores.logprobs * mask).sum() / batch.tokens
+        response_loss = -(scores.logprobs * mask).sum() / batch.loss_tokens
         metrics = {"warm_start/loss": response_loss.detach()}
         loss = response_loss
         if scores.values is not None:
-            error = value_loss(scores.values, samples.returns, mask).losses.sum() / batch.tokens
+            error = (
+                value_loss(scores.values, samples.returns, mask).losses.sum() / batch.loss_tokens
+            )
             metrics["warm_start/value_loss"] = error.detach()
             loss = loss + self.value_coefficient * error
         self.log_dict(metrics, prog_bar=True, sync_dist=True, reduce_fx="sum")

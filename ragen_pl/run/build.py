@@ -116,7 +116,7 @@ def build_agent(components: RunComponents) -> AgentModule:
         engine=engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         learning_rate_end=cfg.learning_rate_end,
-        critic_rate=cfg.critic_rate,
+        critic_learning_rate_scale=cfg.critic_learning_rate_scale,
     )
 
 

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import all_but_action, sampled
-from ragen_pl.data.batch import credit_layout, from_tensors, tensors
+from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate
-from ragen_pl.modules.credit import assign_credit
-from ragen_pl.modules.losses import Masks
-from ragen_pl.modules.masking import apply_masks
+from ragen_pl.modules.credit import assign_credit, write_credit
+from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.trajectory import EpisodeStatus
 
 LENGTHS = [[3, 5, -4], [2], [4, -1, 3, 2]]
@@ -122,6 +121,14 @@ def test_images_are_held_once_and_go_with_their_turns(vlm, make_trajectory, wind
 # ---- the same credit in every layout
 
 
+def estimate(batch, estimator, *, masks=None, whiten=False):
+    """Assign credit to a batch in place."""
+    layout = CreditLayout.of(batch)
+    kept = token_masks(batch, layout, masks or Masks(), kl=None)
+    estimates = assign_credit(batch, layout, kept, estimator, whiten_advantages=whiten)
+    write_credit(batch.samples, layout, kept, estimates)
+
+
 def credited(bundle, make, window, *, estimator, masks, values, lengths=LENGTHS, whiten=False):
     trajectories = [
         make(
@@ -131,12 +138,11 @@ def credited(bundle, make, window, *, estimator, masks, values, lengths=LENGTHS,
         for n, length in enumerate(lengths)
     ]  # fmt: skip
     batch = collate(trajectories, bundle)
-    apply_masks(batch, masks, kl=None)
     samples = batch.samples
     on = samples.token >= 0
     samples.values[on] = values[samples.token[on]]
     batch.episodes.bootstrap[0] = 0.7
-    assign_credit(batch, estimator, whiten_advantages=whiten)
+    estimate(batch, estimator, masks=masks, whiten=whiten)
     order = samples.token[on].argsort()
     return samples.advantages[on][order], samples.returns[on][order]
 
@@ -191,7 +197,7 @@ def test_hand_computed_credit_across_two_samples(lm, make_trajectory):
     batch = collate([make_trajectory(lm, [1, 1], window=1, rewards=[0.0, 1.0])], lm)
     batch.samples.values[batch.samples.token == 0] = 1.0
     batch.samples.values[batch.samples.token == 1] = 2.0
-    assign_credit(batch, MaskedGAE(gamma=0.5, lam=0.5), whiten_advantages=False)
+    estimate(batch, MaskedGAE(gamma=0.5, lam=0.5))
     sampled_ = batch.samples.token >= 0
     assert batch.samples.advantages[sampled_].tolist() == [-0.25, -1.0]
     assert batch.samples.returns[sampled_].tolist() == [0.75, 1.0]
@@ -203,8 +209,8 @@ def test_rows_of_weight_zero_take_no_part_in_credit(lm, make_trajectory):
     double = batch.samples.select(torch.tensor([0, 1, 1]))
     double.weight[2] = 0
     batch.samples = double
-    credit, rows, _ = credit_layout(batch)
-    assert credit.turn.tolist() == [[0, 0, 1, 1, 1]] and 2 not in rows
+    layout = CreditLayout.of(batch)
+    assert layout.turn.tolist() == [[0, 0, 1, 1, 1]] and 2 not in layout.rows
 
 
 # ---- parts and copies
@@ -227,10 +233,9 @@ def test_select_takes_rows_and_cuts_them_to_the_longest(lm, make_trajectory):
 def test_a_batch_survives_being_taken_apart(vlm, make_trajectory, tmp_path, status):
     batch = collate([make_trajectory(vlm, [2, 3], images=True, status=status)], vlm)
     batch.reference = torch.randn(5)
-    torch.save(tensors(batch), tmp_path / "batch.pt")
-    back = from_tensors(torch.load(tmp_path / "batch.pt", weights_only=True))
-    first, second = tensors(batch), tensors(back)
+    torch.save(batch.state_dict(), tmp_path / "batch.pt")
+    back = TrajectoryBatch.from_state_dict(torch.load(tmp_path / "batch.pt", weights_only=True))
+    first, second = batch.state_dict(), back.state_dict()
     assert str(first) == str(second) and (back.final is None) == (batch.final is None)
     assert torch.equal(back.samples.behavior_logprobs, batch.samples.behavior_logprobs)
     assert torch.equal(back.pixel_values, batch.pixel_values)
-    assert from_tensors(tensors(None)) is None

@@ -83,7 +83,7 @@ def test_rows_that_only_make_numbers_even_weigh_nothing(batch):
     for step in fillers:
         assert len(step.samples) == 1 and step.samples.weight.tolist() == [0.0]
         assert not step.samples.loss_mask.any() and not step.samples.kl_mask.any()
-        assert (step.tokens, step.sequences) == (1, 1)  # never a division by 0
+        assert (step.loss_tokens, step.sequences) == (1, 1)  # never a division by 0
     assert batch.samples.weight.tolist() == [1.0] * 7  # the batch itself is untouched
     assert batch.samples.loss_mask.sum() == 35
 
@@ -95,7 +95,7 @@ def test_denominators_count_the_whole_optimizer_step(batch, accumulate):
     for first in range(0, len(steps), accumulate):
         group = steps[first : first + accumulate]
         tokens = sum(int(step.samples.loss_mask.sum()) for step in group)
-        assert all(step.tokens == tokens for step in group)
+        assert all(step.loss_tokens == tokens for step in group)
         assert all(step.sequences == sum(len(episodes(s)) for s in group) for step in group)
         assert all(step.scale == 3 * accumulate for step in group)
         totals.append(tokens)
@@ -112,8 +112,8 @@ def test_denominators_count_all_ranks(batch):
         return counts + torch.tensor([100.0, 80.0, 60.0, 10.0])
 
     steps = list(loader_of(batch, epochs=1, minibatches=2, sum_over_ranks=sum_over_ranks))
-    assert sum(float(step.tokens) for step in steps) == 235
-    assert sum(float(step.credited) for step in steps) == 195
+    assert sum(float(step.loss_tokens) for step in steps) == 235
+    assert sum(float(step.advantage_tokens) for step in steps) == 195
     assert sum(float(step.kl_tokens) for step in steps) == 155
     assert sum(float(step.sequences) for step in steps) == 27
     assert len(seen) == 1
@@ -123,7 +123,7 @@ def test_rows_of_weight_zero_are_not_counted(lm, make_trajectory):
     made = collate([make_trajectory(lm, [3]), make_trajectory(lm, [4], seed=1)], lm)
     made.samples.weight[1] = 0
     (step,) = loader_of(made, epochs=1, minibatches=1)
-    assert (step.tokens, step.sequences) == (3, 1)
+    assert (step.loss_tokens, step.sequences) == (3, 1)
 
 
 @pytest.mark.parametrize("minibatches, accumulate", [(1, 1), (3, 1), (2, 3), (9, 1)])
@@ -133,8 +133,8 @@ def test_a_sum_of_token_losses_does_not_depend_on_the_split(batch, minibatches, 
     weighed = 0.0
     for step in loader:
         loss = (step.samples.behavior_logprobs * step.samples.loss_mask).sum()
-        share = float(loss * step.scale / step.tokens) / accumulate
-        weighed += share * float(step.tokens)
+        share = float(loss * step.scale / step.loss_tokens) / accumulate
+        weighed += share * float(step.loss_tokens)
     expected = float((batch.samples.behavior_logprobs * batch.samples.loss_mask).sum())
     assert weighed == pytest.approx(expected, rel=1e-5)
 

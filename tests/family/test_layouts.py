@@ -14,12 +14,11 @@ from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, R
 from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.masks import until_action
 from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
-from ragen_pl.data.batch import TrajectoryBatch
+from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.modules.credit import assign_credit
-from ragen_pl.modules.losses import Masks
-from ragen_pl.modules.masking import apply_masks
+from ragen_pl.modules.credit import assign_credit, write_credit
+from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
@@ -82,8 +81,11 @@ def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=
     samples = batch.samples
     samples.values = torch.where(samples.turn >= 0, torch.sin(samples.input_ids.float()), 0.0)
     batch.episodes.bootstrap = torch.where(batch.episodes.truncated, 0.7, 0.0)
-    apply_masks(batch, Masks(advantage=until_action), kl=None)
-    assign_credit(batch, estimator, whiten_advantages=whiten, normalizer=normalizer)
+    layout = CreditLayout.of(batch)
+    kept = token_masks(batch, layout, Masks(advantage=until_action), kl=None)
+    settings = {"whiten_advantages": whiten, "normalizer": normalizer}
+    estimates = assign_credit(batch, layout, kept, estimator, **settings)
+    write_credit(samples, layout, kept, estimates)
     return batch
 
 
@@ -151,8 +153,10 @@ class TestUndividedSequence:
     def test_other_masks_still_hold_sampled_tokens_only(self, bundle) -> None:
         batch, _ = self.batch(bundle)
         plain = collate(self.batch(bundle)[1], bundle)
-        for part in (batch, plain):
-            apply_masks(part, Masks(advantage=until_action), kl=None)
+        for one in (batch, plain):
+            layout = CreditLayout.of(one)
+            kept = token_masks(one, layout, Masks(advantage=until_action), kl=None)
+            kept.write(one.samples, layout)
         assert torch.equal(batch.samples.loss_mask, plain.samples.loss_mask)
         assert torch.equal(batch.samples.advantage_mask, plain.samples.advantage_mask)
 

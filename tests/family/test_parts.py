@@ -17,7 +17,7 @@ from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.algorithms.ratio_losses import cispo, sequence_surrogate
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.modules.losses import LossSettings
+from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import AdaptersOff, FrozenCopy, MovingAverage
 
@@ -192,8 +192,8 @@ def test_adapters_can_only_be_switched_off_where_there_are_some(policy) -> None:
 
 
 def test_the_entropy_bonus_falls_to_nothing_at_its_target() -> None:
-    loss = LossSettings(entropy_coefficient=0.1, entropy_target=2.0)
+    loss = UpdateLoss(entropy_coefficient=0.1, entropy_target=2.0)
     assert loss.entropy_weight(0.0) == pytest.approx(0.1)
     assert loss.entropy_weight(1.0) == pytest.approx(0.05)
     assert loss.entropy_weight(3.0) == 0.0
-    assert LossSettings(entropy_coefficient=0.1).entropy_weight(9.0) == 0.1
+    assert UpdateLoss(entropy_coefficient=0.1).entropy_weight(9.0) == 0.1

@@ -23,7 +23,8 @@ from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.losses import LossSettings, Masks, ReferenceKL
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rollout.context import ContextManager
@@ -105,7 +106,7 @@ class Setup:
             CriticModule(bundle.hidden_size, backbone=own) if needs_critic else None,
             estimator=self.estimator,
             masks=Masks(advantage=until_action),
-            loss=LossSettings(kl=ReferenceKL(**({"coefficient": 0.1} | self.kl))),
+            loss=UpdateLoss(kl=ReferenceKL(**({"coefficient": 0.1} | self.kl))),
             normalizer=None if self.normalizer is None else self.normalizer(),
             optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
             engine=TransformersEngine,

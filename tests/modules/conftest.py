@@ -21,7 +21,8 @@ from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.losses import LossSettings, Masks
+from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
@@ -55,7 +56,7 @@ def build_agent(
     settings = {
         "estimator": BilevelGAE(gamma_turn=0.9),
         "masks": Masks(),
-        "loss": LossSettings(),
+        "loss": UpdateLoss(),
         "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
         "engine": TransformersEngine,
     }

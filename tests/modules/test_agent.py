@@ -12,11 +12,12 @@ from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.collate import collate
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.losses import LossSettings, Masks, ReferenceKL
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
-KL = LossSettings(kl=ReferenceKL(coefficient=0.1))
+KL = UpdateLoss(kl=ReferenceKL(coefficient=0.1))
 
 
 @pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])
@@ -72,7 +73,7 @@ def test_only_an_episode_cut_from_outside_is_bootstrapped(make, own_critic):
     agent = make.agent(
         own_critic=own_critic,
         estimator=BilevelGAE(gamma_turn=0.9, lam_turn=1.0),
-        loss=LossSettings(whiten=False),
+        loss=UpdateLoss(whiten=False),
     )
     plain = make.play(agent, groups=2, members=1)
     both = [plain[0], make.cut(plain[1])]
@@ -118,7 +119,7 @@ def test_the_reference_is_a_frozen_copy(make):
 
 
 def test_a_penalty_can_be_switched_on_where_a_reference_is_kept(make):
-    agent = make.agent(loss=LossSettings(kl=ReferenceKL(coefficient=0.0)))
+    agent = make.agent(loss=UpdateLoss(kl=ReferenceKL(coefficient=0.0)))
     reference = {name: value.clone() for name, value in agent.reference.state_dict().items()}
     batch = make.batch(agent)
     assert batch.reference is None  # it is not scored for nothing
@@ -135,7 +136,7 @@ def test_a_penalty_can_be_switched_on_where_a_reference_is_kept(make):
 
 
 def test_without_a_reference_a_penalty_can_not_be_switched_on(make):
-    agent = make.agent(loss=LossSettings(kl=None))
+    agent = make.agent(loss=UpdateLoss(kl=None))
     assert agent.reference is None and agent.adjust_loss(kl_coefficient=0.0) == {}
     with pytest.raises(
         ValueError, match=r"kl_coefficient=0.5: .* set algorithm.loss.kl.coefficient=0.0"
@@ -144,7 +145,7 @@ def test_without_a_reference_a_penalty_can_not_be_switched_on(make):
 
 
 def test_the_optimizer_has_a_group_for_policy_and_one_for_the_critic(make):
-    agent = make.agent(loss=KL, critic_rate=3.0, learning_rate_end=0.5)
+    agent = make.agent(loss=KL, critic_learning_rate_scale=3.0, learning_rate_end=0.5)
     made = agent.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     groups = {group["name"]: group for group in optimizer.param_groups}
@@ -192,7 +193,7 @@ def test_an_estimator_of_values_needs_a_critic(make):
     bundle = make.bundle()
     settings = {
         "masks": Masks(),
-        "loss": LossSettings(),
+        "loss": UpdateLoss(),
         "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
         "engine": TransformersEngine,
     }

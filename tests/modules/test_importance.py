@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from ragen_pl.algorithms.masks import top_in_turn
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.modules.forward import sample_inputs
-from ragen_pl.modules.importance import Importance, patch_scores
-from ragen_pl.modules.losses import Masks
+from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.trajectory import Span
 
@@ -107,22 +106,6 @@ def test_a_rank_that_no_group_fell_to_has_nothing_to_choose(make) -> None:
     agent = make.agent(masks=Masks(importance=Importance(loss=0.5)))
     batch = as_dummy_batch(collate(make.play(agent), agent.policy.bundle))
     assert not agent.prepare(batch).samples.weight.any()
-
-
-def test_patches_are_averaged_image_by_image(make) -> None:
-    agent = make.agent(images=True)
-    batch = collate(make.play(agent, groups=2, members=1), agent.policy.bundle)
-    slot = agent.policy.bundle.image_token_id
-    patches = int((batch.samples.input_ids[0] == slot).sum())
-    scores = torch.zeros(batch.samples.input_ids.shape)
-    for row in range(len(scores)):
-        scores[row, batch.samples.input_ids[row] == slot] = torch.arange(patches).float() + row
-    mean, rank = patch_scores(batch.samples, scores, image_token=slot, patches=patches)
-    middle = (len(scores) - 1) / 2
-    assert mean.tolist() == pytest.approx([middle + patch for patch in range(patches)])
-    assert rank[0] == 0.0 and rank[-1] == 1.0
-    with pytest.raises(ValueError, match="multiple"):
-        patch_scores(batch.samples, scores, image_token=slot, patches=patches * 1000 + 7)
 
 
 @pytest.mark.parametrize("wrong", [{"loss": 0.0}, {"advantage": 1.5}])

@@ -9,8 +9,10 @@ import torch
 
 from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.masks import action_span, until_action
+from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.data.loader import MinibatchLoader
-from ragen_pl.modules.losses import LossSettings, Masks, PolicyLoss, ReferenceKL
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.modules.masking import Masks
 from ragen_pl.trajectory import Span
 
 
@@ -19,7 +21,7 @@ def loss_settings(aggregation=Aggregation.TOKEN_MEAN, *, coefficient=0.1, **chan
     policy = PolicyLoss(aggregation=aggregation, constant=constant)
     held = Aggregation.SEQ_MEAN_TOKEN_SUM if aggregation is Aggregation.CONSTANT else aggregation
     kl = ReferenceKL(coefficient=coefficient, aggregation=held)
-    return LossSettings(policy=policy, kl=kl, **changes)
+    return UpdateLoss(policy=policy, kl=kl, **changes)
 
 
 def nudge(agent):
@@ -178,7 +180,9 @@ def test_the_value_loss_is_of_the_advantage_mask(make):
     mask = samples.advantage_mask
     values = samples.values[mask]
     expected = (
-        0.5 * float(((values - samples.returns[mask]) ** 2).sum()) / float(minibatch.credited)
+        0.5
+        * float(((values - samples.returns[mask]) ** 2).sum())
+        / float(minibatch.advantage_tokens)
     )
     assert figure() == pytest.approx(expected, rel=1e-4)
     samples.returns[~mask] = 9.0
@@ -189,7 +193,7 @@ def test_the_value_loss_is_of_the_advantage_mask(make):
 
 @pytest.mark.parametrize("estimator", ["full", "k1", "k2", "k3"])
 def test_divergence_is_zero_at_the_start_and_frees_the_action(make, estimator):
-    loss = LossSettings(kl=ReferenceKL(coefficient=1.0, estimator=estimator))
+    loss = UpdateLoss(kl=ReferenceKL(coefficient=1.0, estimator=estimator))
     agent = make.agent(loss=loss)
     minibatch = make.minibatch(make.batch(agent))
     agent.training_step(minibatch, 0)

@@ -13,10 +13,10 @@ from PIL import Image
 
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import sampled
+from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
-from ragen_pl.modules.credit import assign_credit
-from ragen_pl.modules.losses import Masks
-from ragen_pl.modules.masking import apply_masks
+from ragen_pl.modules.credit import assign_credit, write_credit
+from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
@@ -87,9 +87,12 @@ def test_token_credit_belongs_to_its_tokens(played: list[Trajectory], proxy: Age
     trajectories = [played[0], failed, *played[1:]]
     batch = collate(trajectories, proxy.context.bundle)
     masks = Masks(loss=partial(sampled), advantage=partial(sampled))
-    apply_masks(batch, masks, kl=None)
+    layout = CreditLayout.of(batch)
+    kept = token_masks(batch, layout, masks, kl=None)
     batch.samples.values = torch.rand_like(batch.samples.values)
-    assign_credit(batch, MaskedGAE(gamma=0.9, lam=0.9), whiten_advantages=False)
+    estimator = MaskedGAE(gamma=0.9, lam=0.9)
+    estimates = assign_credit(batch, layout, kept, estimator, whiten_advantages=False)
+    write_credit(batch.samples, layout, kept, estimates)
     credit = token_credit(batch, trajectories)
     assert credit[1] is None
     flat = [tokens for tokens in credit if tokens is not None]
