@@ -1,9 +1,9 @@
-"""Advantage estimators on a large batch, and bi-level GAE beside a plain loop over its tokens, in one run.
+"""Time the advantage estimators on a large batch, and compare bi-level GAE with a plain loop over its tokens.
 
     python benchmarks/advantages.py
 
-128 trajectories of 4096 tokens in 10 turns, a tenth of the tokens outside M_adv. The loop is the definition,
-token by token in Python over the same tensors' numbers; its result must agree.
+The batch has 128 trajectories of 4096 tokens in 10 turns; a tenth of the tokens is outside M_adv. The loop
+implements the definition token by token in Python. Both results must agree.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def problem(rows: int, tokens: int, turns: int) -> tuple[Tensor, Tensor, Tensor,
 
 
 def plain_loop(rewards: Tensor, values: Tensor, turn: Tensor, bootstrap: Tensor) -> Tensor:
-    """Compute bi-level GAE token by token, as its definition reads."""
+    """Compute bi-level GAE token by token from its definition."""
     result = torch.zeros_like(values)
     for row in range(turn.shape[0]):
-        following_value, following = float(bootstrap[row]), 0.0  # of the next turn's end
+        following_value, following = float(bootstrap[row]), 0.0  # at the end of the next turn
         token_value = token_advantage = 0.0
         total, end = 0.0, -1
         ends: dict[int, int] = {}

@@ -1,6 +1,7 @@
-"""Provoke a collapse, see which diagnostic tells of it first, and what each mitigation does about it.
+"""Provoke a collapse, report which diagnostic detects it first, and compare mitigations.
 
-All runs begin from one warm start and differ only in what the collapse monitor does. The page is `docs/collapse.md`.
+All runs start from the same warm start and differ only in the actions of the collapse monitor. The result is
+`docs/collapse.md`.
 
     python benchmarks/collapse.py run --out runs/collapse
     python benchmarks/collapse.py report --out runs/collapse
@@ -36,8 +37,8 @@ _ACT = (
 )
 PROBED = ("callbacks.diagnostics.probe_every_n_iterations=1",)
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "left alone": (),
-    "learning rate to a tenth": (*_ACT, "callbacks.collapse.mitigation.learning_rate_share=0.1"),
+    "none": (),
+    "a tenth of the learning rate": (*_ACT, "callbacks.collapse.mitigation.learning_rate_share=0.1"),
     "KL penalty on": (*_ACT, "callbacks.collapse.mitigation.kl_coefficient=0.5"),
     "clip-higher, entropy target": (
         _ACT[0], "callbacks.collapse.mitigation.entropy_target=0.2",
@@ -47,11 +48,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a finished run has left: readings by iteration, the monitor's events, success on the panel."""
+    """Result of a finished run: readings by iteration, the monitor's events, success on the validation set."""
 
     readings: Mapping[int, Readings]
     events: list[dict[str, Any]]
-    validation_set: float
+    success: float
 
 
 def main() -> None:
@@ -61,15 +62,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "collapse")
     parser.add_argument("--lr", type=float, default=7.5e-4)
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--environments", type=int, default=64)
+    parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "collapse.md")
-    parser.add_argument("--overrides", nargs="+", default=(), help="further ones, of every run")
+    parser.add_argument("--overrides", nargs="+", default=(), help="further overrides of every run")
     args = parser.parse_args()
     out = args.out.absolute()
-    provoked = (
+    collapsing = (
         f"optimizer.lr={args.lr:g}", "learning_rate_end=1.0", "algorithm.loss.kl.coefficient=0.0",
-        f"rollout.groups={args.slots}",
+        f"rollout.groups={args.groups}",
     )  # fmt: skip
     if args.action == "run":
         weights = out / "warm_start" / "warm_start.pt"
@@ -90,19 +91,19 @@ def main() -> None:
         for name, monitor in VARIANTS.items():
             if not (out / name / "metrics.json").exists():
                 fit(
-                    out / name, *common, *provoked, *monitor, f"warm_start.weights={weights}", "logger=csv",
+                    out / name, *common, *collapsing, *monitor, f"warm_start.weights={weights}", "logger=csv",
                     f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
                     "validation.baselines=null", "validation.blank=false", "callbacks.trajectories=null",
                     *PROBED, "callbacks.collapse.good_every_n_iterations=1",
                 )  # fmt: skip
     write_page(
         {name: read(out / name) for name in VARIANTS if (out / name / "metrics.json").exists()},
-        alarms=alarms_of(out / "left alone"),
+        alarms=alarms_of(out / "none"),
         page=args.page,
         command=" ".join(
             (
                 "python -m ragen_pl.fit env=frozenlake_visual",
-                *provoked,
+                *collapsing,
                 f"trainer.max_epochs={args.iterations}",
                 *PROBED,
             )
@@ -111,7 +112,7 @@ def main() -> None:
 
 
 def fit(folder: Path, *overrides: str) -> None:
-    """Run a job on one thread; its output goes to the folder's log."""
+    """Run a training job on one thread. Its output goes to log.txt in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     overrides += ("ckpt_path=last",) if (folder / "config.yaml").exists() else ()
     command = [sys.executable, "-m", "ragen_pl.fit", *overrides, f"paths.run_dir='{folder}'"]
@@ -124,48 +125,48 @@ def fit(folder: Path, *overrides: str) -> None:
 
 
 def read(folder: Path) -> Run:
-    """Read a finished run's folder."""
+    """Read the folder of a finished run."""
     readings: dict[int, Readings] = {}
-    (metrics,) = folder.rglob("metrics.csv")
-    with metrics.open() as lines:
+    (metrics_file,) = folder.rglob("metrics.csv")
+    with metrics_file.open() as lines:
         for row in csv.DictReader(lines):
-            taken = {
+            values = {
                 name.removeprefix("diagnostics/"): float(value)
                 for name, value in row.items()
                 if name.startswith("diagnostics/") and value
             }
-            if taken:
-                readings.setdefault(int(float(row["step"])), {}).update(taken)
+            if values:
+                readings.setdefault(int(float(row["step"])), {}).update(values)
     events = folder / "collapse.jsonl"
-    figures = json.loads((folder / "metrics.json").read_text())
+    metrics = json.loads((folder / "metrics.json").read_text())
     return Run(
         readings=readings,
         events=[json.loads(line) for line in events.read_text().splitlines()]
         if events.exists()
         else [],
-        validation_set=figures["val/success"],
+        success=metrics["val/success"],
     )
 
 
 def alarms_of(folder: Path) -> dict[str, Alarm]:
-    """Return the alarms that a run had."""
+    """Return the alarms in the config of a run."""
     settings = OmegaConf.load(folder / "config.yaml")
     alarms = settings.callbacks.collapse.alarms
     return {name: instantiate(alarm) for name, alarm in alarms.items() if alarm is not None}
 
 
 def first_trip(alarm: Alarm, readings: Mapping[int, Readings]) -> int | None:
-    """Return the iteration in which an alarm's patience is over for the first time, if ever."""
-    row = 0
+    """Return the first iteration in which an alarm trips, None if it never does."""
+    count = 0
     for iteration in sorted(readings):
-        row = row + 1 if alarm.holds(readings[iteration]) else 0
-        if row == alarm.patience:
+        count = count + 1 if alarm.holds(readings[iteration]) else 0
+        if count == alarm.patience:
             return iteration
     return None
 
 
 def failure(readings: Mapping[int, Readings]) -> int | None:
-    """Return the iteration from which on sampled success stays under half of its mean over the first three."""
+    """Return the iteration after which sampled success stays below half of its mean over the first three."""
     iterations = sorted(readings)
     first = sum(readings[at]["success"] for at in iterations[:3]) / 3
     low = [at for at in iterations if readings[at]["success"] >= first / 2]
@@ -177,49 +178,55 @@ def write_page(
     runs: Mapping[str, Run], *, alarms: Mapping[str, Alarm], page: Path, command: str
 ) -> None:
     """Write the page and its image."""
-    alone = runs["left alone"]
-    failed = failure(alone.readings)
+    baseline = runs["none"]
+    failed = failure(baseline.readings)
     rows = []
     for name, alarm in alarms.items():
-        at = first_trip(alarm, alone.readings)
+        at = first_trip(alarm, baseline.readings)
         ahead = "" if at is None or failed is None else f"{failed - at:+d}"
         limit = f"below {alarm.below:g}" if alarm.below is not None else f"above {alarm.above:g}"
         rows.append(
             (at or 10**6, f"| `{name}` | `{alarm.reading}` {limit} | {at or 'never'} | {ahead} |")
         )
-    last = max(alone.readings)
-    tells = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
-    ends = "\n".join(
-        f"| {name} | {run.validation_set:.3f} | {run.readings[max(run.readings)].get('think_accuracy', float('nan')):.2f} | "
-        f"{run.readings[max(run.readings)]['valid_actions']:.2f} | {_told(run.events)} |"
+    last = max(baseline.readings)
+    alarm_rows = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
+    action_rows = "\n".join(
+        f"| {name} | {run.success:.3f} | {run.readings[max(run.readings)].get('think_accuracy', float('nan')):.2f} | "
+        f"{run.readings[max(run.readings)]['valid_actions']:.2f} | {_event_text(run.events)} |"
         for name, run in runs.items()
     )
     image = page.with_name("collapse.png")
     draw(runs, failed=failed, file=image)
-    fails = (
-        f"Sampled success stays under half of its first metrics from iteration {failed} on."
+    outcome = (
+        f"Sampled success stays below half of its first values from iteration {failed}."
         if failed
-        else f"Sampled success has not halved for good in {last} iterations."
+        else f"Sampled success does not stay below half of its first values within {last} iterations."
     )
     page.write_text(
-        _PAGE.format(command=command, fails=fails, tells=tells, ends=ends, image=image.name)
+        _PAGE.format(
+            command=command,
+            outcome=outcome,
+            alarm_rows=alarm_rows,
+            action_rows=action_rows,
+            image=image.name,
+        )
     )
     print(page)
 
 
-def _told(events: list[dict[str, Any]]) -> str:
-    told = [
+def _event_text(events: list[dict[str, Any]]) -> str:
+    texts = [
         f"{event['iteration']}: {', '.join(event['alarms'])}"
         + (" (stopped the run)" if any("stopped" in done for done in event["done"]) else "")
         for event in events
     ]
-    return "; ".join(told) or "none"
+    return "; ".join(texts) or "none"
 
 
 def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
-    """Draw the readings of the run that was left alone, and the success of all."""
+    """Draw the readings of the run without actions, and the success of all runs."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    alone = runs["left alone"].readings
+    baseline = runs["none"].readings
     for name in (
         "think_accuracy",
         "mutual_information_share",
@@ -227,11 +234,11 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
         "entropy",
         "success",
     ):
-        taken = {at: reading[name] for at, reading in alone.items() if name in reading}
-        left.plot(list(taken), list(taken.values()), label=name)
+        values = {at: reading[name] for at, reading in baseline.items() if name in reading}
+        left.plot(list(values), list(values.values()), label=name)
     if failed:
         left.axvline(failed, color="grey", linestyle=":")
-    left.set(title="left alone: readings", xlabel="iteration", ylim=(-0.05, 1.05))
+    left.set(title="diagnostics without actions", xlabel="iteration", ylim=(-0.05, 1.05))
     left.legend(fontsize=8)
     for name, run in runs.items():
         right.plot(
@@ -239,7 +246,7 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
             [reading["success"] for reading in run.readings.values()],
             label=name,
         )
-    right.set(title="sampled success by what the monitor does", xlabel="iteration")
+    right.set(title="sampled success by action", xlabel="iteration")
     right.legend(fontsize=8)
     for axis in (left, right):
         axis.grid(alpha=0.3)
@@ -247,32 +254,32 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
     plt.close(figure)
 
 
-_PAGE = """# A collapse, provoked
+_PAGE = """# A provoked collapse
 
-Made by `python benchmarks/collapse.py run`. The main job with half its environments, a high and constant learning rate, no KL
-anchor and no filter, from the usual warm start, with probes in every iteration:
+Generated by `python benchmarks/collapse.py run`. The default run with half of its episodes per iteration, a high
+constant learning rate, no KL penalty and no filter, from the usual warm start, with probes in every iteration:
 
 ```
 {command}
 ```
 
-{fails}
+{outcome}
 
-![Readings, and success by mitigation]({image})
+![Diagnostics, and success by mitigation]({image})
 
-Which alarm of `conf/callbacks/default.yaml` would trip when (its patience counted, no iterations of grace), and by how
-many iterations that is ahead of success:
+The iteration in which each alarm of `conf/callbacks/default.yaml` trips (with its patience, without the first
+`grace` iterations), and how many iterations this is before success is lost:
 
 | alarm | limit | iteration | ahead |
 |---|---|---|---|
-{tells}
+{alarm_rows}
 
-What the monitor's actions did, from the same weights (greedy success on the held-out validation set after the last iteration;
-alarms that it acted on, by iteration):
+Results of the monitor's actions from the same initial weights (greedy success on the held-out validation set after
+the last iteration, and the alarms that led to an action, by iteration):
 
-| action | success | true thoughts | valid actions | alarms |
+| action | success | think accuracy | valid actions | alarms |
 |---|---|---|---|---|
-{ends}
+{action_rows}
 """
 
 

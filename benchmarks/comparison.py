@@ -1,8 +1,8 @@
-"""Compare algorithms: the same model, environments, warm start and wall time for each, over some seeds.
+"""Compare algorithms with the same model, environments, initial weights and wall time over several seeds.
 
-A cell is one run of `python -m ragen_pl.fit`. Cells of an environment and seed begin from the same weights, made by one
-warm start; RICO's samples are whole episodes, so it has a warm start of its own. What is finished is kept, what is
-not is resumed, so the whole may be stopped and continued. The report, with its plots, is `docs/results.md`.
+Each combination of environment, algorithm and seed is one run of `python -m ragen_pl.fit`. Runs of the same environment
+and seed start from the weights of one warm start. RICO's samples are whole episodes, and it has its own warm start.
+Finished runs are kept and interrupted runs are resumed. The report with its plots is `docs/results.md`.
 
     python benchmarks/comparison.py run --out runs/comparison
     python benchmarks/comparison.py report --out runs/comparison
@@ -22,7 +22,7 @@ from pathlib import Path
 from comparison_report import write_report
 
 ROOT = Path(__file__).parents[1]
-WORLDS = ("frozenlake_visual", "sokoban_visual")
+ENVIRONMENTS = ("frozenlake_visual", "sokoban_visual")
 _ALL_SAMPLED = "algorithm.masks.advantage._target_=ragen_pl.algorithms.masks.sampled"
 _ALL_ONE = tuple(
     f"algorithm.estimator.{name}=1.0"
@@ -39,7 +39,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Not played unless asked for by --algorithms.
+# Only run if named by --algorithms.
 FURTHER: dict[str, tuple[str, ...]] = {
     "trico_adaptive": ("algorithm=trico_adaptive",),
     "trico_importance": ("algorithm=trico_importance",),
@@ -48,29 +48,29 @@ FURTHER: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 _WHOLE_EPISODES = ("rico",)
-# About as many demonstrated turns in RICO's samples, 16 episodes a step, as in the others', 64 turns a step.
+# RICO's warm start (16 episodes per step) has about as many demonstrated turns as the others' (64 turns per step).
 _STEPS_OF_EPISODES = {"frozenlake_visual": 400, "sokoban_visual": 450}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """A warm start, shared by cells."""
+class WarmStart:
+    """Warm start shared by several runs."""
 
     environment: str
     whole_episodes: bool
     seed: int
 
     def folder(self, out: Path) -> Path:
-        """Return its run's folder."""
+        """Return the folder of its run."""
         layout = "episodes" if self.whole_episodes else "turns"
         return out / self.environment / f"warm_start_of_{layout}" / str(self.seed)
 
     def weights(self, out: Path) -> Path:
-        """Return the file of its weights."""
+        """Return the file with its weights."""
         return self.folder(out) / "warm_start.pt"
 
     def command(self, out: Path, args: argparse.Namespace) -> list[str]:
-        """Return the command that makes its weights, and no iteration of RL."""
+        """Return the command that runs the warm start without RL."""
         own = ["algorithm=trico"]
         if self.whole_episodes:
             own = ["algorithm=rico", f"warm_start.steps={_STEPS_OF_EPISODES[self.environment]}"]
@@ -79,7 +79,7 @@ class Beginning:
         return [
             sys.executable, "-m", "ragen_pl.fit", f"env={self.environment}", *own, f"seed={self.seed}",
             f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",
-            f"validation.episodes={args.validation_set}", "validation.blank=false", *args.overrides,
+            f"validation.episodes={args.validation_episodes}", "validation.blank=false", *args.overrides,
         ]  # fmt: skip
 
 
@@ -101,36 +101,36 @@ class Cell:
         )
 
     @property
-    def beginning(self) -> Beginning:
-        """The warm start that it begins from."""
-        return Beginning(
+    def warm_start(self) -> WarmStart:
+        """Warm start of the run."""
+        return WarmStart(
             environment=self.environment,
             whole_episodes=self.algorithm in _WHOLE_EPISODES,
             seed=self.seed,
         )
 
     def command(self, out: Path, args: argparse.Namespace) -> list[str]:
-        """Return the command that runs the cell, or goes on with it."""
+        """Return the command that starts or resumes the run."""
         folder = self.folder(out)
-        weights = self.beginning.weights(out)
+        weights = self.warm_start.weights(out)
         has_started = (folder / "config.yaml").exists()
         return [
             sys.executable, "-m", "ragen_pl.fit", f"env={self.environment}", *(ALGORITHMS | FURTHER)[self.algorithm],
             f"seed={self.seed}", f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
-            "callbacks.trajectories=null", f"validation.episodes={args.validation_set}", "validation.blank=false",
+            "callbacks.trajectories=null", f"validation.episodes={args.validation_episodes}", "validation.blank=false",
             f"warm_start.weights={weights}",
-            # the rate stays as it is: how many iterations the time will hold is not known before
+            # The learning rate is constant because the number of iterations is not known in advance.
             "learning_rate_end=1.0", f"optimizer.lr={args.lr}", f"trainer.max_epochs={args.iterations}",
             f"trainer.check_val_every_n_epoch={args.every}",
             "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer",
             f"+callbacks.timer.duration.seconds={round(60 * args.minutes)}",
-            "+callbacks.timer.interval=epoch",  # an iteration is never cut in two
+            "+callbacks.timer.interval=epoch",
             *args.overrides, *(["ckpt_path=last"] if has_started else []),
         ]  # fmt: skip
 
 
 def cells(args: argparse.Namespace, algorithms: Sequence[str]) -> list[Cell]:
-    """Return the cells in the order that they are run in: all algorithms of a seed before the next seed."""
+    """Return the runs in order: all algorithms of a seed before the next seed."""
     return [
         Cell(environment=environment, algorithm=algorithm, seed=seed)
         for environment in args.environments
@@ -139,61 +139,61 @@ def cells(args: argparse.Namespace, algorithms: Sequence[str]) -> list[Cell]:
     ]
 
 
-def run_beginning(beginning: Beginning, out: Path, args: argparse.Namespace) -> None:
-    """Make the weights of a warm start, unless they are there."""
-    if not beginning.weights(out).exists():
-        _run(beginning.command(out, args), beginning.folder(out))
+def run_warm_start(warm_start: WarmStart, out: Path, args: argparse.Namespace) -> None:
+    """Run a warm start unless its weights exist."""
+    if not warm_start.weights(out).exists():
+        _run(warm_start.command(out, args), warm_start.folder(out))
 
 
 def run_cell(cell: Cell, out: Path, args: argparse.Namespace) -> None:
-    """Run a cell, unless it is finished."""
+    """Start or resume a run unless it is finished."""
     if not (cell.folder(out) / "metrics.json").exists():
         _run(cell.command(out, args), cell.folder(out))
 
 
 def _run(command: list[str], folder: Path) -> None:
-    """Run a command on one thread; its output goes to the folder's log."""
+    """Run a command on one thread. Its output goes to log.txt in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )  # fmt: skip
-    told = "done" if done.returncode == 0 else f"ended with {done.returncode}: see log.txt there"
-    print(f"{folder}: {told}", flush=True)
+    status = "done" if process.returncode == 0 else f"exit code {process.returncode}, see log.txt"
+    print(f"{folder}: {status}", flush=True)
 
 
 def main() -> None:
-    """Run the cells or write the report."""
+    """Run the comparison or write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("run", "report"))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "comparison")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of RL in each run")
+    parser.add_argument("--minutes", type=float, default=4.0, help="minutes of RL per run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--environments", nargs="+", default=WORLDS, choices=WORLDS)
+    parser.add_argument("--environments", nargs="+", default=ENVIRONMENTS, choices=ENVIRONMENTS)
     parser.add_argument(
         "--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=(*ALGORITHMS, *FURTHER)
     )
-    parser.add_argument("--validation set", type=int, default=256, help="held-out episodes")
+    parser.add_argument("--validation-episodes", type=int, default=256)
     parser.add_argument("--every", type=int, default=10, help="iterations between validations")
-    parser.add_argument("--iterations", type=int, default=1000, help="at most")
+    parser.add_argument("--iterations", type=int, default=1000, help="maximum number")
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
-    parser.add_argument("--overrides", nargs="+", default=(), help="further ones, of every run")
+    parser.add_argument("--overrides", nargs="+", default=(), help="further overrides of every run")
     args = parser.parse_args()
     out = args.out.absolute()
     if args.action == "run":
-        wanted = cells(args, args.algorithms)
-        beginnings = dict.fromkeys(cell.beginning for cell in wanted)
+        selected = cells(args, args.algorithms)
+        warm_starts = dict.fromkeys(cell.warm_start for cell in selected)
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda beginning: run_beginning(beginning, out, args), beginnings))
-            list(pool.map(lambda cell: run_cell(cell, out, args), wanted))
-    everything = cells(args, (*ALGORITHMS, *FURTHER))
+            list(pool.map(lambda warm_start: run_warm_start(warm_start, out, args), warm_starts))
+            list(pool.map(lambda cell: run_cell(cell, out, args), selected))
+    all_cells = cells(args, (*ALGORITHMS, *FURTHER))
     write_report(
         {
             (cell.environment, cell.algorithm, cell.seed): cell.folder(out)
-            for cell in everything
+            for cell in all_cells
             if (cell.folder(out) / "metrics.json").exists()
         },
         page=args.page,

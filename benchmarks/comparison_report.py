@@ -1,4 +1,4 @@
-"""The comparison's page: a table and two plots an environment, made from the folders of finished runs."""
+"""Report of the comparison: a table and two plots per environment, from the folders of finished runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-# Student's t, two-sided 95%, by degrees of freedom
+# Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
 Key = tuple[str, str, int]
 """(environment, algorithm, seed)"""
@@ -22,7 +22,7 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Greedy success of one run on its validation set, by iteration and by seconds."""
+    """Greedy success of one run on its validation set, by iteration and by time."""
 
     iterations: np.ndarray
     seconds: np.ndarray
@@ -31,7 +31,7 @@ class Curve:
 
 
 def read_curve(folder: Path) -> Curve:
-    """Read a run's curve from the rows of its plots, and its last metrics."""
+    """Read the curve of a run from the rows of its plots, and its final metrics."""
     lines = (folder / "plots" / "rows.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "val/success" in row]
     iterations, seconds, success = (
@@ -42,7 +42,7 @@ def read_curve(folder: Path) -> Curve:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and half width of its 95% interval over seeds (Student's t).
+    """Return the mean over seeds and half the width of its 95% interval (Student's t).
 
     >>> mean, half = interval([0.8, 0.9, 1.0])
     >>> round(mean, 3), round(half, 3)
@@ -56,55 +56,55 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def write_report(folders: Mapping[Key, Path], *, page: Path, minutes: float) -> None:
-    """Write the page and its plots; environments without finished runs are left out."""
+    """Write the page and its plots. Environments without finished runs are omitted."""
     curves = {key: read_curve(folder) for key, folder in folders.items()}
     environments = list(dict.fromkeys(environment for environment, _, _ in curves))
-    parts = [_INTRODUCTION.format(minutes=minutes)]
+    sections = [_INTRODUCTION.format(minutes=minutes)]
     for environment in environments:
         of_environment = {key[1:]: curve for key, curve in curves.items() if key[0] == environment}
         plot = page.with_name(f"results_{environment}.png")
         draw(of_environment, title=environment, file=plot)
-        parts += [
+        sections += [
             f"## {environment}\n",
             table(of_environment),
             f"![Success by iteration and by time]({plot.name})\n",
         ]
     notes = page.with_name("results_notes.md")
     if notes.exists():
-        parts.append(notes.read_text())
-    page.write_text("\n".join(parts))
+        sections.append(notes.read_text())
+    page.write_text("\n".join(sections))
     print(f"{len(curves)} runs: {page}")
 
 
 def table(curves: Mapping[tuple[str, int], Curve]) -> str:
-    """Return a Markdown table, a row an algorithm."""
+    """Return a Markdown table with one row per algorithm."""
     lines = [
-        "| algorithm | seeds | warm start | end | best and worst seed | iterations | mean over the time "
-        "| true thoughts |",
+        "| algorithm | seeds | warm start | final | best and worst seed | iterations | mean over time "
+        "| think accuracy |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for algorithm in dict.fromkeys(name for name, _ in curves):
         runs = [curve for (name, _), curve in curves.items() if name == algorithm]
-        ends = [float(run.success[-1]) for run in runs]
-        mean, half = interval(ends)
+        final = [float(run.success[-1]) for run in runs]
+        mean, half = interval(final)
         start, _ = interval([float(run.success[0]) for run in runs])
         area, area_half = interval([_area(run) for run in runs])
-        spread = f"{max(ends):.3f}, {min(ends):.3f}"
-        true = [run.metrics.get("val/think_accuracy", math.nan) for run in runs]
-        number = np.mean([run.iterations[-1] for run in runs])
+        spread = f"{max(final):.3f}, {min(final):.3f}"
+        accuracy = [run.metrics.get("val/think_accuracy", math.nan) for run in runs]
+        iterations = np.mean([run.iterations[-1] for run in runs])
         lines.append(
-            f"| {algorithm} | {len(runs)} | {start:.3f} | {_told(mean, half)} | {spread} | {number:.0f} | "
-            f"{_told(area, area_half)} | {np.mean(true):.2f} |"
+            f"| {algorithm} | {len(runs)} | {start:.3f} | {_with_interval(mean, half)} | {spread} | {iterations:.0f} | "
+            f"{_with_interval(area, area_half)} | {np.mean(accuracy):.2f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _told(mean: float, half: float) -> str:
+def _with_interval(mean: float, half: float) -> str:
     return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}"
 
 
 def _area(curve: Curve) -> float:
-    """Return the mean success over the run's time."""
+    """Return the mean success over the time of the run."""
     width = curve.seconds[-1] - curve.seconds[0]
     if width <= 0:
         return float(curve.success[-1])
@@ -112,7 +112,7 @@ def _area(curve: Curve) -> float:
 
 
 def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> None:
-    """Draw success by iteration and by minutes: means over seeds, with the seeds' range shaded."""
+    """Draw the mean success over seeds by iteration and by minutes, with the range of the seeds shaded."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for color, algorithm in enumerate(dict.fromkeys(name for name, _ in curves)):
         runs = [curve for (name, _), curve in curves.items() if name == algorithm]
@@ -125,7 +125,7 @@ def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> 
             axis.plot(grid, values.mean(0), color=f"C{color}", label=algorithm)
             axis.fill_between(grid, values.min(0), values.max(0), color=f"C{color}", alpha=0.12)
     axes[0].set(
-        xlabel="iteration", ylabel="greedy success on held-out starts", title=title, ylim=(0, 1)
+        xlabel="iteration", ylabel="greedy success on held-out episodes", title=title, ylim=(0, 1)
     )
     axes[1].set(xlabel="minutes of RL")
     axes[1].legend(fontsize=8)
@@ -135,13 +135,14 @@ def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> 
     plt.close(figure)
 
 
-_INTRODUCTION = """# Algorithms compared
+_INTRODUCTION = """# Comparison of algorithms
 
-Made by `python benchmarks/comparison.py run` (it may be stopped and continued; `report` writes this page anew): the
-default small model, {minutes:g} minutes of RL a run on one CPU thread, two runs at once, the same constant learning
-rate for all, all else as in `conf/algorithm/`. All runs of a seed begin from the same weights but RICO's: its samples
-are whole episodes, so it has a warm start of its own, of about as many demonstrated turns. Groups and their sizes
-are those of the files, so that an iteration is more or fewer episodes; the time is the same. Metrics are greedy success
-on held-out starts: mean over seeds ± half its 95% interval (Student's t); shading is the range of the seeds. *True
-thoughts* is the share of the thoughts there that say truly what the state is.
+Generated by `python benchmarks/comparison.py run`, which can be interrupted and continued; `report` writes this
+page again. Each run is the default small model with {minutes:g} minutes of RL on one CPU thread, two runs at once.
+All algorithms use the same constant learning rate; everything else is as in `conf/algorithm/`. All runs of a seed
+start from the same weights, except RICO: its samples are whole episodes, and it has its own warm start with about
+as many demonstrated turns. Numbers of groups and group sizes are those of the files. The number of episodes per
+iteration differs, but the time is equal. The metric is greedy success on held-out episodes: mean over seeds ± half
+of its 95% interval (Student's t). The shaded area is the range of the seeds. *Think accuracy* is the share of think
+blocks that equal the true state description.
 """

@@ -1,9 +1,8 @@
-"""Time the environments: steps, resets and images a second, and images against gymnasium's.
+"""Time the environments: steps, resets and images per second, and a comparison with gymnasium's images.
 
-Steps are random and include the resets of the episodes they end.
-
-Run as `python benchmarks/environments.py`; the comparison draws the same lake with this project's
-tiles and with gymnasium's `FrozenLake-v1` (`render_mode="rgb_array"`, needs pygame), in turns.
+Steps are random and include the resets of finished episodes. Run `python benchmarks/environments.py`. The
+comparison draws the same map with this project's tiles and with gymnasium's `FrozenLake-v1`
+(`render_mode="rgb_array"`, needs pygame), in alternation.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TARGET_RATIO = 20.0
 
 
 def per_call(action: Callable[[], object], *, seconds: float) -> float:
-    """Return seconds a call takes, the best of five rounds that together last about `seconds`."""
+    """Return the seconds per call, the best of five rounds that last about `seconds` in total."""
     action()
     calls = 1
     while (spent := _timed(action, calls)) < seconds / 10:
@@ -41,18 +40,18 @@ def _timed(action: Callable[[], object], calls: int) -> float:
 
 
 def _environment(env: gymnasium.Env[Any, Any]) -> Any:
-    # What environments add to gymnasium's interface, and their own `render`.
+    # Members that are not part of gymnasium's interface.
     return env.unwrapped
 
 
 def resetter(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
-    """Return what resets `env`, to a new seed each time."""
+    """Return a function that resets `env` with a new seed at each call."""
     seeds = iter(range(10**9))
     return lambda: env.reset(seed=next(seeds))
 
 
 def stepper(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
-    """Return what takes a random step, and resets an episode that ends by it."""
+    """Return a function that takes a random step and resets finished episodes."""
     rng = np.random.default_rng(0)
     actions = cycle(rng.integers(len(_environment(env).action_names), size=4096).tolist())
     env.reset(seed=0)
@@ -64,8 +63,8 @@ def stepper(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
     return step
 
 
-def lake_images(*, seconds: float, size: int) -> None:
-    """Print images a second of ours and of gymnasium's on one map, and the ratio."""
+def compare_images(*, seconds: float, size: int) -> None:
+    """Print the images per second of both implementations on one map, and their ratio."""
     desc = generate_random_map(size=size, seed=0)
     ours = gymnasium.make("ragen/FrozenLakeVisual-v0", size=size, render_mode="rgb_array")
     ours.reset(seed=0, options={"layout": desc})
@@ -91,7 +90,7 @@ def lake_images(*, seconds: float, size: int) -> None:
 def main() -> None:
     """Print the table and the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time per measurement")
     seconds = parser.parse_args().seconds
     print(f"{'environment':<30}{'resets/s':>12}{'steps/s':>12}{'images/s':>12}")
     for name in envs.ENVIRONMENT_IDS + visual_envs.ENVIRONMENT_IDS:
@@ -103,8 +102,8 @@ def main() -> None:
             env.reset(seed=0)
             row += f"{1 / per_call(_environment(env).render, seconds=seconds):>12,.0f}"
         print(row)
-    lake_images(seconds=seconds, size=4)
-    lake_images(seconds=seconds, size=8)
+    compare_images(seconds=seconds, size=4)
+    compare_images(seconds=seconds, size=8)
 
 
 if __name__ == "__main__":

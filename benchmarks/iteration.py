@@ -1,7 +1,7 @@
-"""Time whole iterations (rollout, preparation, update) of the main job, and where their time goes.
+"""Time iterations (rollout, preparation, update) of the default run and their components.
 
-Run as `python benchmarks/iteration.py`; `--prototype FOLDER` times the plain PyTorch prototype beside
-it, iteration by iteration in turns, at the same model size, vocabulary, environments, minibatches and threads.
+Run `python benchmarks/iteration.py`. `--prototype FOLDER` also times a plain PyTorch prototype, iteration by
+iteration in alternation, with the same model size, vocabulary, number of episodes, minibatches and threads.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from ragen_pl.run.build import build_agent, build_datamodule
 TARGET_RATIO = 1.2
 RECIPE = (
     "conv=2 deps=0.85 mind=2 demos=4096 sft_bs=64 sft_lr=1e-3 sft_steps=400 sft_val=1 fmt=avoid lt=0.7 "
-    "badend=1 klref=0.5 lr=7e-4 vcoef=1 gt=0.9 evaln=32 evalev=1000000 budget=1000000000 environments=128"
+    "badend=1 klref=0.5 lr=7e-4 vcoef=1 gt=0.9 evaln=32 evalev=1000000 budget=1000000000 lanes=128"
 )
 
 
 class Prototype:
-    """The prototype in a process of its own that waits before each iteration."""
+    """Prototype in a separate process that waits before each iteration."""
 
     def __init__(self, folder: str, args: argparse.Namespace, *, vocabulary: int) -> None:
         recipe = [*RECIPE.split(), f"threads={args.threads}"]
         if args.cache:
-            kept = Path(args.cache).resolve() / f"prototype_{vocabulary}.pt"
-            recipe.append(f"load={kept}" if kept.exists() else f"save={kept}")
+            weights = Path(args.cache).resolve() / f"prototype_{vocabulary}.pt"
+            weights.parent.mkdir(parents=True, exist_ok=True)
+            recipe.append(f"load={weights}" if weights.exists() else f"save={weights}")
         command = [sys.executable, __file__, "--worker", str(Path(folder).resolve()), args.clock]
         self.process = subprocess.Popen(
             [*command, str(vocabulary), *recipe],
@@ -49,7 +50,7 @@ class Prototype:
         self.last = self._read()
 
     def iterate(self) -> dict[str, float]:
-        """Run one iteration and return its seconds and sampled tokens."""
+        """Run one iteration. Return its seconds and sampled tokens."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
@@ -68,11 +69,11 @@ class Prototype:
             if line.startswith("{"):
                 report: dict[str, float] = json.loads(line)
                 return report
-        raise RuntimeError("the prototype ended; run it by itself to see why")
+        raise RuntimeError("the prototype has stopped; run it alone to see its error")
 
 
 def prototype_worker(folder: str, clock: Clock, vocabulary: int, recipe: list[str]) -> None:
-    """Run the prototype's script; stop wherever an iteration begins until told to go on."""
+    """Run the prototype's script and wait for a line on stdin before each iteration."""
     sys.path.insert(0, folder)
     sys.argv = ["train.py", *recipe]
     import env  # type: ignore[import-not-found]
@@ -86,13 +87,14 @@ def prototype_worker(folder: str, clock: Clock, vocabulary: int, recipe: list[st
         caller = sys._getframe(1)
         if split == "train" and caller.f_code.co_name == "<module>":
             tick = caller.f_globals["tick"]
-            turns = caller.f_globals.get("M", 0)  # of the iteration that has just ended
+            turns = caller.f_globals.get("M", 0)  # turns of the finished iteration
             report = {"tokens": tick["ntok"], "rollout": tick["roll"], "update": tick["upd"]}
             report["turns"] = turns
             print(json.dumps(report | {"iteration": clock() - began}), flush=True)
             sys.stdin.readline()
             began = clock()
-            caller.f_globals["t0"] = clock()  # the script took it before the wait
+            # The script has read its clock before the wait.
+            caller.f_globals["t0"] = clock()
         return make_maps(count, rng, split, **settings)
 
     env.make_maps = stopping
@@ -104,7 +106,7 @@ def prototype_worker(folder: str, clock: Clock, vocabulary: int, recipe: list[st
 
 
 class IterationTimer(RolloutCallback):
-    """Keep the seconds of each iteration of ours, and run one of the prototype's before it."""
+    """Record the seconds of each iteration, and run an iteration of the prototype before it."""
 
     def __init__(self, watch: Stopwatch, prototype: Prototype | None) -> None:
         self.watch, self.prototype = watch, prototype
@@ -114,7 +116,7 @@ class IterationTimer(RolloutCallback):
         self._counts: dict[str, float] = {}
 
     def on_rollout_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """End the last iteration's time, run the prototype's, begin this one's."""
+        """Stop the time of the last iteration, run the prototype, start the time of this iteration."""
         if trainer.current_epoch:
             self._end()
         if self.prototype is not None:
@@ -125,12 +127,12 @@ class IterationTimer(RolloutCallback):
     def on_rollout_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, trajectories: Any
     ) -> None:
-        """Count what was sampled."""
+        """Count the sampled tokens and turns."""
         responses = [turn.response_ids for trajectory in trajectories for turn in trajectory.turns]
         self._counts = {"tokens": sum(map(len, responses)), "turns": len(responses)}
 
     def on_train_end(self, *_: Any) -> None:
-        """End the last iteration."""
+        """Stop the time of the last iteration."""
         self._end()
 
     def _end(self) -> None:
@@ -139,7 +141,7 @@ class IterationTimer(RolloutCallback):
 
 
 def run_ours(args: argparse.Namespace) -> IterationTimer:
-    """Run iterations of the main job, the prototype's between them."""
+    """Run iterations of the default run, alternating with the prototype."""
     parts = warm_started(
         ["env=frozenlake_visual", "curriculum=null", *args.overrides], cache=args.cache
     )
@@ -169,7 +171,7 @@ def run_ours(args: argparse.Namespace) -> IterationTimer:
 
 
 def split(record: dict[str, float]) -> dict[str, float]:
-    """Return the exclusive parts of one of our iterations; they add up to the whole."""
+    """Return the seconds of the components of an iteration. They sum to its total."""
     rollout = record["collect"] - record["prepare"] - record["collate"]
     inside = ("rollout: engine", "rollout: environments")
     parts = {name: record[name] for name in inside}
@@ -191,12 +193,12 @@ def main() -> None:
         prototype_worker(folder, CLOCKS[clock], int(vocabulary), recipe)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=10, help="the first is not counted")
+    parser.add_argument("--iterations", type=int, default=10, help="the first one is not counted")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: on a busy machine")
-    parser.add_argument("--prototype", help="folder of the plain prototype's train.py")
-    parser.add_argument("--cache", help="folder that keeps warm-started weights for the next run")
-    parser.add_argument("overrides", nargs="*", help="of the config, such as rollout.groups=64")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu for a busy machine")
+    parser.add_argument("--prototype", help="folder of the prototype's train.py")
+    parser.add_argument("--cache", help="folder that caches the warm-started weights")
+    parser.add_argument("overrides", nargs="*", help="config overrides, such as rollout.groups=64")
     args = parser.parse_args()
     use_threads(args.threads)
     timer = run_ours(args)
@@ -213,7 +215,7 @@ def main() -> None:
 
 
 def compare(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
-    """Print ours beside the prototype's."""
+    """Print a comparison with the prototype."""
     for record in ours:
         record["rollout"] = record["collect"] - record["prepare"] - record["collate"]
         record["update"] = record["iteration"] - record["rollout"]
@@ -225,7 +227,7 @@ def compare(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> Non
         print(text + (f"  target {TARGET_RATIO}: {verdict}" if judged else ""))
 
     for name in ("turns", "tokens"):
-        row(f"{name} an iteration", median(ours, name), median(theirs, name))
+        row(f"{name} per iteration", median(ours, name), median(theirs, name))
     for name in ("rollout", "update", "iteration"):
         row(f"{name}, ms", median(ours, name) * 1e3, median(theirs, name) * 1e3)
     for unit in ("turns", "tokens"):

@@ -1,8 +1,8 @@
-"""Success and tokens a turn against the share of patches or old turns left out before each response.
+"""Success and tokens per turn by the share of patches or earlier turns that is left out of the context.
 
-Run as `python benchmarks/leave_out.py RUN`, RUN being a training run's folder. The run's last weights play its
-held-out validation set greedily with each share left out: what matters least to the policy's own look, and, to compare,
-as much drawn at random. What the look itself costs is not in the tokens: it reads the whole context once more.
+Run `python benchmarks/leave_out.py RUN` with the folder of a training run. Its last weights play the held-out
+validation set greedily for each share, with selection by occlusion scores and with random selection. The tokens do
+not include the cost of the occlusion scores, which read the whole context once more.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ragen_pl.run.weights import load_weights
 from ragen_pl.trajectory import Trajectory
 
 Scores = Callable[..., list[np.ndarray]]
-HEAD = "| left out | chosen by | success | prompt tokens a turn | response tokens a turn |\n|---|---|---|---|---|"
+HEAD = "| removed | selection | success | prompt tokens per turn | response tokens per turn |\n|---|---|---|---|---|"
 
 
 def play(
     cfg: DictConfig, weights: Path, rule: LeaveOut, *, scores: Scores | None
 ) -> list[Trajectory]:
-    """Play the validation set greedily, with what to leave out chosen by `scores`, or by the policy's own."""
+    """Play the validation set greedily with the given scores, or with occlusion scores."""
     parts = assemble(cfg)
     load_weights(parts.bundle, weights)
     parts.bundle.model.eval()
@@ -50,8 +50,8 @@ def play(
         )
 
 
-def at_random() -> Scores:
-    """Return a look that draws its scores."""
+def random_scores() -> Scores:
+    """Return a function that draws random scores."""
     rng = np.random.default_rng(0)
 
     def draw(
@@ -62,19 +62,19 @@ def at_random() -> Scores:
         *,
         max_tokens: int,
     ) -> list[np.ndarray]:
-        return [rng.random(len(each)) for each in parts]
+        return [rng.random(len(candidates)) for candidates in parts]
 
     return draw
 
 
-def line(trajectories: Sequence[Trajectory], *, what: str, how: str) -> str:
+def line(trajectories: Sequence[Trajectory], *, removed: str, selection: str) -> str:
     """Return a row of the table."""
-    turns = [turn for one in trajectories for turn in one.turns]
-    won = float(np.mean([one.success for one in trajectories]))
-    success = wilson(won, count=len(trajectories))
-    shown = np.mean([len(turn.prompt_ids) for turn in turns])
-    said = np.mean([len(turn.response_ids) for turn in turns])
-    return f"| {what} | {how} | {won:.3f} ± {success.half_width:.3f} | {shown:.1f} | {said:.1f} |"
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    success = float(np.mean([trajectory.success for trajectory in trajectories]))
+    half_width = wilson(success, count=len(trajectories)).half_width
+    prompt = np.mean([len(turn.prompt_ids) for turn in turns])
+    response = np.mean([len(turn.response_ids) for turn in turns])
+    return f"| {removed} | {selection} | {success:.3f} ± {half_width:.3f} | {prompt:.1f} | {response:.1f} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,20 +85,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--patches", type=float, nargs="*", default=[0.25, 0.5, 0.75, 0.9])
     parser.add_argument("--turns", type=float, nargs="*", default=[])
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args(arguments)
-    use_threads(given.threads)
+    args = parser.parse_args(arguments)
+    use_threads(args.threads)
     quieten()
-    cfg = OmegaConf.load(given.run / "config.yaml")
+    cfg = OmegaConf.load(args.run / "config.yaml")
     assert isinstance(cfg, DictConfig)
-    cfg.validation.episodes = given.episodes
-    weights = given.run / "checkpoints" / "last.ckpt"
+    cfg.validation.episodes = args.episodes
+    weights = args.run / "checkpoints" / "last.ckpt"
     print(HEAD)
-    print(line(play(cfg, weights, LeaveOut(), scores=None), what="nothing", how="-"), flush=True)
-    rules = [(f"{share:.0%} of patches", LeaveOut(patches=share)) for share in given.patches]
-    rules += [(f"{share:.0%} of old turns", LeaveOut(turns=share)) for share in given.turns]
-    for what, rule in rules:
-        for how, scores in (("the policy", None), ("chance", at_random())):
-            print(line(play(cfg, weights, rule, scores=scores), what=what, how=how), flush=True)
+    print(
+        line(play(cfg, weights, LeaveOut(), scores=None), removed="nothing", selection="-"),
+        flush=True,
+    )
+    rules = [(f"{share:.0%} of patches", LeaveOut(patches=share)) for share in args.patches]
+    rules += [(f"{share:.0%} of earlier turns", LeaveOut(turns=share)) for share in args.turns]
+    for removed, rule in rules:
+        for selection, scores in (("occlusion scores", None), ("random", random_scores())):
+            print(
+                line(play(cfg, weights, rule, scores=scores), removed=removed, selection=selection),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

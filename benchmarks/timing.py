@@ -1,4 +1,4 @@
-"""What the benchmarks share: clocks, a stopwatch, the parts of a training step, a run built from its config."""
+"""Utilities of the benchmarks: clocks, a stopwatch, a timer of training steps, components of a run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ragen_pl.run.train import open_run, quieten, warm_start
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""`cpu` counts this process's own seconds over all its threads, whatever else the machine does."""
+"""`cpu` is the processor time of this process over all its threads, independent of other processes."""
 
 
 class Stopwatch:
-    """Adds up seconds by name."""
+    """Seconds by name."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.seconds: dict[str, float] = defaultdict(float)
 
     def wrap(self, owner: object, method: str, *, part: str) -> None:
-        """Time every call of a method (or a module's function) from here on."""
+        """Time every later call of a method, or of a function of a module."""
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -45,13 +45,13 @@ class Stopwatch:
         setattr(owner, method, timed)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds so far and start again from nothing."""
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
-        return taken
+        """Return the seconds and reset them."""
+        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        return seconds
 
 
 class StepTimer(pl.Callback):
-    """Time forward, backward and optimizer (clipping included) of every training step."""
+    """Time the forward pass, backward pass and optimizer (including clipping) of every training step."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self.watch = watch
@@ -63,25 +63,25 @@ class StepTimer(pl.Callback):
         self._mark = now
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Begin."""
+        """Start the time of a step."""
         self._mark = self._step = self.watch.clock()
 
     def on_before_backward(self, *_: Any) -> None:
-        """End the forward part."""
+        """Record the forward pass."""
         self._lap("forward")
 
     def on_after_backward(self, *_: Any) -> None:
-        """End the backward part."""
+        """Record the backward pass."""
         self._lap("backward")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """End the optimizer's part."""
+        """Record the optimizer step."""
         self._lap("optimizer")
         self.watch.seconds["steps"] += self.watch.clock() - self._step
 
 
-def build_parts(overrides: Sequence[str]) -> RunComponents:
-    """Build a run's parts from its config, without logger and callbacks."""
+def build_components(overrides: Sequence[str]) -> RunComponents:
+    """Build the components of a run from its config, without logger and callbacks."""
     warnings.filterwarnings("ignore")
     quieten()
     quiet = ["logger=none", "callbacks.progress=null", "callbacks.trajectories=null"]
@@ -90,22 +90,22 @@ def build_parts(overrides: Sequence[str]) -> RunComponents:
 
 
 def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> RunComponents:
-    """Build a run's parts and warm-start them, or load what `cache` kept of that."""
-    parts = build_parts(overrides)
-    cfg, kept = parts.cfg, Path(cache) / "ours.pt" if cache else None
+    """Build the components of a run and warm-start them, or load the weights cached in `cache`."""
+    parts = build_components(overrides)
+    cfg, cached = parts.cfg, Path(cache) / "ours.pt" if cache else None
     with tempfile.TemporaryDirectory() as root:
         cfg.paths.root = root
         run = open_run(cfg)
-        if kept is not None and kept.exists():
-            run.warm_start.write_bytes(kept.read_bytes())
+        if cached is not None and cached.exists():
+            run.warm_start.write_bytes(cached.read_bytes())
             run = replace(run, resumed=True)
         warm_start(parts, run, False)
-        if kept is not None and not kept.exists() and run.warm_start.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_bytes(run.warm_start.read_bytes())
+        if cached is not None and not cached.exists() and run.warm_start.exists():
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            cached.write_bytes(run.warm_start.read_bytes())
     return parts
 
 
 def use_threads(count: int) -> None:
-    """Set the threads that torch computes with."""
+    """Set the number of torch threads."""
     torch.set_num_threads(count)

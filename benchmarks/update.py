@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
-from timing import CLOCKS, StepTimer, Stopwatch, build_parts, use_threads
+from timing import CLOCKS, StepTimer, Stopwatch, build_components, use_threads
 from torch import Tensor
 
 from ragen_pl.data.loader import MinibatchLoader
@@ -64,7 +64,7 @@ class Played:
 
 def run(window: str, args: argparse.Namespace) -> None:
     """Print the metrics of one window."""
-    parts = build_parts(
+    parts = build_components(
         ["env=frozenlake_visual", "curriculum=null", f"context.window={window}", *args.overrides]
     )
     watch = Stopwatch(CLOCKS[args.clock])

@@ -130,7 +130,7 @@ def test_comparison_reports_means_over_seeds(tmp_path: Path) -> None:
 def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     collapse = load("collapse")
     columns = ("success", "think_accuracy_ratio", "valid_actions", "entropy")
-    alone = [
+    collapsing = [
         (0.4, 1.0, 1.0, 0.2), (0.5, 0.4, 1.0, 0.2), (0.4, 0.3, 0.4, 0.2),
         (0.1, 0.2, 0.4, 0.3), (0.3, 0.1, 0.3, 0.3), (0.1, 0.0, 0.1, 0.3),
     ]  # fmt: skip
@@ -138,13 +138,13 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
         name: collapse.Run(
             readings={at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)},
             events=events,
-            validation_set=rows[-1][0],
+            success=rows[-1][0],
         )
         for name, rows, events in (
-            ("left alone", alone, []),
+            ("none", collapsing, []),
             (
                 "KL penalty on",
-                alone[:2],
+                collapsing[:2],
                 [{"iteration": 2, "alarms": ["truth"], "done": ["stopped the run"]}],
             ),
         )
@@ -156,11 +156,11 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     }
     page = tmp_path / "collapse.md"
     collapse.write_page(runs, alarms=alarms, page=page, command="fit")
-    told = page.read_text()
-    assert "from iteration 6 on" in told  # it is over a half again in the fifth
+    text = page.read_text()
+    assert "from iteration 6." in text  # it exceeds half again in iteration 5
     truth = "| `truth` | `think_accuracy_ratio` below 0.5 | 2 | +4 |"
     form = "| `form` | `valid_actions` below 0.5 | 4 | +2 |"
     never = "| `entropy` | `entropy` below 0.1 | never |  |"
-    assert 0 < told.index(truth) < told.index(form) < told.index(never)
-    assert "| KL penalty on | 0.500 | nan | 1.00 | 2: truth (stopped the run) |" in told
+    assert 0 < text.index(truth) < text.index(form) < text.index(never)
+    assert "| KL penalty on | 0.500 | nan | 1.00 | 2: truth (stopped the run) |" in text
     assert (tmp_path / "collapse.png").stat().st_size > 1000
