@@ -1,6 +1,6 @@
-"""From what `ckpt=` says to files: a checkpoint or a Hugging Face folder, and the run that made it.
+"""Resolve `ckpt=` to a checkpoint or a Hugging Face folder, and to the run that made it.
 
-Nothing is loaded here, and neither torch nor transformers is imported.
+No weights are loaded here, and neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ EXPORTED = "ragen_pl.yaml"
 """Settings and origin of the weights, beside them in a folder that `ragen_pl.export` wrote."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-_ROADS = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
+_CHOICES = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where weights lie and which run they are from."""
+    """Location of weights, and the run that made them."""
 
     path: Path
-    run: Path | None  # the run's folder, None where it is unknown or gone
+    run: Path | None
+    """The run's folder, None if it is unknown or was deleted."""
 
     @property
     def is_folder(self) -> bool:
@@ -36,7 +37,7 @@ class Checkpoint:
         return self.path.is_dir()
 
     def settings(self) -> dict[str, Any]:
-        """Return the config of the run; empty for a folder that tells nothing of one."""
+        """Return the run's config, empty if the run is unknown."""
         if self.is_folder:
             return dict(exported(self.path).get("settings", {}))
         return _load(self.run / "config.yaml") if self.run is not None else {}
@@ -45,16 +46,16 @@ class Checkpoint:
 def find_checkpoint(
     ckpt: str, *, root: str, name: str | None = None, run_dir: str | None = None
 ) -> Checkpoint:
-    """Find what `ckpt` names.
+    """Resolve `ckpt` to a file or folder.
 
     Args:
         ckpt: a checkpoint's path, a run's folder, a Hugging Face folder, an MLflow run id, `best`, `last`.
         root: folder of the runs.
-        name: environment whose newest run `best` and `last` mean; None for the newest of all.
-        run_dir: the run that they mean, or that a moved checkpoint is from.
+        name: environment of the newest run for `best` and `last`; None for any environment.
+        run_dir: run for `best` and `last`, or the run of a moved checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such checkpoint.
     """
     if ckpt in ("best", "last"):
         run = _folder(run_dir) if run_dir else newest_run(root, name=name, file=f"{ckpt}.ckpt")
@@ -70,21 +71,22 @@ def find_checkpoint(
             f"ckpt={ckpt}: the folder holds no model (config.json) and no run (config.yaml)"
         )
     if path.is_file():
-        return Checkpoint(path.absolute(), _run_of(path.absolute(), run_dir=run_dir))
+        path = path.absolute()
+        return Checkpoint(path, _folder(run_dir) if run_dir else run_of(path))
     if _RUN_ID.fullmatch(ckpt):
         run = _run_in_mlflow(ckpt, root=root)
         return Checkpoint(_in_run(run, which="last"), run)
-    raise ConfigError(f"ckpt={ckpt}: there is no such file or folder; give {_ROADS}")
+    raise ConfigError(f"ckpt={ckpt}: there is no such file or folder; give {_CHOICES}")
 
 
 def newest_run(root: str, *, name: str | None, file: str) -> Path:
-    """Return the newest run of an environment that has a checkpoint file of this name.
+    """Return the newest run of an environment with a checkpoint file of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such run.
     """
     pattern = f"{name or '*'}/*/checkpoints/{file}"
-    runs = [found.parent.parent for found in Path(root).absolute().glob(pattern)]
+    runs = [path.parent.parent for path in Path(root).absolute().glob(pattern)]
     runs = [run for run in runs if (run / "config.yaml").exists()]
     if not runs:
         place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
@@ -96,19 +98,20 @@ def newest_run(root: str, *, name: str | None, file: str) -> Path:
 
 
 def exported(folder: Path) -> dict[str, Any]:
-    """Return what `ragen_pl.export` wrote beside the weights; empty in any other folder."""
+    """Return the settings that `ragen_pl.export` wrote beside the weights, empty in another folder."""
     file = folder / EXPORTED
     return _load(file) if file.exists() else {}
 
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        found = OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # a YAML error has no common base that omegaconf exports
+        settings = OmegaConf.to_container(OmegaConf.load(file))
+    except Exception as error:
+        # YAML errors have no common base class that omegaconf exports
         raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: expected settings, found {type(found).__name__}")
-    return {str(key): value for key, value in found.items()}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file}: expected settings, found {type(settings).__name__}")
+    return {str(key): value for key, value in settings.items()}
 
 
 def _folder(run_dir: str) -> Path:
@@ -127,18 +130,13 @@ def _in_run(run: Path, *, which: str) -> Path:
     return path
 
 
-def _run_of(path: Path, *, run_dir: str | None) -> Path | None:
-    """Return the run that a checkpoint's file is from, None where it lies by itself."""
-    return _folder(run_dir) if run_dir else run_of(path)
-
-
 def _origin(folder: Path) -> Path | None:
     run = exported(folder).get("run_dir")
     return Path(run) if run and (Path(run) / "config.yaml").exists() else None
 
 
 def _run_in_mlflow(run_id: str, *, root: str) -> Path:
-    """Return the folder of an MLflow run: looked for under `root` first, then in the tracking store."""
+    """Return the folder of an MLflow run. It is searched under `root`, then in the tracking store."""
     for file in Path(root).absolute().glob(f"*/*/{RUN_FILE}"):
         if known_run(file.parent).get("run_id") == run_id:
             return file.parent

@@ -1,7 +1,7 @@
-"""Loggers of a run: MLflow, and CSV files. Both go on where an interrupted run stopped.
+"""Loggers of a run: MLflow, and CSV files. Both continue the curves of an interrupted run.
 
-A resumed run repeats the steps since its checkpoint. It is bit-identical, so a point that was already
-logged is the point it would log again: those are left out, and a curve has one point a step.
+A resumed run repeats the steps since its checkpoint and is bit-identical. A point that was logged before
+is therefore not logged again, and a curve has one point for each step.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from ragen_pl.run.tracking import (
     version_tags,
 )
 
-_PARAM_LENGTH = 250  # characters; the whole config is kept as an artifact
-_STOPPED_BY_SOMEBODY = (KeyboardInterrupt, SystemExit, SIGTERMException)
-# Lightning adds `epoch` to all that is logged, so it would mix the steps of a run's phases.
+# characters; the whole config is kept as an artifact
+_PARAM_LENGTH = 250
+_STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
+# Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
 _NOT_LOGGED = frozenset({"epoch"})
 
 
 class RunLogger(MLFlowLogger):
-    """MLflow for one run folder: a local sqlite store by default, one MLflow run however often resumed.
+    """MLflow logger of one run folder: one MLflow run, however often it is resumed.
 
     Args:
-        run_dir: the run's folder; which MLflow run is its own is kept there.
+        run_dir: the run's folder, which stores the id of its MLflow run.
         settings: the resolved config, logged as an artifact and as parameters.
         experiment_name: MLflow's experiment.
-        uri: the tracking server; default MLFLOW_TRACKING_URI, else `<root>/mlflow.db`.
+        uri: the tracking server; default MLFLOW_TRACKING_URI, else a sqlite file `<root>/mlflow.db`.
         root: folder of the local store; default `paths.root` of the config, else beside the run.
 
     Raises:
-        ConfigError: the server cannot be reached or refuses.
+        ConfigError: the server cannot be reached or returns an error.
     """
 
     def __init__(
@@ -64,17 +65,17 @@ class RunLogger(MLFlowLogger):
         self.folder = Path(run_dir).absolute()
         self.settings = dict(settings or {})
         root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
-        known = known_run(self.folder)
-        uri = tracking_uri(root, uri=uri) if uri or not known else known["tracking_uri"]
-        resumed = known.get("run_id") if known.get("tracking_uri") == uri else None
+        earlier = known_run(self.folder)
+        uri = tracking_uri(root, uri=uri) if uri or not earlier else earlier["tracking_uri"]
+        resumed = earlier.get("run_id") if earlier.get("tracking_uri") == uri else None
         self._logged_steps: dict[str, set[int]] = {}
         self._resumed = resumed is not None
         if getattr(rank_zero_only, "rank", 0):
-            # Two processes creating one sqlite store would collide; only rank 0 logs anyway.
+            # two processes cannot create one sqlite store; only rank 0 logs
             self._initialized, self._run_id, self._experiment_id = False, resumed, None
             self._tracking_uri, self._log_model = uri, False
             return
-        _quieten()
+        _quieten_mlflow()
         check_reachable(uri)
         artifacts = None
         if uri.startswith("sqlite:///"):
@@ -100,12 +101,12 @@ class RunLogger(MLFlowLogger):
             self._ensure_run()
         except MlflowException as error:
             raise ConfigError(
-                f"MLflow at {uri} refused: {str(error).splitlines()[0]}; mend the store, unset "
+                f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "
                 "MLFLOW_TRACKING_URI for a local one, or set logger=none"
             ) from error
 
     def _ensure_run(self) -> None:
-        """Create the run or take it up again, and log its config."""
+        """Create the MLflow run or reopen it, and log its config."""
         run_id = self.run_id
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / RUN_FILE) as file:
@@ -121,27 +122,28 @@ class RunLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        """Log parameters, cut to 250 characters. One that changed on resuming becomes a tag.
+        """Log parameters, truncated to 250 characters. One that changed on resuming becomes a tag.
 
-        MLflow's parameters cannot change, and a run resumed with another `trainer.max_epochs` must go on.
+        MLflow's parameters cannot change, and a run may be resumed with another `trainer.max_epochs`.
         """
         from mlflow.entities import Param
 
         given = vars(params) if isinstance(params, Namespace) else params
-        known = self.experiment.get_run(self.run_id).data.params
+        logged = self.experiment.get_run(self.run_id).data.params
         new: list[Param] = []
         for name, value in flattened(given):
             text = value if len(value) <= _PARAM_LENGTH else value[: _PARAM_LENGTH - 1] + "…"
-            if name not in known:
+            if name not in logged:
                 new.append(Param(name, text))
-            elif known[name] != text:
+            elif logged[name] != text:
                 self.experiment.set_tag(self.run_id, f"resumed.{name}", text)
-        for first in range(0, len(new), 100):  # as many as MLflow takes at once
+        # MLflow accepts 100 parameters at once
+        for first in range(0, len(new), 100):
             self.experiment.log_batch(self.run_id, params=new[first : first + 100])
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics that have no point at this step yet."""
+        """Log the metrics that have no point at this step."""
         new = {
             name: value
             for name, value in metrics.items()
@@ -151,7 +153,7 @@ class RunLogger(MLFlowLogger):
             super().log_metrics(new, step)
 
     def _steps(self, name: str) -> set[int]:
-        """Return the steps at which an earlier part of the run logged a metric, read once."""
+        """Return the steps at which the run logged a metric before it was resumed. They are read once."""
         if name not in self._logged_steps:
             points = self.experiment.get_metric_history(self.run_id, name)
             self._logged_steps[name] = {point.step for point in points}
@@ -159,19 +161,19 @@ class RunLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_graph(self, model: object, input_array: object = None) -> None:
-        """Mark the run as running: Lightning calls this first in every fit, and a run has several."""
+        """Mark the run as running. Lightning calls this at the start of each fit, and a run has several."""
         self.experiment.update_run(self.run_id, status="RUNNING")
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """End the run as finished, failed, or killed where somebody stopped it."""
-        if status == "failed" and isinstance(sys.exc_info()[1], _STOPPED_BY_SOMEBODY):
+        """End the run as finished, failed, or killed if a signal stopped it."""
+        if status == "failed" and isinstance(sys.exc_info()[1], _STOPS):
             status = "KILLED"
         super().finalize(status)
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Note where the newest checkpoint is, and the best one."""
+        """Tag the run with the paths of its newest and its best checkpoint."""
         path = checkpoint_callback.last_model_path or checkpoint_callback.best_model_path
         if path:
             tag = "checkpoint" if checkpoint_callback.monitor is None else "best_checkpoint"
@@ -184,7 +186,7 @@ class RunLogger(MLFlowLogger):
 
 
 class RunCSVLogger(CSVLogger):
-    """CSV files in `<run_dir>/csv`, which a resumed run goes on with.
+    """CSV files in `<run_dir>/csv`, which a resumed run continues.
 
     Args:
         run_dir: the run's folder.
@@ -196,15 +198,15 @@ class RunCSVLogger(CSVLogger):
         self._logged: set[tuple[str, str]] = set()
         if getattr(rank_zero_only, "rank", 0):
             return
-        earlier = self._take_over(Path(self.log_dir) / "metrics.csv")
+        earlier = self._earlier_rows(Path(self.log_dir) / "metrics.csv")
         self.experiment.metrics = list(earlier)
         self._logged = {(name, row["step"]) for row in earlier for name in row}
         if settings:
             self.log_hyperparams(dict(settings))
         self.save()
 
-    def _take_over(self, file: Path) -> list[dict[str, str]]:
-        """Return the rows of an earlier part of the run; Lightning's writer would delete them."""
+    def _earlier_rows(self, file: Path) -> list[dict[str, str]]:
+        """Return the rows written before the run was resumed. Lightning's writer would delete them."""
         if not file.exists():
             return []
         with file.open(newline="") as stream:
@@ -218,7 +220,7 @@ class RunCSVLogger(CSVLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log the metrics that have no value at this step yet."""
+        """Log the metrics that have no value at this step."""
         new = {
             name: value
             for name, value in metrics.items()
@@ -228,8 +230,8 @@ class RunCSVLogger(CSVLogger):
             super().log_metrics(new, step)
 
 
-def _quieten() -> None:
-    """Leave out what creating a store tells, forty lines of migrations."""
+def _quieten_mlflow() -> None:
+    """Suppress the messages of creating a store."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Where a run is tracked and what it is tagged with. Light: neither torch, lightning nor mlflow is imported."""
+"""Tracking URI and tags of a run. Imports neither torch, lightning nor mlflow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from ragen_pl.config.errors import ConfigError
 
 RUN_FILE = "mlflow_run.json"
-"""In a run's folder: which MLflow run it is."""
+"""File in a run's folder with the id of its MLflow run."""
 
-_PATIENCE_S = 3.0
+_TIMEOUT_S = 3.0
 _PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
 
 
@@ -31,24 +31,25 @@ def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
 
 
 def known_run(folder: Path) -> dict[str, str]:
-    """Return `run_id` and `tracking_uri` of a run folder's run in MLflow; empty where it has none."""
+    """Return `run_id` and `tracking_uri` of a run folder's MLflow run, empty if it has none."""
     file = folder / RUN_FILE
-    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    return known
+    ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    return ids
 
 
 def check_reachable(uri: str) -> None:
-    """Check that a tracking server answers; MLflow itself would try for minutes.
+    """Check that a tracking server answers. MLflow itself would retry for minutes.
 
     Raises:
-        ConfigError: nothing answers there.
+        ConfigError: no server answers at this address.
     """
     if not uri.startswith(("http://", "https://")):
         return
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_PATIENCE_S).close()
+        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_TIMEOUT_S).close()
     except urllib.error.HTTPError:
-        return  # somebody answers; whether we may enter is MLflow's to tell
+        # a server answers; MLflow reports missing rights itself
+        return
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
@@ -58,7 +59,7 @@ def check_reachable(uri: str) -> None:
 
 
 def version_tags(*, checkout: Path | None = None) -> dict[str, str]:
-    """Return the versions that a run depends on, and the git commit where the code is a checkout."""
+    """Return the versions of a run's libraries, and the git commit if the code is a checkout."""
     tags = {"version.python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -74,7 +75,7 @@ def version_tags(*, checkout: Path | None = None) -> dict[str, str]:
 
 
 def flattened(settings: Mapping[str, object], *, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield nested settings under dotted names, as text.
+    """Yield nested settings as text under dotted names.
 
     >>> dict(flattened({"a": {"b": [1, 2]}, "c": None}))
     {'a.b': '[1, 2]', 'c': 'None'}

@@ -1,4 +1,4 @@
-"""Whole jobs in processes of their own, killed where a test wants it."""
+"""Whole jobs in processes of their own, which a test may kill or stop at a given moment."""
 
 from __future__ import annotations
 
@@ -41,12 +41,18 @@ SMALL = (
 
 @dataclass
 class Job:
-    """A run folder and what was found in it."""
+    """A run folder and the results in it."""
 
     folder: Path
 
-    def run(self, *overrides: str, killed: bool = False) -> None:
-        """Run `python -m ragen_pl.fit` in this folder and check that it ended as expected."""
+    def run(self, *overrides: str, codes: tuple[int, ...] = (0,), signaled: bool = False) -> str:
+        """Run `python -m ragen_pl.fit` in this folder, check how it ended and return its stderr.
+
+        Args:
+            overrides: of the config.
+            codes: expected exit codes.
+            signaled: whether the callback of `killing.py` must have sent its signal.
+        """
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "ragen_pl.fit", *SMALL, *overrides),
@@ -60,51 +66,66 @@ class Job:
             check=False,
             timeout=300,
         )
-        assert self.note.exists() == killed, done.stderr[-3000:]
+        assert self.note.exists() == signaled, done.stderr[-3000:]
         self.note.unlink(missing_ok=True)
-        # rank 0 may outlive another rank for long enough to end with an error of its own
-        expected = (-signal.SIGKILL, 1) if killed else (0,)
-        assert done.returncode in expected, done.stderr[-3000:]
+        assert done.returncode in codes, done.stderr[-3000:]
+        return done.stderr
 
     @property
     def note(self) -> Path:
-        """What a process writes before it kills itself."""
+        """File that a process writes before it sends itself a signal."""
         return self.folder / "killed"
 
     def kill_at(self, moment: str, *overrides: str, rank: int = 0) -> None:
-        """Run until the callback of `killing.py` kills one of the processes."""
-        self.run(
-            *overrides,
-            "+callbacks.kill._target_=killing.KillAt",
-            f"+callbacks.kill.moment={moment}",
-            f"+callbacks.kill.rank={rank}",
-            killed=True,
-        )
+        """Run until the callback of `killing.py` sends SIGKILL to one of the processes."""
+        # rank 0 may outlive another rank and end with an error of its own
+        codes = (-signal.SIGKILL, 1)
+        self.run(*overrides, *signal_at(moment, rank=rank), codes=codes, signaled=True)
+
+    def stop_at(self, moment: str, *overrides: str, rank: int = 0) -> str:
+        """Run until the callback of `killing.py` sends SIGTERM to one of the processes."""
+        settings = signal_at(moment, rank=rank, name="SIGTERM")
+        return self.run(*overrides, *settings, codes=(143,), signaled=True)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that the last checkpoint holds."""
+        last = self.folder / "checkpoints" / "last.ckpt"
+        return int(torch.load(last, weights_only=True)["global_step"])
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """The last checkpoint's weights."""
+        """Weights of the last checkpoint."""
         last = self.folder / "checkpoints" / "last.ckpt"
         return torch.load(last, weights_only=True)["state_dict"]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The run's last metrics, but for its times."""
-        found = json.loads((self.folder / "metrics.json").read_text())
-        return {name: value for name, value in found.items() if not name.startswith("time/")}
+        """The run's last metrics, without times."""
+        metrics = json.loads((self.folder / "metrics.json").read_text())
+        return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
     def differs_from(self, other: Job) -> list[str]:
-        """Return the weights and metrics in which two finished runs differ."""
-        mine, theirs = self.weights, other.weights
-        assert mine.keys() == theirs.keys() and self.metrics.keys() == other.metrics.keys()
-        return [name for name in mine if not torch.equal(mine[name], theirs[name])] + [
-            name for name, value in self.metrics.items() if value != other.metrics[name]
-        ]
+        """Return the names of weights and metrics in which two finished runs differ."""
+        weights, metrics = other.weights, other.metrics
+        assert self.weights.keys() == weights.keys() and self.metrics.keys() == metrics.keys()
+        changed = [name for name, value in self.weights.items() if not value.equal(weights[name])]
+        return changed + [name for name, value in self.metrics.items() if value != metrics[name]]
+
+
+def signal_at(moment: str, *, rank: int, name: str = "SIGKILL") -> list[str]:
+    """Return overrides that add the callback of `killing.py`."""
+    return [
+        "+callbacks.kill._target_=killing.KillAt",
+        f"+callbacks.kill.moment={moment}",
+        f"+callbacks.kill.rank={rank}",
+        f"+callbacks.kill.signal_name={name}",
+    ]
 
 
 @pytest.fixture(scope="session")
 def job(tmp_path_factory):
-    """Return a maker of jobs in new folders."""
+    """Return a function that makes a job in a new folder."""
 
     def make() -> Job:
         return Job(tmp_path_factory.mktemp("run") / "here")

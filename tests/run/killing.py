@@ -1,4 +1,4 @@
-"""Callbacks for the tests of whole jobs: one kills its process, one writes down what its rank did."""
+"""Callbacks for the tests of whole jobs: one sends a signal to its process, one records what its rank did."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from ragen_pl.trajectory import Trajectory
 
 
 class KillAt(RolloutCallback):
-    """Send SIGKILL to this process at one moment of its run.
+    """Send a signal to this process at one moment of its run.
 
     Args:
         moment: `warm_start-N`: before optimizer step N of the warm start; `rollout-I-N`: when N episodes of
-            iteration I are done; `step-N`: before the N-th optimizer step; `trained-N`: when a minibatch is
-            begun after N steps; `validation-I`: at the start of iteration I's, its update done; `begin-I`: before
+            iteration I are done; `step-N`: before optimizer step N; `trained-N`: at the start of a minibatch
+            after N steps; `validation-I`: at the start of the validation of iteration I; `begin-I`: before
             iteration I.
-        rank: of the process that is killed.
+        rank: rank of the process.
+        signal_name: name of the signal.
     """
 
     in_warm_start = True
 
-    def __init__(self, *, moment: str, rank: int = 0) -> None:
+    def __init__(self, *, moment: str, rank: int = 0, signal_name: str = "SIGKILL") -> None:
         self.moment, self.rank = moment, rank
+        self.signal = signal.Signals[signal_name]
 
     def _at(self, trainer: pl.Trainer, moment: str) -> None:
         if moment == self.moment and trainer.global_rank == self.rank:
             (Path(trainer.default_root_dir) / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signal)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        learns = isinstance(trainer.fit_loop, RolloutUpdateLoop)
-        self._at(trainer, f"{'step' if learns else 'warm_start'}-{trainer.global_step}")
+        phase = "step" if isinstance(trainer.fit_loop, RolloutUpdateLoop) else "warm_start"
+        self._at(trainer, f"{phase}-{trainer.global_step}")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, batch_idx: int
@@ -77,14 +79,14 @@ class Record(RolloutCallback):
     def on_rollout_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, trajectories: list[Trajectory]
     ) -> None:
-        for one in trajectories:
-            key = f"{trainer.current_epoch} {one.group} {one.member}"
-            self.responses[key] = [turn.response_ids.tolist() for turn in one.turns]
+        for trajectory in trajectories:
+            key = f"{trainer.current_epoch} {trajectory.group} {trajectory.member}"
+            self.responses[key] = [turn.response_ids.tolist() for turn in trajectory.turns]
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         digest = hashlib.sha256()
         for parameter in module.parameters():
             digest.update(parameter.detach().numpy().tobytes())
-        found = {"responses": self.responses, "weights": digest.hexdigest()}
+        record = {"responses": self.responses, "weights": digest.hexdigest()}
         file = self.folder / f"rank_{trainer.global_rank}.json"
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(record))

@@ -1,8 +1,9 @@
-"""Jobs killed with SIGKILL again and again and resumed with `ckpt_path=last` end bit-identical."""
+"""Jobs that are killed or stopped in any phase and resumed end bit-identical."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 EVERY_ITERATION = ("callbacks.checkpoint.every_n_epochs=1",)
 EVERY_STEP = (
@@ -10,10 +11,12 @@ EVERY_STEP = (
     "+callbacks.checkpoint.every_n_train_steps=1",
     "callbacks.checkpoint.save_on_train_epoch_end=false",
 )
+# nothing but signals and the end of the run saves
+NEVER = ("callbacks.checkpoint.every_n_epochs=100", "warm_start.checkpoint_every_n_steps=null")
 TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
 
 
-# An iteration is eight optimizer steps; `trained-8` is unknown to it, for its minibatches end there.
+# An iteration is eight optimizer steps. There is no `trained-8`: the minibatches end there.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpoints, moments",
@@ -23,24 +26,87 @@ TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
     ],
     ids=["every iteration", "every step"],
 )
-def test_a_job_killed_in_every_phase(job, checkpoints, moments):
-    whole, killed = job(), job()
-    whole.run(*checkpoints)
-    killed.kill_at("warm_start-30", *checkpoints)
+def test_a_job_killed_in_every_phase_ends_bit_identical(job, checkpoints, moments):
+    reference, killed = job(), job()
+    reference.run(*checkpoints)
+    # one command starts the run and continues it
+    killed.kill_at("warm_start-30", *checkpoints, "ckpt_path=auto")
     assert not (killed.folder / "warm_start.pt").exists()
     for moment in moments:
-        killed.kill_at(moment, *checkpoints, "ckpt_path=last")
-    killed.run(*checkpoints, "ckpt_path=last")
-    assert killed.differs_from(whole) == []
+        killed.kill_at(moment, *checkpoints, "ckpt_path=auto")
+    killed.run(*checkpoints, "ckpt_path=auto")
+    assert killed.differs_from(reference) == []
 
 
 @pytest.mark.slow
-def test_a_job_of_two_ranks_killed_on_either(job):
-    whole, killed = job(), job()
+def test_a_job_of_two_ranks_killed_on_either_ends_bit_identical(job):
+    reference, killed = job(), job()
     settings = (*EVERY_STEP, *TWO_RANKS)
-    whole.run(*settings)
+    reference.run(*settings)
     killed.kill_at("warm_start-30", *settings, rank=1)
     killed.kill_at("step-3", *settings, "ckpt_path=last", rank=0)
     killed.kill_at("validation-1", *settings, "ckpt_path=last", rank=1)
     killed.run(*settings, "ckpt_path=last")
-    assert killed.differs_from(whole) == []
+    assert killed.differs_from(reference) == []
+
+
+@pytest.mark.slow
+def test_a_warm_start_killed_in_its_middle_is_resumed_exactly(job):
+    settings = (
+        "warm_start.checkpoint_every_n_steps=20",
+        "++model.build.text.attention_dropout=0.1",
+        "trainer.max_epochs=1",
+    )
+    reference, killed = job(), job()
+    reference.run(*settings)
+    killed.kill_at("warm_start-50", *settings)
+    assert (killed.folder / "warm_start.ckpt").exists()
+    # a warm start from its beginning would pass step 10 again
+    killed.kill_at("warm_start-55", *settings, "ckpt_path=last")
+    killed.run(*settings, *never_reached("warm_start-39"), "ckpt_path=last")
+    assert not (killed.folder / "warm_start.ckpt").exists()
+    weights, expected = (
+        torch.load(run.folder / "warm_start.pt", weights_only=True) for run in (killed, reference)
+    )
+    assert weights["demonstrations"] == expected["demonstrations"]
+    assert weights["module"].keys() == expected["module"].keys()
+    assert all(value.equal(expected["module"][name]) for name, value in weights["module"].items())
+    assert killed.differs_from(reference) == []
+
+
+@pytest.mark.slow
+def test_a_job_stopped_by_sigterm_in_every_phase_loses_at_most_that_phase(job):
+    reference, stopped = job(), job()
+    reference.run(*NEVER)
+    stopped.stop_at("warm_start-30", *NEVER, "ckpt_path=auto")
+    assert (stopped.folder / "warm_start.ckpt").exists()
+    for moment, steps in (("rollout-0-3", 0), ("step-10", 11), ("validation-1", 16)):
+        message = stopped.stop_at(moment, *NEVER, *never_reached("warm_start-30"), "ckpt_path=auto")
+        assert "ragen_pl: stopped by SIGTERM; the last checkpoint is" in message
+        assert stopped.steps == steps
+    stopped.stop_at("rollout-2-3", *NEVER, "ckpt_path=auto")
+    assert stopped.steps == 16
+    stopped.run(*NEVER, *never_reached("step-15"), "ckpt_path=auto")
+    assert stopped.differs_from(reference) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree_where_to_stop(job, rank):
+    reference, stopped = job(), job()
+    settings = (*NEVER, *TWO_RANKS)
+    reference.run(*settings)
+    stopped.stop_at("rollout-1-2", *settings, "ckpt_path=auto", rank=rank)
+    assert stopped.steps == 8
+    stopped.stop_at("step-12", *settings, "ckpt_path=auto", rank=rank)
+    assert stopped.steps == 13
+    stopped.run(*settings, "ckpt_path=auto")
+    assert stopped.differs_from(reference) == []
+
+
+def never_reached(moment: str) -> list[str]:
+    """Return overrides that kill the run if it passes a moment that it has behind it."""
+    return [
+        "+callbacks.passed._target_=killing.KillAt",
+        f"+callbacks.passed.moment={moment}",
+    ]

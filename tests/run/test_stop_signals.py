@@ -1,4 +1,4 @@
-"""A run that somebody stops says in one line what it has saved and how it goes on."""
+"""A run that is stopped from outside saves, reports how to resume, and ends with the signal's exit code."""
 
 from __future__ import annotations
 
@@ -12,39 +12,61 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (
-    sys.executable, "-m", "ragen_pl.fit", "env=frozenlake", "logger=none", "callbacks.progress=null",
-    "callbacks.trajectories=null", "warm_start.steps=2", "warm_start.episodes=4", "rollout.groups=4",
-    "validation.episodes=4", "trainer.max_epochs=100000", "callbacks.checkpoint.every_n_epochs=1",
-)  # fmt: skip
+    sys.executable,
+    "-m",
+    "ragen_pl.fit",
+    "env=frozenlake",
+    "logger=none",
+    "callbacks.progress=null",
+    "callbacks.trajectories=null",
+    "warm_start.steps=2",
+    "warm_start.episodes=4",
+    "rollout.groups=4",
+    "validation.episodes=4",
+    "trainer.max_epochs=100000",
+    "callbacks.checkpoint.every_n_epochs=2",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_run_says_how_it_goes_on(tmp_path: Path, number: int, code: int) -> None:
+def test_a_stopped_run_saves_and_prints_the_command_that_resumes_it(
+    tmp_path: Path, number: int, code: int
+) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
-        [*COMMAND, f"paths.run_dir={tmp_path}"], env=environment, stderr=subprocess.PIPE, text=True,
-        # a shell's background job ignores Ctrl-C, and so would all that it starts
+        [*COMMAND, f"paths.run_dir={tmp_path}"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell's background job ignores Ctrl-C, and so does every process that it starts
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     last = tmp_path / "checkpoints" / "last.ckpt"
-    patience = time.monotonic() + 120
+    deadline = time.monotonic() + 120
     try:
-        while not last.exists() and time.monotonic() < patience:
+        while not last.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
+        before = last.stat().st_mtime_ns
         run.send_signal(number)
-        _, said = run.communicate(timeout=60)
+        _, stderr = run.communicate(timeout=60)
     finally:
         run.kill()
-    assert run.returncode == code, said
-    (line,) = [one for one in said.splitlines() if one.startswith("ragen_pl: ")]
-    told, _, command = line.partition("; go on with: ")
-    assert f"its last checkpoint is {last}" in told
-    assert "Traceback" not in said
+    assert run.returncode == code, stderr
+    assert last.stat().st_mtime_ns > before
+    (line,) = [line for line in stderr.splitlines() if line.startswith("ragen_pl: ")]
+    message, _, command = line.partition("; resume with: ")
+    assert f"the last checkpoint is {last}" in message
+    assert "Traceback" not in stderr
 
-    more = [one for one in shlex.split(command) if not one.startswith("trainer.max_epochs")]
-    more = [sys.executable, *more[1:], "trainer.max_epochs=1", f"paths.run_dir={tmp_path}"]
-    assert subprocess.run(more, env=environment, check=False).returncode == 0
+    overrides = [
+        word for word in shlex.split(command)[1:] if not word.startswith("trainer.max_epochs")
+    ]
+    epochs = torch.load(last, weights_only=True)["epoch"] + 1
+    resume = [sys.executable, *overrides, f"trainer.max_epochs={epochs}"]
+    resume.append(f"paths.run_dir={tmp_path}")
+    assert subprocess.run(resume, env=environment, check=False).returncode == 0

@@ -1,0 +1,135 @@
+"""Stop signals, and the agreement of last.ckpt and best.ckpt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ragen_pl.callbacks.checkpoint import BestCheckpoint, RandomState, RunCheckpoint, StopSignals
+
+
+@pytest.fixture
+def restored_handlers():
+    """Restore the process's signal handlers and timer after a test."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Launcher:
+    """Record the signals that are sent to other ranks."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def kill(self, number: int) -> None:
+        self.sent.append(number)
+
+
+def installed(*, rank: int = 0, grace_seconds: float = 60.0) -> tuple[StopSignals, Launcher]:
+    signals, launcher = StopSignals(grace_seconds=grace_seconds), Launcher()
+    strategy = SimpleNamespace(launcher=launcher)
+    signals.install(SimpleNamespace(strategy=strategy, is_global_zero=rank == 0))
+    return signals, launcher
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)],
+)
+def test_the_first_signal_is_noted_and_the_second_ends_at_once(restored_handlers, number, error):
+    signals, launcher = installed()
+    os.kill(os.getpid(), number)
+    assert signals.received == number and launcher.sent == [number]
+    with pytest.raises(error):
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+    assert launcher.sent == [number, signal.SIGKILL]
+
+
+def test_other_ranks_may_receive_a_signal_twice(restored_handlers):
+    signals, launcher = installed(rank=1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.received == signal.SIGTERM and launcher.sent == [signal.SIGTERM]
+
+
+def test_the_end_of_the_grace_period_ends_the_run(restored_handlers):
+    signals, launcher = installed(grace_seconds=0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SIGTERMException):
+        time.sleep(5)
+    assert launcher.sent == [signal.SIGTERM, signal.SIGKILL]
+
+
+class Model(pl.LightningModule):
+    """A weight that falls in each step, and a validation metric that falls with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val/success", 1.0 - 0.1 * self.current_epoch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer_of(folder: Path, *callbacks: pl.Callback, epochs: int) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+    )
+
+
+DATA = torch.ones(3, 1)
+
+
+def test_last_checkpoint_holds_the_best_score_of_its_iteration(tmp_path):
+    best = BestCheckpoint()
+    best.dirpath = str(tmp_path)
+    run = RunCheckpoint(dirpath=str(tmp_path), every_n_epochs=1, save_on_train_epoch_end=True)
+    trainer_of(tmp_path, best, run, epochs=1).fit(Model(), DATA, DATA)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    (state,) = [state for name, state in saved.items() if name.startswith("BestCheckpoint")]
+    assert float(state["best_model_score"]) == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
+def test_random_state_is_continued_after_a_resume(tmp_path):
+    torch.manual_seed(0)
+    reference = Model()
+    trainer_of(tmp_path, RandomState(), epochs=4).fit(reference, DATA, DATA)
+
+    torch.manual_seed(0)
+    trainer = trainer_of(tmp_path, RandomState(), epochs=2)
+    trainer.fit(Model(), DATA, DATA)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(1)
+    resumed = Model()
+    trainer = trainer_of(tmp_path, RandomState(), epochs=4)
+    trainer.fit(resumed, DATA, DATA, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.drawn == reference.drawn[6:]
