@@ -70,7 +70,7 @@ class RunLogger(MLFlowLogger):
         resumed = earlier.get("run_id") if earlier.get("tracking_uri") == uri else None
         self._logged_steps: dict[str, set[int]] = {}
         self._resumed = resumed is not None
-        if getattr(rank_zero_only, "rank", 0):
+        if rank_zero_only.rank:  # type: ignore[attr-defined]
             # two processes cannot create one sqlite store; only rank 0 logs
             self._initialized, self._run_id, self._experiment_id = False, resumed, None
             self._tracking_uri, self._log_model = uri, False
@@ -196,7 +196,7 @@ class RunCSVLogger(CSVLogger):
     def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(save_dir=run_dir, name="", version="csv")
         self._logged: set[tuple[str, str]] = set()
-        if getattr(rank_zero_only, "rank", 0):
+        if rank_zero_only.rank:  # type: ignore[attr-defined]
             return
         earlier = self._earlier_rows(Path(self.log_dir) / "metrics.csv")
         self.experiment.metrics = list(earlier)

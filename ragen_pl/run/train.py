@@ -253,7 +253,7 @@ def report_stop(error: SystemExit, run: Run) -> object:
     by_hand = isinstance(error.__context__, KeyboardInterrupt)
     if not by_hand and not isinstance(error, SIGTERMException):
         return error.code
-    if rank_zero_only.rank:
+    if rank_zero_only.rank:  # type: ignore[attr-defined]
         # the first rank reports, and would be killed by another rank's exit code
         return 0
     signal = "Ctrl-C" if by_hand else "SIGTERM"
