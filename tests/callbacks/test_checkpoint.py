@@ -66,7 +66,7 @@ def test_other_ranks_may_receive_a_signal_twice(restored_handlers):
 
 
 def test_the_end_of_the_grace_period_ends_the_run(restored_handlers):
-    signals, launcher = installed(grace_seconds=0.05)
+    _, launcher = installed(grace_seconds=0.05)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SIGTERMException):
         time.sleep(5)
