@@ -17,10 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from timing import use_threads
 
 from ragen_pl.metrics.intervals import wilson
-from ragen_pl.rollout import proxy as turn_loop
+from ragen_pl.rollout import responders
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
+from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.run.build import assemble, engine_factory
 from ragen_pl.run.train import quieten
 from ragen_pl.run.weights import load_weights
@@ -44,9 +45,10 @@ def play(
     )  # fmt: skip
     engine = engine_factory(cfg)(parts.policy)
     engine.load_weights(0)
-    with mock.patch.object(turn_loop, "occlusion_scores", scores or turn_loop.occlusion_scores):
+    responder = EngineResponder(engine=engine, context=validation_set.proxy.context, greedy=True)
+    with mock.patch.object(responders, "occlusion_scores", scores or responders.occlusion_scores):
         return validation_set.proxy.rollout(
-            engine, validation_set.starts, seed_key=("panel",), greedy=True
+            responder, validation_set.episode_specs, seed_key=("panel",)
         )
 
 

@@ -21,7 +21,8 @@ from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.forward import split_by_length
 from ragen_pl.rollout.environments import EpisodeSpec
-from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, scripted
+from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, proxy_with
 from ragen_pl.trajectory import Trajectory
 
 TARGET_PADDING = 0.10
@@ -52,14 +53,21 @@ class Played:
 
     def __init__(self, parts: RunComponents) -> None:
         self.environments, self.context = parts.proxy.environments, parts.proxy.context
-        self.progress = None
-        self._proxy = scripted(parts, instantiate(parts.cfg.warm_start.demonstrator))
+        self._proxy = proxy_with(parts)
+        self._policy = instantiate(parts.cfg.warm_start.demonstrator)
 
     def rollout(
-        self, engine: object, starts: Sequence[EpisodeSpec], *, seed_key: Sequence[int | str]
+        self,
+        responder: object,
+        episode_specs: Sequence[EpisodeSpec],
+        *,
+        seed_key: Sequence[int | str],
+        progress: object = None,
     ) -> list[Trajectory]:
         """Play the episodes."""
-        return self._proxy.play(starts, seed_key=seed_key)
+        return self._proxy.rollout(
+            ScriptedResponder(policy=self._policy), episode_specs, seed_key=seed_key
+        )
 
 
 def run(window: str, args: argparse.Namespace) -> None:

@@ -26,7 +26,6 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.scripted import ScriptedProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 QUIET = {
@@ -112,7 +111,7 @@ def main(*, iterations: int = 20) -> list[float]:
     }
     policy = PolicyModule(bundle, optimizer=partial(torch.optim.AdamW, lr=3e-3))
     demonstrations = DemonstrationDataModule(
-        ScriptedProxy(**rollout_settings, scripted_policy=PoorDemonstrator()),
+        AgentProxy(**rollout_settings), policy=PoorDemonstrator(),
         episodes=512, batch_size=64, steps=120, gamma=1.0, seed=0,
     )  # fmt: skip
     pl.Trainer(**QUIET, max_steps=120).fit(policy, datamodule=demonstrations)

@@ -1,6 +1,6 @@
 """`python -m ragen_pl.play ckpt=last env=frozenlake_visual`: watch an episode, or play one yourself.
 
-Only the configuration is looked at here; what is heavy is imported once it is known to be sound.
+Only the configuration is read here; heavy packages are imported after it has been checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seeds derived from counters, and phases that run under them without touching the outer streams."""
+"""Seeds derived from counters, and blocks of code with global generators seeded from them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Plain data that flows from the rollout to the update: Observation, Turn, Trajectory.
 
-Nothing here knows about tensors, tokenizers or environments, so that a trajectory can be pickled,
-written as JSON and read by any part of the project.
+Nothing here depends on tensors, tokenizers or environments. A trajectory can be pickled, written as JSON
+and read by any part of the project.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 
 
 class Span(IntEnum):
-    """What a sampled token belongs to, by its place in `<think>…</think><answer>…</answer>`.
+    """Block of a response that a sampled token belongs to.
 
-    Where the think block has an observation and a prediction of its own, `THINK` is the reasoning.
+    In formats whose think block is divided, `THINK` is the reasoning block. `SHOWN` tokens were not
+    sampled: they are text between the responses, labeled only where it is trained on (RICO).
     """
 
     OTHER = 0
@@ -26,16 +27,14 @@ class Span(IntEnum):
     END = 4
     OBSERVATION = 5
     PREDICTION = 6
-    SHOWN = (
-        7  # not sampled: text between the responses, labelled only where it is trained on (RICO)
-    )
+    SHOWN = 7
 
 
 class EpisodeStatus(StrEnum):
-    """Why a trajectory ended.
+    """How an episode ended.
 
-    `TERMINATED` and `TURN_LIMIT` belong to the task (the agent is told the limit), `TRUNCATED` is a cut
-    from outside (token budget, the environment's own truncation), `FAILED` an error of the environment.
+    `TERMINATED` and `TURN_LIMIT` belong to the task (the agent knows the limit). `TRUNCATED` comes from
+    outside: the token budget, the environment's own truncation. `FAILED` is an error of the environment.
     """
 
     TERMINATED = "terminated"
@@ -45,71 +44,128 @@ class EpisodeStatus(StrEnum):
 
 
 Relation = tuple[str, int, int]
-"""A thing's name, and how many rows below and columns to the right of the player it is."""
+"""Name of a thing, and how many rows below and columns to the right of the player it is."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Statement:
-    """What a response says of the environment's state, and what is true."""
+    """Claim of a response about the environment's state, with the true relations.
 
-    part: str  # "observation", of the state before the actions, or "prediction", of the one after them
+    Attributes:
+        block: `observation` (the state before the actions) or `prediction` (the state after them).
+        text: the block's text.
+        true_relations: relations of the environment in that state.
+        names: things that the environment has names for, present or not.
+        agreement: F1 of the claimed relations.
+        score: agreement beyond chance, set by a judge; None without one.
+    """
+
+    block: str
     text: str
-    truth: list[Relation]  # of the environment
-    names: tuple[str, ...]  # things that the environment speaks of, present or not
-    agreement: float  # F1 of the relations told, by rule
-    score: float | None = None  # agreement beyond chance, by the judge; None where none was asked
+    true_relations: list[Relation]
+    names: tuple[str, ...]
+    agreement: float
+    score: float | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Observation:
-    """What the environment shows at the start of a turn."""
+    """What the environment shows at the start of a turn.
+
+    Attributes:
+        text: words of the observation.
+        images: RGB images, each uint8 `[height, width, 3]`.
+    """
 
     text: str
-    images: list[np.ndarray] = field(default_factory=list)  # each uint8 [height, width, 3]
+    images: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """One observation and one response, with the exact tokens the policy saw and sampled."""
+    """One observation and one response, with the exact tokens that the policy saw and sampled.
+
+    Attributes:
+        observation: what the environment showed.
+        prompt_ids: int64 `[prompt]`, the ids given to the engine, image slots expanded.
+        prompt_images: images of the prompt's image slots, in order.
+        response_ids: int64 `[response]`, the sampled end-of-turn token included.
+        response_logprobs: float32 `[response]`, under the distribution sampled from.
+        response_entropy: mean over the response's tokens, in nats; None where the engine gives none.
+        spans: int8 `[response]`, a `Span` for each token.
+        response_text: the response in words.
+        think: its reasoning; None without a valid think block.
+        actions: names of the actions that were carried out.
+        action_is_valid: whether the response has the required form and known actions.
+        action_is_effective: whether the actions changed the environment.
+        hit_length_limit: whether the length limit came before an end-of-turn token.
+        temperature: sampling temperature.
+        reward_terms: reward terms by name. `EnvironmentManager` sets `environment` and `format`.
+        info: what the environment's last step returned beside the observation.
+        statements: claims about the state, in formats that ask for them.
+        state_description: the environment's own description of the state before the actions.
+        state_key: key of that state, where it is recorded.
+        prompt_patches: patches shown of each image of the prompt; None for all.
+        turns_left_out: turns of the window that the prompt leaves out.
+    """
 
     observation: Observation
-    prompt_ids: np.ndarray  # int64 [prompt]: all ids the engine was given, image slots expanded
-    prompt_images: list[np.ndarray]  # images of the prompt's image slots, in order
-    response_ids: (
-        np.ndarray
-    )  # int64 [response]: sampled ids, the sampled end-of-turn token included
-    response_logprobs: np.ndarray  # float32 [response]: of the distribution sampled from
-    response_entropy: float  # nats, mean over the response's tokens
-    spans: np.ndarray  # int8 [response]: a Span per sampled token
+    prompt_ids: np.ndarray
+    prompt_images: list[np.ndarray]
+    response_ids: np.ndarray
+    response_logprobs: np.ndarray
+    response_entropy: float | None
+    spans: np.ndarray
     response_text: str
-    think: str | None  # its reasoning; None where the response has no valid think block
-    actions: list[str]  # names of the actions that were carried out
+    think: str | None
+    actions: list[str]
     action_is_valid: bool
     action_is_effective: bool
-    hit_length_limit: bool  # the response hit its length limit before an end-of-turn token
-    reward: float  # of this turn, the sum of its parts
+    hit_length_limit: bool
     temperature: float
+    reward_terms: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
-    reward_terms: dict[str, float] = field(default_factory=dict)  # by name, see EnvironmentManager
-    statements: list[Statement] = field(default_factory=list)  # in formats that ask for them
-    prompt_patches: list[np.ndarray] | None = None  # that each image shows; None for all
-    turns_left_out: tuple[int, ...] = ()  # turns of the window that the prompt does not show
+    statements: list[Statement] = field(default_factory=list)
+    state_description: str | None = None
+    state_key: str | None = None
+    prompt_patches: list[np.ndarray] | None = None
+    turns_left_out: tuple[int, ...] = ()
+
+    @property
+    def reward(self) -> float:
+        """Sum of the reward terms, in their order."""
+        return float(sum(self.reward_terms.values()))
 
 
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
-    """The turns of one episode and how it ended."""
+    """The turns of one episode and how it ended.
 
-    group: int  # index of the group in the iteration, the same on any number of ranks
+    Attributes:
+        group: index of the group in the iteration, the same on any number of ranks.
+        member: index in the group.
+        seed: seed of the environment's reset.
+        turns: the turns played.
+        status: how the episode ended.
+        success: whether the task was solved.
+        difficulty: difficulty of the initial state, where the environment has one.
+        error: the environment's error, for `EpisodeStatus.FAILED`.
+        system_prompt_length: number of tokens of the system prompt, with which each prompt begins.
+        final_prompt_ids: prompt of the state after the last turn, to bootstrap from.
+        final_images: images of that prompt.
+        final_patches: patches shown of each of those images; None for all.
+    """
+
+    group: int
     member: int
-    seed: int  # of the environment's reset
+    seed: int
     turns: list[Turn]
     status: EpisodeStatus
     success: bool
     difficulty: int | None = None
-    error: str | None = None  # of the environment, where ending is FAILED
-    head: int = 0  # tokens of the system prompt, with which every prompt begins
-    final_prompt_ids: np.ndarray | None = None  # the state after the last turn, to bootstrap from
+    error: str | None = None
+    system_prompt_length: int = 0
+    final_prompt_ids: np.ndarray | None = None
     final_images: list[np.ndarray] = field(default_factory=list)
     final_patches: list[np.ndarray] | None = None
 

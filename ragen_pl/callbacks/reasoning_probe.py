@@ -211,7 +211,6 @@ def _pair(thought: FirstThought, prompt: FirstThought) -> Trajectory:
         action_is_valid=True,
         action_is_effective=True,
         hit_length_limit=False,
-        reward=0.0,
         temperature=thought.temperature,
     )
     return Trajectory(

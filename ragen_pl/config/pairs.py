@@ -145,9 +145,9 @@ def _thoughts(cfg: DictConfig) -> str | None:
         mask = class_named(cfg, f"algorithm.masks.{which}")
         if mask in ("think_span", "think_weighted"):
             return f"algorithm.masks.{which}={mask}: env.prompt_format=no_think has no reasoning; set another mask"
-    amount = _get(cfg, "algorithm.reward.think_amount")
+    amount = _get(cfg, "algorithm.rewards.think_length.amount")
     if amount:
-        return f"algorithm.reward.think_amount={amount}: env.prompt_format=no_think has no reasoning; set 0"
+        return f"algorithm.rewards.think_length.amount={amount}: env.prompt_format=no_think has no reasoning; set 0"
     return None
 
 

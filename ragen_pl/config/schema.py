@@ -71,7 +71,6 @@ class Algorithm(TypedDict, total=False):
 
     name: str
     critic: Literal["shared", "own", "none"]
-    reward: Component
     rewards: dict[str, Component | None]
     normalize: Component | None
     filter: Component | None
@@ -238,7 +237,6 @@ class Settings(TypedDict, total=False):
     learning_rate_end: Fraction
     critic_learning_rate_scale: NonNegative
     curriculum: Component | None
-    world_model: Component | None
     algorithm: Algorithm
     model: Model
     validation: Validation

@@ -98,7 +98,9 @@ def collate(
         parts, image_store, pad=bundle.pad_token_id, most=_most_patches(parts, bundle)
     )
     if observations:
-        label_shown_text(samples, [one.head for one in kept], banned=bundle.banned_token_ids)
+        label_shown_text(
+            samples, [one.system_prompt_length for one in kept], banned=bundle.banned_token_ids
+        )
     final = [
         _Sample(
             number, trajectory.final_prompt_ids, trajectory.final_images, trajectory.final_patches
@@ -286,7 +288,7 @@ def _states(kept: Sequence[Trajectory], most: int) -> Tensor:
     state = torch.full((len(kept), most), -1, dtype=torch.int64)
     for row, trajectory in enumerate(kept):
         for number, turn in enumerate(trajectory.turns):
-            key = turn.info.get("state_key")
+            key = turn.state_key
             if key is not None:
                 state[row, number] = numbers.setdefault(key, len(numbers))
     return state

@@ -66,7 +66,6 @@ def _trajectory(messages: Conversation, context: ContextManager, *, number: int)
                 action_is_valid=True,
                 action_is_effective=True,
                 hit_length_limit=False,
-                reward=0.0,
                 temperature=1.0,
             )
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -18,12 +18,13 @@ from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
 from ragen_pl.distributed import gather_over_ranks, rank, sum_over_ranks, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
-from ragen_pl.rewards.shaping import RewardShaping
-from ragen_pl.rewards.world_model import WorldModelReward
+from ragen_pl.rewards.shaping import RewardFunction
+from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.proxy import AgentProxy, Progress
+from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 
@@ -57,8 +58,7 @@ class RolloutDataModule(pl.LightningDataModule):
         seed: of the run.
         held_out: keep the first validation set's start states out of training.
         curriculum: harder starts later on, None for none.
-        world_model: rewards for true statements on the environment's state, None for none.
-        shaping: of the turns' rewards; None to leave them.
+        rewards: reward functions, applied in order to each rollout.
         observations: label the text that was shown too, so that masks can hold it (RICO).
         group_filter: chooses the groups that are trained on; None for all.
     """
@@ -66,7 +66,7 @@ class RolloutDataModule(pl.LightningDataModule):
     @checked
     def __init__(
         self,
-        proxy: AgentProxy,
+        proxy: AgentProxy[ContextManager],
         *,
         validation_sets: Sequence[ValidationSet] = (),
         groups: Count = 128,
@@ -76,9 +76,8 @@ class RolloutDataModule(pl.LightningDataModule):
         seed: int = 0,
         held_out: bool = True,
         curriculum: Curriculum | None = None,
-        world_model: WorldModelReward | None = None,
+        rewards: Sequence[RewardFunction] = (),
         group_filter: GroupFilter | None = None,
-        shaping: RewardShaping | None = None,
         observations: bool = False,
     ) -> None:
         super().__init__()
@@ -88,9 +87,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.seed = seed
         self.held_out = held_out
         self.curriculum = curriculum
-        self.world_model = world_model
+        self.rewards = list(rewards)
         self.group_filter = group_filter or GroupFilter()
-        self.shaping = shaping or RewardShaping()
         self.observations = observations
         self.buffer: TrajectoryBatch | None = None
         self.metrics: dict[str, float] = {}
@@ -105,14 +103,14 @@ class RolloutDataModule(pl.LightningDataModule):
             self.proxy.environments = copy.copy(self.proxy.environments)
             self.proxy.environments.held_out = keys
 
-    def starts(self, iteration: int, *, attempt: int = 0) -> list[EpisodeSpec]:
+    def episode_specs(self, iteration: int, *, attempt: int = 0) -> list[EpisodeSpec]:
         """Return this rank's episodes of an iteration: every world_size-th group, whole.
 
         Args:
             iteration: counted from 0.
             attempt: rollouts that the iteration has had before; their groups have the lower numbers.
         """
-        starts = []
+        specs = []
         for number in range(rank(), self.groups, world_size()):
             options, group = None, attempt * self.groups + number
             if self.curriculum is not None:
@@ -120,18 +118,18 @@ class RolloutDataModule(pl.LightningDataModule):
                     number, groups=self.groups, iteration=iteration
                 )
             seed = derive_seed(self.seed, "environment", iteration, group)
-            starts += [
+            specs += [
                 EpisodeSpec(group=group, member=m, seed=seed, options=options)
                 for m in range(self.group_size)
             ]
-        return starts
+        return specs
 
     def collect(
         self,
         iteration: int,
         module: RollsOut,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> list[Trajectory]:
         """Roll out this rank's share of an iteration and fill the buffer; return the trajectories.
 
@@ -139,10 +137,9 @@ class RolloutDataModule(pl.LightningDataModule):
         """
         engine = module.rollout_engine()
         engine.load_weights(module.global_step)
-        self.proxy.progress = progress
         trajectories: list[Trajectory] = []
         for attempt in range(1 + self.group_filter.resample):
-            trajectories += self._play(engine, iteration, attempt=attempt)
+            trajectories += self._play(engine, iteration, attempt=attempt, progress=progress)
             self._measure(trajectories)
             choice = select_groups(
                 trajectories, self.group_filter, returns=lambda one: one.reward, most=self.groups
@@ -157,13 +154,24 @@ class RolloutDataModule(pl.LightningDataModule):
         self._iteration = iteration
         return trajectories
 
-    def _play(self, engine: RolloutEngine, iteration: int, *, attempt: int) -> list[Trajectory]:
-        starts = self.starts(iteration, attempt=attempt)
+    def _play(
+        self,
+        engine: RolloutEngine,
+        iteration: int,
+        *,
+        attempt: int,
+        progress: Progress | None,
+    ) -> list[Trajectory]:
+        specs = self.episode_specs(iteration, attempt=attempt)
         seed_key = (self.seed, "sample", iteration)
-        trajectories = self.proxy.rollout(engine, starts, seed_key=seed_key)
-        if self.world_model is not None:
-            self.world_model.settle(trajectories, gather=gather_over_ranks)
-        self.shaping.settle(trajectories)
+        trajectories = self.proxy.rollout(
+            EngineResponder(engine=engine, context=self.proxy.context),
+            specs,
+            seed_key=seed_key,
+            progress=progress,
+        )
+        for reward in self.rewards:
+            reward(trajectories, gather=gather_over_ranks)
         return trajectories
 
     def _measure(self, trajectories: list[Trajectory]) -> None:

@@ -13,9 +13,11 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.distributed import rank, sum_over_ranks, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.seeding import derive_seed
 
 
@@ -23,7 +25,8 @@ class DemonstrationDataModule(pl.LightningDataModule):
     """Play demonstrations once and serve their turns as minibatches.
 
     Args:
-        proxy: plays them.
+        proxy: plays the demonstrations.
+        policy: chooses their actions.
         episodes: demonstrations, over all ranks.
         batch_size: samples of an optimizer step, over all ranks.
         steps: optimizer steps.
@@ -34,8 +37,9 @@ class DemonstrationDataModule(pl.LightningDataModule):
     @checked
     def __init__(
         self,
-        proxy: ScriptedProxy,
+        proxy: AgentProxy[ContextManager],
         *,
+        policy: ScriptedPolicy,
         episodes: Count,
         batch_size: Count,
         steps: Count,
@@ -43,7 +47,8 @@ class DemonstrationDataModule(pl.LightningDataModule):
         seed: int,
     ) -> None:
         super().__init__()
-        self.proxy, self.episodes, self.batch_size = proxy, episodes, batch_size
+        self.proxy, self.policy = proxy, policy
+        self.episodes, self.batch_size = episodes, batch_size
         self.steps, self.gamma, self.seed = steps, gamma, seed
         self.batch: TrajectoryBatch | None = None
         self.statistics: dict[str, float] = {}
@@ -52,13 +57,15 @@ class DemonstrationDataModule(pl.LightningDataModule):
         """Play this rank's demonstrations."""
         if self.batch is not None:
             return
-        starts = [
+        specs = [
             EpisodeSpec(
                 group=number, member=0, seed=derive_seed(self.seed, "demonstration", number)
             )
             for number in range(rank(), self.episodes, world_size())
         ]
-        trajectories = self.proxy.play(starts, seed_key=(self.seed, "demonstrator"))
+        trajectories = self.proxy.rollout(
+            ScriptedResponder(policy=self.policy), specs, seed_key=(self.seed, "demonstrator")
+        )
         statistics = RolloutStatistics()
         statistics.update(trajectories)
         self.statistics = statistics.compute()

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 
 from ragen_pl.distributed import rank, world_size
+from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
@@ -28,7 +29,7 @@ class ValidationSet:
     def __init__(
         self,
         name: str,
-        proxy: AgentProxy,
+        proxy: AgentProxy[ContextManager],
         *,
         episodes: int,
         key: str = "held_out",
@@ -37,7 +38,7 @@ class ValidationSet:
         options: dict[str, object] | None = None,
     ) -> None:
         self.name, self.proxy, self.greedy = name, proxy, greedy
-        self.starts = [
+        self.episode_specs = [
             EpisodeSpec(
                 group=number, member=member, seed=derive_seed("panel", key, number), options=options
             )
@@ -52,32 +53,33 @@ class ValidationSet:
             RuntimeError: a start can't be reset to.
             ValueError: the environment can't name its state.
         """
-        slots = self.proxy.environments.open(self.starts)
+        slots = self.proxy.environments.open(self.episode_specs)
         self.proxy.environments.close(slots)
         errors = [slot.error for slot in slots if slot.error is not None]
         if errors:
             raise RolloutError(
-                f"{len(errors)} of {len(slots)} starts of validation set {self.name!r} failed; the first said: {errors[0]}"
+                f"{len(errors)} of {len(slots)} episodes of validation set {self.name!r} failed at their reset; "
+                f"the first with {errors[0]}"
             )
-        keys = [getattr(slot.env.unwrapped, "state_key", str)() for slot in slots]
-        if "" in keys:
+        keys = [slot.members.state_key() for slot in slots]
+        if None in keys:
             raise ValueError(
                 f"the environment of validation set {self.name!r} has no state_key(); set validation.held_out=false"
             )
-        return keys
+        return [str(key) for key in keys]
 
     def digest(self) -> str:
         """Return a hash of the seeds, to be logged beside the metrics."""
         return hashlib.sha256(
-            repr([(start.seed, start.member) for start in self.starts]).encode()
+            repr([(spec.seed, spec.member) for spec in self.episode_specs]).encode()
         ).hexdigest()[:16]
 
 
 class ValidationChunk:
     """Some of a validation set's episodes: what one validation step plays."""
 
-    def __init__(self, validation_set: ValidationSet, starts: list[EpisodeSpec]) -> None:
-        self.validation_set, self.starts = validation_set, starts
+    def __init__(self, validation_set: ValidationSet, episode_specs: list[EpisodeSpec]) -> None:
+        self.validation_set, self.episode_specs = validation_set, episode_specs
 
 
 class ValidationLoader:
@@ -85,14 +87,14 @@ class ValidationLoader:
 
     def __init__(self, validation_set: ValidationSet) -> None:
         self.validation_set = validation_set
-        self._starts = validation_set.starts[rank() :: world_size()]
+        self._episode_specs = validation_set.episode_specs[rank() :: world_size()]
 
     def __len__(self) -> int:
-        return max(1, -(-len(self._starts) // self.validation_set.proxy.num_envs))
+        return max(1, -(-len(self._episode_specs) // self.validation_set.proxy.num_envs))
 
     def __iter__(self) -> Iterator[ValidationChunk]:
         slots = self.validation_set.proxy.num_envs
         for chunk in range(len(self)):
             yield ValidationChunk(
-                self.validation_set, self._starts[chunk * slots : (chunk + 1) * slots]
+                self.validation_set, self._episode_specs[chunk * slots : (chunk + 1) * slots]
             )

@@ -32,7 +32,8 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.rollout.responders import EngineResponder
+from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.run.build import build_environments, engine_factory, plain, rollout_settings
 from ragen_pl.run.weights import load_bundle, load_weights
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -128,25 +129,23 @@ class Evaluator:
         """Return the model's episodes with its present weights."""
         validation_set = self.validation_set(settings, blank=blank)
         self.engine.load_weights(0)
+        responder = EngineResponder(
+            engine=self.engine, context=self.context, greedy=validation_set.greedy
+        )
         return validation_set.proxy.rollout(
-            self.engine,
-            validation_set.starts,
-            seed_key=("evaluate", self.cfg.seed),
-            greedy=validation_set.greedy,
+            responder, validation_set.episode_specs, seed_key=("evaluate", self.cfg.seed)
         )
 
     def _scripted(self, settings: ValidationSettings, name: str) -> list[Trajectory]:
         """Return a scripted policy's episodes; its random draws are those of the training run's summary."""
         validation_set = self.validation_set(settings)
-        proxy = ScriptedProxy(
-            environments=validation_set.proxy.environments,
-            context=self.context,
-            max_response_tokens=validation_set.proxy.max_response_tokens,
-            num_envs=validation_set.proxy.num_envs,
-            scripted_policy=instantiate(self.cfg.validation.baselines[name]),
+        policy = instantiate(self.cfg.validation.baselines[name])
+        # "player" is part of the seed
+        return validation_set.proxy.rollout(
+            ScriptedResponder(policy=policy),
+            validation_set.episode_specs,
+            seed_key=("player", name),
         )
-        # "player" is part of the seed.
-        return proxy.play(validation_set.starts, seed_key=("player", name))
 
     def _load_warm_start(self) -> bool:
         """Load the weights of the run's warm start, and return whether there are any."""

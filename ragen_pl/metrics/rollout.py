@@ -21,6 +21,7 @@ _SUMS = (
     "response_tokens",
     "think_tokens",
     "entropy",
+    "entropy_tokens",
     "hit_length_limit",
     "failed",
     "turn_limit",
@@ -78,7 +79,7 @@ class RolloutStatistics(NamedSums):
             "effective_actions": ratio(total["effective"], turns),
             "response_tokens": ratio(total["response_tokens"], turns),
             "think_tokens": ratio(total["think_tokens"], turns),
-            "entropy": ratio(total["entropy"], total["response_tokens"]),
+            "entropy": ratio(total["entropy"], total["entropy_tokens"]),
             "overlong_responses": ratio(total["hit_length_limit"], turns),
             "failed": ratio(total["failed"], episodes),
             "turn_limit": ratio(total["turn_limit"], episodes),
@@ -112,14 +113,16 @@ def _add_turn(sums: dict[str, float], turn: Turn) -> None:
     sums["effective"] += turn.action_is_effective
     sums["response_tokens"] += len(turn.response_ids)
     sums["think_tokens"] += int(np.isin(turn.spans, _REASONING_SPANS).sum())
-    sums["entropy"] += turn.response_entropy * len(turn.response_ids)
+    if turn.response_entropy is not None:
+        sums["entropy"] += turn.response_entropy * len(turn.response_ids)
+        sums["entropy_tokens"] += len(turn.response_ids)
     sums["hit_length_limit"] += turn.hit_length_limit
     for statement in turn.statements:
-        sums[f"{statement.part}s"] += 1
-        sums[f"{statement.part}_agreement"] += statement.agreement
-    if "truth" in turn.info:
+        sums[f"{statement.block}s"] += 1
+        sums[f"{statement.block}_agreement"] += statement.agreement
+    if turn.state_description is not None:
         sums["described_states"] += 1
-        sums["correct_thoughts"] += turn.think == turn.info["truth"]
+        sums["correct_thoughts"] += turn.think == turn.state_description
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

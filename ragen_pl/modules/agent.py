@@ -30,6 +30,7 @@ from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
+from ragen_pl.rollout.responders import EngineResponder
 
 OptimizerFactory = Callable[[Iterable[dict[str, object]]], torch.optim.Optimizer]
 
@@ -226,12 +227,14 @@ class AgentModule(pl.LightningModule):
         validation_set = batch.validation_set
         if validation_set.name not in self.validation_statistics:
             self.validation_statistics[validation_set.name] = RolloutStatistics().to(self.device)
-        if batch.starts:
+        if batch.episode_specs:
             engine = self.rollout_engine()
             engine.load_weights(self.trainer.global_step)
-            trajectories = validation_set.proxy.rollout(
-                engine, batch.starts, seed_key=("panel",), greedy=validation_set.greedy
+            proxy = validation_set.proxy
+            responder = EngineResponder(
+                engine=engine, context=proxy.context, greedy=validation_set.greedy
             )
+            trajectories = proxy.rollout(responder, batch.episode_specs, seed_key=("panel",))
             self.validation_statistics[validation_set.name].update(trajectories)
 
     def on_validation_epoch_end(self) -> None:

@@ -1,1 +1,1 @@
-"""Reward terms of turns: shaping and the world-model reward."""
+"""Reward functions: callables that add terms to the rewards of turns, or change them."""

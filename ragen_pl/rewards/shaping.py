@@ -1,95 +1,172 @@
-"""What a turn's reward is made of besides the environment's own: weights of its parts, and shaping.
+"""Reward functions that need one trajectory at a time: weights, length, efficiency and placement of rewards.
 
-The parts that the EnvironmentManager and the world-model reward leave in `Turn.reward_terms` are weighed
-here, and further ones added, by name. A turn's reward stays the sum of its parts.
+A reward function changes the named terms of turns in place; a turn's reward is the sum of its terms. The
+functions of a run are applied in order, once, right after a rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Protocol
 
+from ragen_pl.constraints import Count, CountOrZero, NonNegative, checked
 from ragen_pl.trajectory import Span, Trajectory, Turn
+
+Gather = Callable[[list[Any]], Sequence[list[Any]]]
+"""Returns the lists of all ranks; see `distributed.gather_over_ranks`."""
+
+
+class RewardFunction(Protocol):
+    """Adds terms to the rewards of turns, or changes them."""
+
+    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
+        """Change `Turn.reward_terms` of a rollout.
+
+        Args:
+            trajectories: this rank's trajectories.
+            gather: collects a list from each rank. All ranks call a function at the same time.
+        """
+        ...
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class WeightTerms:
+    """Multiply the terms that the environment manager sets.
+
+    Attributes:
+        turn: weight of the `environment` term before the last turn.
+        final: weight of the `environment` term of the last turn.
+        format: weight of the `format` term (`env.format_penalty`).
+    """
+
+    turn: float = 1.0
+    final: float = 1.0
+    format: NonNegative = 1.0
+
+    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
+        """Weight the terms in place."""
+        for trajectory in trajectories:
+            for turn in trajectory.turns:
+                last = turn is trajectory.turns[-1]
+                self._weight(turn, environment=self.final if last else self.turn)
+
+    def _weight(self, turn: Turn, *, environment: float) -> None:
+        weights = {"environment": environment, "format": self.format}
+        for name, weight in weights.items():
+            if name in turn.reward_terms:
+                turn.reward_terms[name] *= weight
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class ThinkLength:
+    """Reward the length of the reasoning: term `think_length`.
+
+    Attributes:
+        amount: reward of a reasoning of `high` tokens; negative rewards shorter ones, 0 adds no term.
+        low: number of tokens up to which the reward is 0; from there it grows linearly.
+        high: number of tokens from which it is `amount`.
+
+    Raises:
+        ValueError: `low` is not below `high`.
+    """
+
+    amount: float = 0.0
+    low: CountOrZero = 0
+    high: Count = 16
+
+    def __post_init__(self) -> None:
+        """Check the lengths."""
+        if self.low >= self.high:
+            raise ValueError(
+                f"algorithm.rewards.think_length: found low={self.low} and high={self.high}, "
+                "expected low < high; change one of them"
+            )
+
+    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
+        """Add the term to each turn."""
+        if not self.amount:
+            return
+        for turn in turns_of(trajectories):
+            tokens = int((turn.spans == Span.THINK).sum())
+            share = (tokens - self.low) / (self.high - self.low)
+            turn.reward_terms["think_length"] = self.amount * min(1.0, max(0.0, share))
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class ActionEfficiency:
+    """Penalize valid actions that change nothing: term `action_efficiency`.
+
+    Attributes:
+        penalty: amount taken from such a turn; 0 adds no term.
+    """
+
+    penalty: NonNegative = 0.0
+
+    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
+        """Add the term to turns whose valid actions had no effect."""
+        if not self.penalty:
+            return
+        for turn in turns_of(trajectories):
+            if turn.action_is_valid and not turn.action_is_effective:
+                turn.reward_terms["action_efficiency"] = -self.penalty
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class OverlongPenalty:
+    """Penalize responses that hit their length limit: term `overlong`.
+
+    Attributes:
+        penalty: amount taken from such a turn; 0 adds no term.
+    """
+
+    penalty: NonNegative = 0.0
+
+    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
+        """Add the term to turns whose response hit its length limit."""
+        if not self.penalty:
+            return
+        for turn in turns_of(trajectories):
+            if turn.hit_length_limit:
+                turn.reward_terms["overlong"] = -self.penalty
 
 
 class Place(StrEnum):
-    """Which turn a reward is given in."""
+    """Turn that a reward is given in: the turn that earned it, or the last turn of the episode."""
 
-    TURN = "turn"  # the one that earned it
-    END = "end"  # the last: all rewards of the episode together
+    TURN = "turn"
+    END = "end"
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
-class RewardShaping:
-    """Weigh and shape the rewards of trajectories.
+class RewardPlacement:
+    """Choose the turn that rewards are given in.
 
-    Args:
-        place: where rewards are given.
-        turn_weight: of the environment's rewards before the last turn.
-        final_weight: of the environment's reward in the last turn.
-        format_weight: of the penalty for responses without a valid action (`env.format_penalty`).
-        think_amount: reward of a reasoning as long as `think_high` tokens; below `think_low` it is 0 and
-            between them in proportion. Negative to make reasonings shorter.
-        think_low: tokens.
-        think_high: tokens.
-        action_efficiency: taken from a turn whose valid actions changed nothing.
-        overlong_penalty: taken from a turn whose response hit its length limit.
-
-    Raises:
-        ValueError: `think_low` is not below `think_high`.
+    Attributes:
+        place: `turn` leaves terms where they are; `end` adds up each term in the episode's last turn.
     """
 
     place: Place = Place.TURN
-    turn_weight: float = 1.0
-    final_weight: float = 1.0
-    format_weight: float = 1.0
-    think_amount: float = 0.0
-    think_low: int = 0
-    think_high: int = 16
-    action_efficiency: float = 0.0
-    overlong_penalty: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        object.__setattr__(self, "place", Place(self.place))
-        if not 0 <= self.think_low < self.think_high:
-            raise ValueError(
-                f"algorithm.reward: found think_low={self.think_low} and think_high={self.think_high}, expected "
-                "0 <= think_low < think_high"
-            )
-
-    def settle(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the rewards of these trajectories' turns; call it once for each trajectory."""
-        if self == RewardShaping():
-            return
-        for trajectory in trajectories:
-            for turn in trajectory.turns:
-                self._weigh(turn, last=turn is trajectory.turns[-1])
-            if self.place is Place.END:
-                _move_to_the_end(trajectory.turns)
-            for turn in trajectory.turns:
-                turn.reward = float(sum(turn.reward_terms.values()))
-
-    def _weigh(self, turn: Turn, *, last: bool) -> None:
-        parts = turn.reward_terms or {"environment": turn.reward}
-        weights = {
-            "environment": self.final_weight if last else self.turn_weight,
-            "format": self.format_weight,
-        }
-        parts = {name: weights.get(name, 1.0) * value for name, value in parts.items()}
-        if self.think_amount:
-            tokens = int((turn.spans == Span.THINK).sum())
-            share = (tokens - self.think_low) / (self.think_high - self.think_low)
-            parts["think_length"] = self.think_amount * min(1.0, max(0.0, share))
-        if self.action_efficiency and turn.action_is_valid and not turn.action_is_effective:
-            parts["action_efficiency"] = -self.action_efficiency
-        if self.overlong_penalty and turn.hit_length_limit:
-            parts["hit_length_limit"] = -self.overlong_penalty
-        turn.reward_terms = parts
+    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
+        """Move the terms."""
+        if self.place is Place.END:
+            for trajectory in trajectories:
+                _move_to_last(trajectory.turns)
 
 
-def _move_to_the_end(turns: Sequence[Turn]) -> None:
+def turns_of(trajectories: Sequence[Trajectory]) -> list[Turn]:
+    """Return all turns, trajectory after trajectory."""
+    return [turn for trajectory in trajectories for turn in trajectory.turns]
+
+
+def _move_to_last(turns: Sequence[Turn]) -> None:
     total: dict[str, float] = {}
     for turn in turns:
         for name, value in turn.reward_terms.items():

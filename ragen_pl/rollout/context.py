@@ -1,16 +1,17 @@
-"""ContextManager: what the policy is shown, as token ids and image slots, turn after turn.
+"""ContextManager: prompts of token ids and image slots, turn after turn.
 
-It owns the chat format, the window of turns and the token budget. Ids that were sampled are kept as
-they are; only what the environment says is encoded, once.
+It owns the chat format, the window of turns and the token budget. Sampled ids are kept as they are; only
+text of the environment is encoded, once.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import numpy as np
 from annotated_types import Ge
@@ -29,39 +30,137 @@ TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", 
 
 @dataclass(kw_only=True, slots=True)
 class _Exchange:
-    """A turn of a conversation: what was shown, what was replied."""
+    """Observation and response of one turn.
 
-    shown_ids: np.ndarray  # the user's block and the header of the response, image slots expanded
-    unexpanded_ids: np.ndarray  # the same with one image token for each image
+    Attributes:
+        shown_ids: ids of the user's block and the response's header, image slots expanded.
+        unexpanded_ids: the same ids with one image token for each image.
+        text: text of the user's block.
+        images: images of the user's block.
+        response_ids: ids of the response; None before there is one.
+        response_text: the response in words.
+        patches: patches shown of each image; None for all.
+    """
+
+    shown_ids: np.ndarray
+    unexpanded_ids: np.ndarray
     text: str
     images: list[np.ndarray]
     response_ids: np.ndarray | None = None
     response_text: str = ""
-    patches: list[np.ndarray] | None = None  # that each image shows; None for all
+    patches: list[np.ndarray] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Conversation:
-    """One environment's context so far."""
+    """Context of one episode so far.
+
+    Attributes:
+        system: text of the system prompt.
+        system_prompt_ids: its ids, with which each prompt begins.
+        actions: names of all actions carried out.
+        exchanges: the turns.
+    """
 
     system: str | None
-    head_ids: np.ndarray
+    system_prompt_ids: np.ndarray
     actions: list[str] = field(default_factory=list)
     exchanges: list[_Exchange] = field(default_factory=list)
+
+    @property
+    def observation(self) -> Observation:
+        """The latest observation as the prompt shows it."""
+        latest = self.exchanges[-1]
+        return Observation(text=latest.text, images=latest.images)
+
+
+class Context(Protocol):
+    """What the turn loop asks of a context."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt plus response."""
+        ...
+
+    def start(self, instructions: str) -> Conversation:
+        """Open a conversation in an environment with these instructions."""
+        ...
+
+    def observe(
+        self, conversation: Conversation, observation: Observation, *, max_turns: int
+    ) -> Prompt:
+        """Add an observation and return the prompt of the response to it."""
+        ...
+
+    def response(
+        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+    ) -> None:
+        """Record the response to the latest observation and the actions carried out."""
+        ...
+
+    def encode_response(self, text: str) -> np.ndarray:
+        """Return the ids of a written response, its end-of-turn token included."""
+        ...
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the text of each token of a response; the pieces join to the response's text."""
+        ...
+
+
+_NO_IDS = np.zeros(0, dtype=np.int64)
+
+
+class TextContext:
+    """Context without a tokenizer, for responders that are no model.
+
+    Prompts have no ids. A token of a response is a character, its end-of-turn token is 0.
+    """
+
+    max_tokens = sys.maxsize
+
+    def start(self, instructions: str) -> Conversation:
+        """Open a conversation."""
+        return Conversation(system=instructions, system_prompt_ids=_NO_IDS)
+
+    def observe(
+        self, conversation: Conversation, observation: Observation, *, max_turns: int
+    ) -> Prompt:
+        """Add an observation and return a prompt of its images."""
+        exchange = _Exchange(
+            shown_ids=_NO_IDS,
+            unexpanded_ids=_NO_IDS,
+            text=observation.text,
+            images=observation.images,
+        )
+        conversation.exchanges.append(exchange)
+        return Prompt(ids=_NO_IDS, unexpanded_ids=_NO_IDS, images=observation.images)
+
+    def response(
+        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+    ) -> None:
+        """Record nothing: no prompt repeats a response."""
+
+    def encode_response(self, text: str) -> np.ndarray:
+        """Return the code points of a text, and 0."""
+        return np.array([*map(ord, text), 0], dtype=np.int64)
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the characters, and an empty text for the end-of-turn token."""
+        return [chr(character) if character else "" for character in ids.tolist()]
 
 
 class ContextManager:
     """Turn observations and responses into prompts.
 
     Args:
-        bundle: the model's tokenizer and processor.
+        bundle: tokenizer and processor of the model.
         window: `"all"` for the whole history, or the number of latest turns shown, the present one
             included (1: one turn a sample).
-        system_prompt: `"instructions"` for the environment's own rules, another text, or None for none.
-        turn_template: the user's words; may use {observation}, {turn}, {max_turns}, {turns_left},
-            {actions} (all carried out so far in the episode) and {last_action}.
-        max_tokens: longest prompt plus response; a conversation that would pass it is truncated.
-        leave_out: what is left out of a context before a response is sampled; None for nothing.
+        system_prompt: `"instructions"` for the environment's own rules, another text, or None.
+        turn_template: text of the user's block, with the fields {observation}, {turn}, {max_turns},
+            {turns_left}, {actions} (all carried out in the episode) and {last_action}.
+        max_tokens: longest prompt plus response; a longer conversation is truncated.
+        leave_out: shares of a prompt left out before a response is sampled; None for nothing.
     """
 
     @checked
@@ -91,7 +190,7 @@ class ContextManager:
         self.leave_out = LeaveOut(**leave_out) if isinstance(leave_out, Mapping) else leave_out
         if self.leave_out and not self.template.keeps_prefix:
             raise ValueError(
-                "context.leave_out: this chat template rewrites its history, so that no part of it can be left "
+                "context.leave_out: this chat template rewrites its history, no part of it can be left "
                 "out; set context.leave_out.patches=0 and context.leave_out.turns=0"
             )
         self._encoded: dict[str, np.ndarray] = {}
@@ -109,12 +208,9 @@ class ContextManager:
     def start(self, instructions: str) -> Conversation:
         """Open a conversation in an environment with these instructions."""
         system = instructions if self.system_prompt == "instructions" else self.system_prompt
-        head = (
-            self._encode_markup(self.template.head(system))
-            if self.template.keeps_prefix
-            else _NO_IDS
-        )
-        return Conversation(system=system, head_ids=head)
+        keeps_prefix = self.template.keeps_prefix
+        ids = self._encode_markup(self.template.head(system)) if keeps_prefix else _NO_IDS
+        return Conversation(system=system, system_prompt_ids=ids)
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
@@ -132,38 +228,41 @@ class ContextManager:
         return self._prompt(conversation)
 
     def candidates(self, conversation: Conversation) -> list[np.ndarray]:
-        """Return what may be left out of the present prompt: positions of old turns, then of single patches."""
+        """Return the parts of the present prompt that may be left out: positions of old turns, then of patches."""
         assert self.leave_out is not None
-        places = self._places(conversation)
-        old = places[:-1] if self.leave_out.dropped_turns([0.0] * (len(places) - 1)) else []
+        positions = self._positions(conversation)
+        old = positions[:-1] if self.leave_out.dropped_turns([0.0] * (len(positions) - 1)) else []
         if not self.leave_out.patches:
             return old
         slots = conversation.exchanges[-1].shown_ids == self.bundle.image_token_id
-        return [*old, *places[-1][slots][:, None]]
+        return [*old, *positions[-1][slots][:, None]]
 
     def narrow(self, conversation: Conversation, scores: np.ndarray) -> Prompt:
-        """Return the present prompt without what scored lowest; see `LeaveOut`.
+        """Return the present prompt without the parts that score lowest; see `LeaveOut`.
 
         Args:
-            conversation: after `observe`.
-            scores: `[candidates]`, in their order.
+            conversation: a conversation after `observe`.
+            scores: `[candidates]`, one for each candidate, in order.
         """
         assert self.leave_out is not None
-        present, old = conversation.exchanges[-1], len(self._shown(conversation)) - 1
-        asked = old if self.leave_out.dropped_turns([0.0] * old) else 0
+        present, old = conversation.exchanges[-1], len(self._window(conversation)) - 1
+        num_turns = old if self.leave_out.dropped_turns([0.0] * old) else 0
         if self.leave_out.patches and present.images:
-            of_slot = np.zeros(len(present.shown_ids))
-            of_slot[present.shown_ids == self.bundle.image_token_id] = scores[asked:]
+            slot_scores = np.zeros(len(present.shown_ids))
+            slot_scores[present.shown_ids == self.bundle.image_token_id] = scores[num_turns:]
             present.shown_ids, present.patches = self.leave_out.drop_patches(
-                present.shown_ids, of_slot, slot=self.bundle.image_token_id,
+                present.shown_ids,
+                slot_scores,
+                slot=self.bundle.image_token_id,
                 patches=[self.bundle.num_image_tokens(image) for image in present.images],
-            )  # fmt: skip
-        return self._prompt(conversation, out=self.leave_out.dropped_turns(scores[:asked].tolist()))
+            )
+        left_out = self.leave_out.dropped_turns(scores[:num_turns].tolist())
+        return self._prompt(conversation, left_out=left_out)
 
     def response(
         self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
     ) -> None:
-        """Record the response to the last observation and the actions that were carried out."""
+        """Record the response to the latest observation and the actions carried out."""
         exchange = conversation.exchanges[-1]
         exchange.response_ids, exchange.response_text = ids, text
         conversation.actions.extend(actions)
@@ -176,9 +275,9 @@ class ContextManager:
         )
 
     def pieces(self, ids: np.ndarray) -> list[str]:
-        """Return the text of each token of a response, such that they join to the response's text.
+        """Return the text of each token of a response; the pieces join to the response's text.
 
-        A character made of several tokens is counted to the last of them.
+        A character of several tokens belongs to the last of them.
         """
         kept = [token for token in ids.tolist() if token not in self._ends]
         pieces = [self.bundle.piece(token) for token in kept]
@@ -204,15 +303,15 @@ class ContextManager:
             last_action=conversation.actions[-1] if conversation.actions else "none",
         )
 
-    def _shown(self, conversation: Conversation) -> list[_Exchange]:
+    def _window(self, conversation: Conversation) -> list[_Exchange]:
         """Return the turns in the window."""
-        shown = conversation.exchanges
-        return shown if self.window == "all" else shown[-int(self.window) :]
+        exchanges = conversation.exchanges
+        return exchanges if self.window == "all" else exchanges[-int(self.window) :]
 
-    def _prompt(self, conversation: Conversation, *, out: Collection[int] = ()) -> Prompt:
-        """Return the prompt of the window's turns but for those in `out`, by their number in the window."""
-        window = self._shown(conversation)
-        shown = [exchange for number, exchange in enumerate(window) if number not in out]
+    def _prompt(self, conversation: Conversation, *, left_out: Collection[int] = ()) -> Prompt:
+        """Return the prompt of the window's turns, without those left out (indices in the window)."""
+        window = self._window(conversation)
+        shown = [exchange for number, exchange in enumerate(window) if number not in left_out]
         images = [image for exchange in shown for image in exchange.images]
         if not self.template.keeps_prefix:
             unexpanded_ids = self._render(conversation, shown)
@@ -222,23 +321,26 @@ class ContextManager:
         first = len(conversation.exchanges) - len(window)
         return Prompt(
             ids=np.concatenate(
-                [conversation.head_ids, *(self._block(turn, turn.shown_ids) for turn in shown)]
+                [
+                    conversation.system_prompt_ids,
+                    *(self._block(turn, turn.shown_ids) for turn in shown),
+                ]
             ),
-            unexpanded_ids=np.concatenate([conversation.head_ids, *unexpanded]),
+            unexpanded_ids=np.concatenate([conversation.system_prompt_ids, *unexpanded]),
             images=images,
             patches=self._patches(shown),
-            left_out=tuple(first + number for number in sorted(out)),
+            left_out=tuple(first + number for number in sorted(left_out)),
         )
 
-    def _places(self, conversation: Conversation) -> list[np.ndarray]:
+    def _positions(self, conversation: Conversation) -> list[np.ndarray]:
         """Return the positions in the prompt of each turn in the window."""
-        window = self._shown(conversation)
+        window = self._window(conversation)
         sizes = [len(self._block(exchange, exchange.shown_ids)) for exchange in window]
-        ends = len(conversation.head_ids) + np.cumsum(sizes)
+        ends = len(conversation.system_prompt_ids) + np.cumsum(sizes)
         return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def _block(self, exchange: _Exchange, shown_ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a turn: what was shown and, of an old one, the response and what closes it."""
+        """Return the ids of a turn; those of an old turn include the response and the text that closes it."""
         if exchange.response_ids is None:
             return shown_ids
         ended = len(exchange.response_ids) and int(exchange.response_ids[-1]) in self._ends
@@ -250,12 +352,14 @@ class ContextManager:
             return None
         patches: list[np.ndarray] = []
         for exchange in shown:
-            whole = [np.arange(self.bundle.num_image_tokens(image)) for image in exchange.images]
-            patches += whole if exchange.patches is None else exchange.patches
+            all_patches = [
+                np.arange(self.bundle.num_image_tokens(image)) for image in exchange.images
+            ]
+            patches += all_patches if exchange.patches is None else exchange.patches
         return patches
 
     def _render(self, conversation: Conversation, shown: Sequence[_Exchange]) -> np.ndarray:
-        """Return the unexpanded ids of the window, rendered afresh for a template that rewrites its history."""
+        """Return the unexpanded ids of the window, rendered as a whole for a template that rewrites its history."""
         messages: list[Message] = self.template.system_messages(conversation.system)
         for exchange in shown:
             messages.append(user_message(self._plain(exchange.text), images=len(exchange.images)))
@@ -266,11 +370,12 @@ class ContextManager:
         return self._encode_markup(self.template.render(messages))
 
     def _plain(self, text: str) -> str:
-        """Take the tokenizer's control tokens out of a text that must not contain any."""
-        known, before = tuple(self.bundle.special_tokens.values()), None
-        while text != before:  # taking one out may bring the halves of another together
+        """Return a text without the tokenizer's control tokens."""
+        control_tokens, before = tuple(self.bundle.special_tokens.values()), None
+        # removing one token may join the halves of another
+        while text != before:
             before = text
-            for token in known:
+            for token in control_tokens:
                 text = text.replace(token, "")
         return text
 
@@ -288,7 +393,7 @@ class ContextManager:
         return self._cached("markup:" + text, text, split_special_tokens=False)
 
     def _encode_words(self, text: str) -> np.ndarray:
-        """Encode what an environment says: a control token's name in it is read as plain letters."""
+        """Return the ids of an environment's text; a control token's name in it is plain letters."""
         return self._cached("words:" + text, text, split_special_tokens=True)
 
     def _cached(self, key: str, text: str, *, split_special_tokens: bool) -> np.ndarray:
@@ -300,6 +405,3 @@ class ContextManager:
             )["input_ids"]
             self._encoded[key] = np.asarray(ids, dtype=np.int64)
         return self._encoded[key]
-
-
-_NO_IDS = np.zeros(0, dtype=np.int64)

@@ -1,33 +1,43 @@
-"""EnvironmentManager: owns environments, their seeds and what a turn is worth.
+"""EnvironmentManager: owns environments, their seeds and the reward terms of a turn.
 
-Environments are joined by class path or gymnasium id, never imported. Parsing, several actions a turn,
-the format penalty and the turn limit belong here; the environment's own rules belong to the environment.
+Environments are given by class path or gymnasium id, never imported. The manager carries out several
+actions a turn, penalizes invalid responses and limits turns. Rules belong to the environment itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from ragen_pl.constraints import Count, NonNegative, Positive, checked
-from ragen_pl.rollout.formats import PREDICTION, PromptFormat
+from ragen_pl.rollout.formats import BLOCKS, PromptFormat
 from ragen_pl.rollout.parsing import ParsedResponse
-from ragen_pl.rollout.relations import f1, read
-from ragen_pl.rollout.relations import truth as claims_of
+from ragen_pl.rollout.spatial_relations import f1_score, read_claims, true_claims
 from ragen_pl.rollout.timeouts import run_guarded
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Observation, Relation, Statement
 
-_DRAWS = 200  # tries to draw a start that is not held out
+_MAX_REDRAWS = 200
+# a larger reward is infinite once returns are summed in float32
+_MAX_REWARD = 1e30
+_GRAY = 128
 
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeSpec:
-    """Which episode an environment plays. Members of a group have the same seed, thus the same start."""
+    """Episode to play. Members of a group share a seed and so an initial state.
+
+    Attributes:
+        group: index of the group.
+        member: index in the group.
+        seed: seed of the environment's reset.
+        options: options of the reset.
+    """
 
     group: int
     member: int
@@ -35,63 +45,132 @@ class EpisodeSpec:
     options: Mapping[str, object] | None = None
 
 
+class EnvironmentMembers:
+    """Members of an environment beyond gymnasium's interface; all but `action_names` are optional.
+
+    A missing method reads as one that returns None.
+
+    Args:
+        env: the environment, with any wrappers.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        self._environment: Any = env.unwrapped
+
+    @property
+    def action_names(self) -> Sequence[str]:
+        """Name of each action, by index."""
+        names: Sequence[str] = self._environment.action_names
+        return names
+
+    @property
+    def instructions(self) -> str:
+        """Rules in full sentences; empty without any."""
+        return str(getattr(self._environment, "instructions", ""))
+
+    @property
+    def relation_names(self) -> tuple[str, ...]:
+        """All things that `relations` may name; empty where the environment does not list them."""
+        return tuple(getattr(self._environment, "relation_names", ()))
+
+    def state_key(self) -> str | None:
+        """Return text that two states share exactly when they are equal."""
+        return self._call("state_key")
+
+    def describe(self) -> str | None:
+        """Return a true description of the present state."""
+        return self._call("describe")
+
+    def difficulty(self) -> int | None:
+        """Return how hard the present state is."""
+        return self._call("difficulty")
+
+    def relations(self) -> list[Relation] | None:
+        """Return the positions of things relative to the player."""
+        return self._call("relations")
+
+    def _call(self, name: str) -> Any:
+        method = getattr(self._environment, name, None)
+        return None if method is None else method()
+
+
 @dataclass(kw_only=True, slots=True)
 class TurnResult:
-    """What came of a turn's actions."""
+    """Outcome of a turn's actions.
+
+    Attributes:
+        observation: what the environment shows next.
+        reward_terms: terms `environment` and `format`.
+        statements: statements of the response, with the true relations.
+        status: how the episode ended; None while it goes on.
+        success: whether the task is solved.
+        effective: whether an action changed the environment.
+        actions: names of the actions carried out.
+        info: what the last step returned beside the observation.
+        error: the environment's error.
+    """
 
     observation: Observation | None = None
     reward_terms: dict[str, float] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
-    status: EpisodeStatus | None = None  # None: the episode goes on
+    status: EpisodeStatus | None = None
     success: bool = False
     effective: bool = False
-    carried_out: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-
-    @property
-    def reward(self) -> float:
-        """The sum of the parts."""
-        return float(sum(self.reward_terms.values()))
 
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentSlot:
-    """One environment and where its episode stands."""
+    """One running environment with the present state of its episode.
+
+    Attributes:
+        env: the environment.
+        spec: the episode.
+        observation: the latest observation.
+        action_names: name of each action, by index.
+        state_key: key of the present state, where it is recorded.
+        state_description: the environment's description of the present state.
+        relations: positions of things, in formats that ask for statements.
+        difficulty: difficulty of the initial state.
+        turn: number of turns played.
+        error: the environment's error; a slot with an error is not used again.
+    """
 
     env: gymnasium.Env[Any, Any]
-    start: EpisodeSpec
+    spec: EpisodeSpec
     observation: Observation | None = None
     action_names: Sequence[str] = ()
-    state: str | None = None  # the present state's key, where it is recorded
-    truth: str | None = None  # the environment's own true description of the present state
-    relations: list[Relation] | None = None  # where things are, in formats that ask for it
+    state_key: str | None = None
+    state_description: str | None = None
+    relations: list[Relation] | None = None
     difficulty: int | None = None
     turn: int = 0
     error: str | None = None
 
-
-_MOST = 1e30  # a reward beyond it is infinite once returns are summed in float32
+    @property
+    def members(self) -> EnvironmentMembers:
+        """Members of the environment beyond gymnasium's interface."""
+        return EnvironmentMembers(self.env)
 
 
 class EnvironmentManager:
-    """Create, reset and step environments; one call serves many environments.
-
-    A turn's reward has parts by name: `environment`, the environment's own, and `format`, the penalty.
+    """Create, reset and step environments, many in one call.
 
     Args:
         target: gymnasium id (`ragen/FrozenLake-v0`) or class path (`my_package.my_module.MyEnv`).
-        kwargs: the environment's arguments.
-        max_turns: turns of an episode; the limit belongs to the task and ends it (`Ending.TURN_LIMIT`).
-        max_actions_per_turn: actions carried out of one response.
-        format_penalty: taken from the reward of a turn whose response has no valid action.
-        invalid_ends: whether such a response ends the episode (else the environment stays as it is).
-        turn_limit_bootstraps: treat the turn limit as a cut from outside (`Ending.TRUNCATED`).
-        prompt_format: the form that a response must have, see `PromptFormat`.
-        timeout_s: longest time of one reset or one turn of an environment, None for no limit.
-        held_out: start states (`state_key()`) that a reset must not draw.
-        record_states: note the `state_key()` that each turn begins in.
-        blank_images: show grey images, to measure what an agent does that sees nothing.
+        kwargs: arguments of the environment.
+        max_turns: turns of an episode; the limit belongs to the task (`EpisodeStatus.TURN_LIMIT`).
+        max_actions_per_turn: number of actions carried out of one response.
+        format_penalty: amount taken from a turn whose response has no valid action.
+        invalid_ends: whether such a response ends the episode; otherwise the state stays as it is.
+        turn_limit_bootstraps: whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
+        prompt_format: required form of responses.
+        timeout_s: longest time of one reset or one turn in seconds; None for no limit.
+        held_out: keys of initial states that a reset must not draw.
+        record_states: whether turns record the `state_key()` they begin in.
+        blank_images: whether images are replaced by gray ones, to measure what an agent does without them.
     """
 
     @checked
@@ -130,91 +209,92 @@ class EnvironmentManager:
         """Create an environment."""
         return self._make(**self.kwargs)
 
-    def open(self, starts: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
-        """Return an environment at its first observation for each start; a failed reset leaves the error on its environment."""
+    def open(self, specs: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
+        """Return a slot at its first observation for each episode; a failed reset leaves its error there."""
         slots = [
-            EnvironmentSlot(env=self._idle.pop() if self._idle else self.make(), start=start)
-            for start in starts
+            EnvironmentSlot(env=self._idle.pop() if self._idle else self.make(), spec=spec)
+            for spec in specs
         ]
         outcomes = run_guarded(
-            [_Job(self._reset, slot) for slot in slots], timeout_s=self.timeout_s
+            [partial(self._reset, slot) for slot in slots], timeout_s=self.timeout_s
         )
         for slot, outcome in zip(slots, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                slot.error = _describe(outcome)
+                slot.error = _error_text(outcome)
         return slots
 
     def step(
         self, slots: Sequence[EnvironmentSlot], responses: Sequence[ParsedResponse]
     ) -> list[TurnResult]:
         """Carry out one response in each environment."""
-        jobs = [
-            _Job(self._turn, slot, response)
-            for slot, response in zip(slots, responses, strict=True)
-        ]
-        results = run_guarded(jobs, timeout_s=self.timeout_s)
+        pairs = zip(slots, responses, strict=True)
+        jobs = [partial(self._turn, slot, response) for slot, response in pairs]
+        outcomes = run_guarded(jobs, timeout_s=self.timeout_s)
         return [
-            TurnResult(status=EpisodeStatus.FAILED, error=_describe(result))
-            if isinstance(result, BaseException)
-            else result
-            for result in results
+            TurnResult(status=EpisodeStatus.FAILED, error=_error_text(outcome))
+            if isinstance(outcome, BaseException)
+            else outcome
+            for outcome in outcomes
         ]
 
     def close(self, slots: Sequence[EnvironmentSlot]) -> None:
         """Take sound environments back for later episodes."""
         self._idle.extend(slot.env for slot in slots if slot.error is None)
 
-    def _reset(self, slot: EnvironmentSlot) -> None:
-        start, environment = slot.start, slot.env.unwrapped
-        options = dict(start.options) if start.options else None
-        raw, _ = slot.env.reset(seed=start.seed, options=options)
-        draw = 0
-        while self.held_out and _call(environment, "state_key") in self.held_out:
-            draw += 1
-            if draw > _DRAWS:
-                raise RuntimeError(
-                    f"{_DRAWS} starts in a row are held out; the environment is too small for its validation set"
-                )
-            raw, _ = slot.env.reset(seed=derive_seed(start.seed, "redraw", draw), options=options)
-        slot.difficulty = _call(environment, "difficulty")
-        self.look(slot, raw)
-
-    def look(self, slot: EnvironmentSlot, raw: object) -> None:
-        """Take an environment's observation into its environment.
+    def observe(self, slot: EnvironmentSlot, raw: object) -> None:
+        """Update a slot with an observation of its environment.
 
         Raises:
-            TypeError: it is neither text nor text with an image.
+            TypeError: the observation is neither text nor text with an image.
         """
-        environment = slot.env.unwrapped
+        members = slot.members
         slot.observation = self._observation(raw)
-        slot.action_names = environment.action_names  # type: ignore[attr-defined]
-        slot.truth = _call(environment, "describe")
+        slot.action_names = members.action_names
+        slot.state_description = members.describe()
         if self.record_states:
-            slot.state = _call(environment, "state_key")
+            slot.state_key = members.state_key()
         if self.prompt_format.statements:
-            slot.relations = _call(environment, "relations")
+            slot.relations = members.relations()
+
+    def _reset(self, slot: EnvironmentSlot) -> None:
+        spec, members = slot.spec, slot.members
+        options = dict(spec.options) if spec.options else None
+        raw, _ = slot.env.reset(seed=spec.seed, options=options)
+        draw = 0
+        while self.held_out and members.state_key() in self.held_out:
+            draw += 1
+            if draw > _MAX_REDRAWS:
+                raise RuntimeError(
+                    f"{_MAX_REDRAWS} initial states in a row are held out; the environment is too small "
+                    "for its validation set"
+                )
+            raw, _ = slot.env.reset(seed=derive_seed(spec.seed, "redraw", draw), options=options)
+        slot.difficulty = members.difficulty()
+        self.observe(slot, raw)
 
     def _observation(self, raw: object) -> Observation:
         if isinstance(raw, str):
             return Observation(text=_encodable(raw))
         if isinstance(raw, Mapping) and isinstance(raw.get("text"), str) and "image" in raw:
-            image = np.asarray(raw["image"])
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-                raise TypeError(
-                    f"{self.target} returned an image of shape {image.shape} and type {image.dtype}; "
-                    "expected uint8 [height, width, 3]"
-                )
-            # a copy, for an environment may draw its next image into the same array
-            image = np.full_like(image, 128) if self.blank_images else image.copy()
-            return Observation(text=_encodable(raw["text"]), images=[image])
+            return Observation(text=_encodable(raw["text"]), images=[self._image(raw["image"])])
         raise TypeError(
             f"{self.target} returned an observation of type {type(raw).__name__}; "
             "expected a str, or a dict with 'text' (str) and 'image' (uint8 [height, width, 3])"
         )
 
+    def _image(self, raw: object) -> np.ndarray:
+        image = np.asarray(raw)
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+            raise TypeError(
+                f"{self.target} returned an image of shape {image.shape} and type {image.dtype}; "
+                "expected uint8 [height, width, 3]"
+            )
+        # an environment may draw its next image into the same array
+        return np.full_like(image, _GRAY) if self.blank_images else image.copy()
+
     def _turn(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
         slot.turn += 1
-        result, before = TurnResult(), slot.relations
+        result, relations = TurnResult(), slot.relations
         if not response.valid:
             result.reward_terms["format"] = -self.format_penalty
             result.status = EpisodeStatus.TERMINATED if self.invalid_ends else None
@@ -223,8 +303,8 @@ class EnvironmentManager:
             self._act(slot, action, result)
             if result.status is not None:
                 break
-        if response.valid and before is not None:
-            result.statements = _statements(slot, response, before=before)
+        if response.valid and relations is not None:
+            result.statements = _statements(slot, response, before=relations)
         if result.status is None and slot.turn >= self.max_turns:
             result.status = (
                 EpisodeStatus.TRUNCATED if self.turn_limit_bootstraps else EpisodeStatus.TURN_LIMIT
@@ -232,16 +312,16 @@ class EnvironmentManager:
         return result
 
     def _act(self, slot: EnvironmentSlot, action: int, result: TurnResult) -> None:
-        """Carry out one action and add what came of it to the turn's result."""
+        """Carry out one action and add its outcome to the turn's result."""
         raw, reward, terminated, truncated, info = slot.env.step(action)
-        if not abs(float(reward)) < _MOST:
+        if not abs(float(reward)) < _MAX_REWARD:
             raise ValueError(f"{self.target} returned reward {reward}; expected a finite number")
-        parts = result.reward_terms
-        parts["environment"] = parts.get("environment", 0.0) + float(reward)
-        result.carried_out.append(slot.action_names[action])
+        terms = result.reward_terms
+        terms["environment"] = terms.get("environment", 0.0) + float(reward)
+        result.actions.append(slot.action_names[action])
         result.effective |= bool(info.get("action_is_effective", True))
         result.success, result.info = bool(info.get("success", False)), dict(info)
-        self.look(slot, raw)
+        self.observe(slot, raw)
         result.observation = slot.observation
         if terminated or truncated:
             result.status = EpisodeStatus.TERMINATED if terminated else EpisodeStatus.TRUNCATED
@@ -250,23 +330,27 @@ class EnvironmentManager:
 def _statements(
     slot: EnvironmentSlot, response: ParsedResponse, *, before: list[Relation]
 ) -> list[Statement]:
-    """Return what a response says of the state, beside the truth before or after its actions."""
-    names = tuple(getattr(slot.env.unwrapped, "relation_names", ())) or tuple(
-        dict.fromkeys(name for name, *_ in before)
-    )
-    found = []
-    for part, text in response.statements.items():
-        truth = slot.relations or [] if part == PREDICTION else before
-        agreement = f1(read(text, names), claims_of(truth))
-        found.append(Statement(part=part, text=text, truth=truth, names=names, agreement=agreement))
-    return found
+    """Return the statements of a response with the relations before or after its actions."""
+    relations = {"before": before, "after": slot.relations or []}
+    names = slot.members.relation_names or tuple(dict.fromkeys(name for name, *_ in before))
+    statements = []
+    for block, text in response.statements.items():
+        true = relations[BLOCKS[block].state or "before"]
+        agreement = f1_score(read_claims(text, names), true_claims(true))
+        statements.append(
+            Statement(block=block, text=text, true_relations=true, names=names, agreement=agreement)
+        )
+    return statements
 
 
 def environment_maker(target: str) -> Callable[..., gymnasium.Env[Any, Any]]:
-    """Return what creates the environment that `target` names: a gymnasium id or a class path.
+    """Return the constructor of an environment.
+
+    Args:
+        target: gymnasium id or class path.
 
     Raises:
-        ValueError: nothing goes by that name.
+        ValueError: there is no such environment.
     """
     if "/" in target or target in gymnasium.registry:
         return lambda **kwargs: gymnasium.make(target, disable_env_checker=True, **kwargs)
@@ -281,32 +365,11 @@ def environment_maker(target: str) -> Callable[..., gymnasium.Env[Any, Any]]:
         ) from error
 
 
-class _Job:
-    """A call to be made later; unlike a lambda in a loop it holds its own arguments."""
-
-    __slots__ = ("arguments", "function")
-
-    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __call__(self) -> Any:
-        return self.function(*self.arguments)
-
-
 def _encodable(text: str) -> str:
-    """Return the text, which no tokenizer could read with half a surrogate pair in it.
-
-    Raises:
-        UnicodeEncodeError: there is one.
-    """
+    """Return the text, or raise UnicodeEncodeError for half a surrogate pair, which no tokenizer can read."""
     text.encode()
     return text
 
 
-def _call(environment: object, name: str) -> Any:
-    method = getattr(environment, name, None)
-    return method() if method is not None else None
-
-
-def _describe(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,16 +1,52 @@
-"""The forms that a response may be asked for (VAGEN's prompt formats): which blocks it has, in which order.
+"""Prompt formats: the blocks of a response and their order (after VAGEN).
 
-Reading a response is `rollout.parsing`'s business, what its statements are worth `rollout.world_model`'s.
+One table says what each block is and one what each format holds. `rollout.parsing` reads responses by them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
+
+from ragen_pl.trajectory import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A tagged block of a response.
+
+    Attributes:
+        span: label of its tokens.
+        hint: its contents, as the instructions describe them.
+        state: for a statement about the environment, the state that it is about: the one `before` the
+            turn's actions or the one `after` them.
+    """
+
+    span: Span
+    hint: str = ""
+    state: Literal["before", "after"] | None = None
+
+
+THINK, ANSWER = "think", "answer"
+OBSERVATION, REASONING, PREDICTION = "observation", "reasoning", "prediction"
+
+BLOCKS = {
+    THINK: Block(span=Span.THINK),
+    OBSERVATION: Block(span=Span.OBSERVATION, hint="where things are from you now", state="before"),
+    REASONING: Block(span=Span.THINK, hint="your thoughts"),
+    PREDICTION: Block(
+        span=Span.PREDICTION,
+        hint="where things will be from you after your actions",
+        state="after",
+    ),
+    ANSWER: Block(span=Span.ACTION),
+}
 
 
 class PromptFormat(StrEnum):
-    """What a response holds before its answer, after VAGEN (Wang et al., 2025).
+    """Blocks of a response before its answer, after VAGEN (Wang et al., 2025).
 
     - `free_think`: `<think>…</think><answer>…</answer>`
     - `no_think`: `<answer>…</answer>`
@@ -28,66 +64,73 @@ class PromptFormat(StrEnum):
     @property
     def thinks(self) -> bool:
         """Whether a response has a think block."""
-        return self is not PromptFormat.NO_THINK
+        return _SECTIONS[self] is not None
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The blocks inside the think block, in order; none where its text is free."""
-        return _SECTIONS.get(self, ())
+        """Blocks inside the think block, in order; empty where its text is free."""
+        return _SECTIONS[self] or ()
 
     @property
     def statements(self) -> tuple[str, ...]:
-        """Those of the sections that say something of the environment's state."""
-        return tuple(name for name in self.sections if name != REASONING)
+        """Sections that state something about the environment."""
+        return tuple(name for name in self.sections if BLOCKS[name].state is not None)
 
     @property
     def tags(self) -> tuple[str, ...]:
         """All tag names of the format, outer ones first."""
-        return (*(("think",) if self.thinks else ()), *self.sections, "answer")
+        return (*((THINK,) if self.thinks else ()), *self.sections, ANSWER)
 
 
-OBSERVATION, REASONING, PREDICTION = "observation", "reasoning", "prediction"
-_SECTIONS = {
+# blocks inside the think block; None for no think block
+_SECTIONS: dict[PromptFormat, tuple[str, ...] | None] = {
+    PromptFormat.FREE_THINK: (),
+    PromptFormat.NO_THINK: None,
     PromptFormat.GROUNDING: (OBSERVATION, REASONING),
     PromptFormat.WORLDMODELING: (REASONING, PREDICTION),
     PromptFormat.GROUNDING_WORLDMODELING: (OBSERVATION, REASONING, PREDICTION),
 }
-_TOLD = {
-    OBSERVATION: "where things are from you now",
-    REASONING: "your thoughts",
-    PREDICTION: "where things will be from you after your actions",
-}
 
 
-def format_response(how: PromptFormat, answer: str, *, blocks: Mapping[str, str]) -> str:
-    """Return a response in a format; `blocks` are the texts of its sections, a missing one is empty.
+def format_response(prompt_format: PromptFormat, answer: str, *, blocks: Mapping[str, str]) -> str:
+    """Return a response in a format.
 
-    The text of a free think block is that of `reasoning`.
+    Args:
+        prompt_format: the format.
+        answer: text of the answer block.
+        blocks: texts of the sections by name; a missing one is empty. The text of a free think block is
+            that of `reasoning`.
 
     >>> format_response(PromptFormat.GROUNDING, "Up", blocks={"observation": "goal Up", "reasoning": "go"})
     '<think><observation>goal Up</observation><reasoning>go</reasoning></think><answer>Up</answer>'
     """
-    inside = "".join(_block(name, blocks.get(name, "")) for name in how.sections)
-    if not how.sections:
+    inside = "".join(_tagged(name, blocks.get(name, "")) for name in prompt_format.sections)
+    if not prompt_format.sections:
         inside = blocks.get(REASONING, "")
-    think = _block("think", inside) if how.thinks else ""
-    return think + _block("answer", answer)
+    think = _tagged(THINK, inside) if prompt_format.thinks else ""
+    return think + _tagged(ANSWER, answer)
 
 
-def format_instructions(how: PromptFormat, *, max_actions: int) -> str:
-    """Return the sentences that tell a pretrained model which form its response must have."""
-    form = format_response(how, "…", blocks=dict.fromkeys((*how.sections, REASONING), "…"))
-    told = "; ".join(f"{name}: {_TOLD[name]}" for name in how.sections)
-    words = [f"Reply in exactly this form: {form}"]
-    if told:
-        words.append(f"({told}).")
-    if how.statements:
-        words.append("Say where each thing is as its name and Up, Down, Left or Right from you.")
-    words.append("The answer is the name of one action.")
+def format_instructions(prompt_format: PromptFormat, *, max_actions: int) -> str:
+    """Return the sentences that ask a pretrained model for a format."""
+    texts = dict.fromkeys((*prompt_format.sections, REASONING), "…")
+    form = format_response(prompt_format, "…", blocks=texts)
+    hints = "; ".join(f"{name}: {BLOCKS[name].hint}" for name in prompt_format.sections)
+    sentences = [f"Reply in exactly this form: {form}"]
+    if hints:
+        sentences.append(f"({hints}).")
+    if prompt_format.statements:
+        sentences.append(
+            "Say where each thing is as its name and Up, Down, Left or Right from you."
+        )
     if max_actions > 1:
-        words[-1] = f"The answer is one to {max_actions} actions by name, with || between them."
-    return " ".join(words)
+        sentences.append(
+            f"The answer is one to {max_actions} actions by name, with || between them."
+        )
+    else:
+        sentences.append("The answer is the name of one action.")
+    return " ".join(sentences)
 
 
-def _block(name: str, text: str) -> str:
+def _tagged(name: str, text: str) -> str:
     return f"<{name}>{text}</{name}>"

@@ -1,7 +1,6 @@
-"""A sampling temperature for each turn, from what the environment has said so far; off by default.
+"""A sampling temperature for each turn, from the rewards and effects of the turns before it; off by default.
 
-The critic is not at hand while responses are sampled, so that only feedback counts: rewards, and whether
-actions changed the environment.
+The critic does not run while responses are sampled, so its values do not enter.
 """
 
 from __future__ import annotations
@@ -16,10 +15,18 @@ from ragen_pl.trajectory import Turn
 @checked
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveTemperature:
-    """`clip(temperature + beta progress, low, high)`: bolder when things go well, careful after setbacks.
+    """`clip(temperature + beta progress, low, high)`: higher after progress, lower after setbacks.
 
     Progress is the mean over the last `window` turns of `reward * (the turn's reward) + effective * (1 if its
     actions changed the environment, else -1)`; 0 at the first turn.
+
+    Attributes:
+        beta: weight of the progress.
+        low: lowest temperature.
+        high: highest temperature.
+        window: number of latest turns.
+        reward: weight of a turn's reward.
+        effective: weight of a turn's effect.
     """
 
     beta: float = 0.2
@@ -49,17 +56,17 @@ class AdaptiveTemperature:
             )
 
     def __call__(self, base: float, turns: Sequence[Turn]) -> float:
-        """Return the temperature of the turn that follows these.
+        """Return the temperature of the turn after these.
 
         Examples:
             >>> AdaptiveTemperature(low=0.5)(1.0, [])
             1.0
         """
-        seen = turns[-self.window :]
-        if not seen:
+        latest = turns[-self.window :]
+        if not latest:
             return min(max(base, self.low), self.high)
         signals = [
             self.reward * turn.reward + self.effective * (1 if turn.action_is_effective else -1)
-            for turn in seen
+            for turn in latest
         ]
         return min(max(base + self.beta * sum(signals) / len(signals), self.low), self.high)

@@ -1,4 +1,4 @@
-"""Running environments' code so that one that hangs costs its own environment only."""
+"""Run the code of environments with a time limit; one that hangs does not stop the others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class _Sweep(Generic[T]):
-    """A thread that runs jobs in order from `first` on, until it is abandoned."""
+class _Worker(Generic[T]):
+    """Thread that runs jobs in order from `first` on, until it is abandoned."""
 
     def __init__(
         self, jobs: Sequence[Callable[[], T]], results: list[T | BaseException | None], first: int
@@ -19,7 +19,8 @@ class _Sweep(Generic[T]):
         self.jobs, self.results = jobs, results
         self.current, self.began = first, time.monotonic()
         self.abandoned = False
-        self.lock = threading.Lock()  # a result is kept or given up, never both
+        # a result is kept or given up, never both
+        self.lock = threading.Lock()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -29,7 +30,8 @@ class _Sweep(Generic[T]):
             result: T | BaseException
             try:
                 result = self.jobs[number]()
-            except BaseException as error:  # even an exit costs its own trajectory only
+            # even an exit fails its own trajectory only
+            except BaseException as error:
                 result = error
             with self.lock:
                 if self.abandoned:
@@ -38,7 +40,7 @@ class _Sweep(Generic[T]):
                 self.current, self.began = number + 1, time.monotonic()
 
     def abandon(self, number: int, reason: BaseException) -> bool:
-        """Give job `number` up unless it has just ended; return whether it was given up."""
+        """Give a job up unless it has just ended; return whether it was given up."""
         with self.lock:
             if self.current != number:
                 return False
@@ -49,10 +51,10 @@ class _Sweep(Generic[T]):
 def run_guarded(
     jobs: Sequence[Callable[[], T]], *, timeout_s: float | None
 ) -> list[T | BaseException]:
-    """Run the jobs one after another; return each one's result, or the exception that it raised.
+    """Run jobs one after another and return the result or the exception of each.
 
-    A job that runs longer than `timeout_s` seconds is left behind with a `TimeoutError` as its result
-    and the others go on in a new thread. Without a limit everything runs in the caller's thread.
+    A job that takes longer than `timeout_s` seconds is abandoned with a `TimeoutError` as its result, and
+    the others continue in a new thread. Without a limit all jobs run in the caller's thread.
     """
     results: list[T | BaseException | None] = [None] * len(jobs)
     if timeout_s is None:
@@ -62,13 +64,13 @@ def run_guarded(
             except Exception as error:
                 results[number] = error
         return results  # type: ignore[return-value]
-    sweep = _Sweep(jobs, results, 0)
-    while sweep.thread.is_alive():
-        sweep.thread.join(timeout_s)
-        with sweep.lock:
-            number, began = sweep.current, sweep.began
-        if sweep.thread.is_alive() and time.monotonic() - began >= timeout_s:
+    worker = _Worker(jobs, results, 0)
+    while worker.thread.is_alive():
+        worker.thread.join(timeout_s)
+        with worker.lock:
+            number, began = worker.current, worker.began
+        if worker.thread.is_alive() and time.monotonic() - began >= timeout_s:
             late = TimeoutError(f"the environment took longer than {timeout_s:g} s")
-            if sweep.abandon(number, late):
-                sweep = _Sweep(jobs, results, number + 1)
+            if worker.abandon(number, late):
+                worker = _Worker(jobs, results, number + 1)
     return results  # type: ignore[return-value]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.run.build import RunComponents, build_environments, scripted
+from ragen_pl.rollout.responders import EngineResponder
+from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.run.build import RunComponents, proxy_with
 
 
 def baseline_metrics(
@@ -35,27 +35,25 @@ def baseline_metrics(
     return metrics
 
 
-def scripted_metrics(
-    components: RunComponents, name: str, baseline: DictConfig
-) -> dict[str, float]:
+def scripted_metrics(components: RunComponents, name: str, baseline: DictConfig) -> dict[str, float]:
     """Return the validation set's metrics of a scripted policy."""
-    proxy = scripted(components, instantiate(baseline))
     # "player" is part of the seed
-    trajectories = proxy.play(components.validation_sets[0].starts, seed_key=("player", name))
+    trajectories = proxy_with(components).rollout(
+        ScriptedResponder(policy=instantiate(baseline)),
+        components.validation_sets[0].episode_specs,
+        seed_key=("player", name),
+    )
     return rollout_metrics(trajectories)
 
 
 def blank_image_metrics(components: RunComponents, agent: AgentModule) -> dict[str, float]:
     """Return the validation set's metrics of the agent when its images are blanked."""
-    proxy = replace(
-        components.proxy, environments=build_environments(components.cfg, blank_images=True)
-    )
+    proxy = proxy_with(components, blank_images=True)
     agent.eval()
     engine = agent.rollout_engine()
     engine.load_weights(agent.global_step)
+    responder = EngineResponder(engine=engine, context=proxy.context, greedy=True)
     # "panel" is part of the seed
     return rollout_metrics(
-        proxy.rollout(
-            engine, components.validation_sets[0].starts, seed_key=("panel",), greedy=True
-        )
+        proxy.rollout(responder, components.validation_sets[0].episode_specs, seed_key=("panel",))
     )

@@ -19,11 +19,11 @@ from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.warm_start import WarmStartModule
+from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import EngineFactory
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedProxy
 from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RunComponents:
     bundle: ModelBundle
     policy: PolicyModule
     critic: CriticModule | None
-    proxy: AgentProxy
+    proxy: AgentProxy[ContextManager]
     validation_sets: list[ValidationSet]
 
 
@@ -133,11 +133,19 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
         seed=cfg.seed,
         held_out=cfg.validation.held_out,
         curriculum=instantiate(cfg.curriculum, _convert_="all"),
-        world_model=instantiate(cfg.world_model, _convert_="all"),
+        rewards=build_rewards(cfg),
         group_filter=instantiate(cfg.algorithm.get("filter"), _convert_="all"),
-        shaping=instantiate(cfg.algorithm.get("reward"), _convert_="all"),
         observations=cfg.algorithm.masks.get("observations", False),
     )
+
+
+def build_rewards(cfg: DictConfig) -> list[RewardFunction]:
+    """Build the config's reward functions, a dictionary of named targets; null ones are left out."""
+    return [
+        instantiate(reward, _convert_="all")
+        for reward in (cfg.algorithm.get("rewards") or {}).values()
+        if reward
+    ]
 
 
 def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
@@ -153,11 +161,8 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, Demons
         learning_rate_end=cfg.learning_rate_end,
     )
     demonstrations = DemonstrationDataModule(
-        scripted(
-            components,
-            instantiate(cfg.demonstrator),
-            held_out=frozenset(held_out_states(components)),
-        ),
+        proxy_with(components, held_out=frozenset(held_out_states(components))),
+        policy=instantiate(cfg.demonstrator),
         episodes=cfg.episodes,
         batch_size=cfg.batch_size,
         steps=cfg.steps,
@@ -167,18 +172,9 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, Demons
     return module, demonstrations
 
 
-def scripted(
-    components: RunComponents, scripted_policy: ScriptedPolicy, **changes: Any
-) -> ScriptedProxy:
-    """Return a proxy that plays the config's environment with a scripted policy."""
-    proxy = components.proxy
-    return ScriptedProxy(
-        environments=build_environments(components.cfg, **changes),
-        context=proxy.context,
-        max_response_tokens=proxy.max_response_tokens,
-        num_envs=proxy.num_envs,
-        scripted_policy=scripted_policy,
-    )
+def proxy_with(components: RunComponents, **changes: Any) -> AgentProxy[ContextManager]:
+    """Return the run's proxy in environments with some settings changed."""
+    return replace(components.proxy, environments=build_environments(components.cfg, **changes))
 
 
 def held_out_states(components: RunComponents) -> list[str]:

@@ -186,19 +186,20 @@ def check_world_model(cfg: DictConfig) -> None:
     """
     wanted = (("grounding_weight", "grounding"), ("worldmodeling_weight", "worldmodeling"))
     for weight, word in wanted:
-        value = (cfg.get("world_model") or {}).get(weight)
+        value = OmegaConf.select(cfg, f"algorithm.rewards.world_model.{weight}")
         if not value:
             continue
         if word not in str(cfg.env.prompt_format):
             raise ConfigError(
-                f"world_model.{weight}={value}: a response in env.prompt_format={cfg.env.prompt_format} has no "
-                f"such block; set env.prompt_format={word} or grounding_worldmodeling"
+                f"algorithm.rewards.world_model.{weight}={value}: a response in "
+                f"env.prompt_format={cfg.env.prompt_format} has no such block; "
+                f"set env.prompt_format={word} or grounding_worldmodeling"
             )
         environment = _make(cfg.env).unwrapped
         if not hasattr(environment, "relations"):
             raise ConfigError(
-                f"world_model.{weight}={value}: {type(environment).__name__} has no relations() to hold a "
-                f"statement against; give it one, or set world_model.{weight}=0"
+                f"algorithm.rewards.world_model.{weight}={value}: {type(environment).__name__} has no "
+                f"relations() to compare statements with; give it one, or set algorithm.rewards.world_model.{weight}=0"
             )
 
 

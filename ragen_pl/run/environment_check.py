@@ -84,11 +84,13 @@ def _begin(
         raise ConfigError(
             f"{said}: reset returned {_kind(found)}, expected (observation, info); return both"
         )
-    slot = EnvironmentSlot(env=env, start=EpisodeSpec(group=0, member=0, seed=_SEED))
+    slot = EnvironmentSlot(env=env, spec=EpisodeSpec(group=0, member=0, seed=_SEED))
     with config_errors(said):
-        manager.look(slot, found[0])
-    if not isinstance(slot.truth, str | None):
-        raise ConfigError(f"{said}: describe() returned {_kind(slot.truth)}, expected a str")
+        manager.observe(slot, found[0])
+    if not isinstance(slot.state_description, str | None):
+        raise ConfigError(
+            f"{said}: describe() returned {_kind(slot.state_description)}, expected a str"
+        )
     return slot
 
 

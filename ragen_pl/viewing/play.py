@@ -1,45 +1,77 @@
-"""`ragen_pl.play` from its config: who plays, what is shown, what is saved. Imported late."""
+"""`ragen_pl.play` from its config: which responder plays, what is shown, what is saved. Imported late."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.rollout.context import TextContext
 from ragen_pl.rollout.environments import EnvironmentSlot, EpisodeSpec
+from ragen_pl.rollout.formats import format_response
+from ragen_pl.rollout.proxy import AgentProxy, OnTurn
+from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, TextResponder
+from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.run.build import build_environments, engine_factory, plain, rollout_settings
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import Trajectory, Turn
-from ragen_pl.viewing.episode import Watch, WatchedProxy, play_by_hand
+from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.film import save_episode
 from ragen_pl.viewing.terminal import Screen
 
 _STOP = ("q", "quit", "exit")
+_SEPARATOR = "||"
+
+
+@dataclass(kw_only=True, slots=True)
+class HumanResponder(TextResponder):
+    """A person at the keyboard.
+
+    Attributes:
+        screen: shows the state and reads the answers.
+        max_actions: number of actions accepted in one turn.
+    """
+
+    screen: Screen
+    max_actions: int = 1
+
+    def respond(self, episode: Episode) -> str | None:
+        """Ask for the actions of the present turn; None once the person stops."""
+        actions = ask(episode.slot, screen=self.screen, max_actions=self.max_actions)
+        if actions is None:
+            return None
+        names = [episode.slot.action_names[action] for action in actions]
+        answer = f" {_SEPARATOR} ".join(names)
+        return format_response(episode.prompt_format, answer, blocks={})
 
 
 def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     """Play an episode, show it and save it.
 
     Raises:
-        ConfigError: the policy, or the environment, can't play.
+        ConfigError: the policy or the environment cannot play.
     """
     console = console or Console()
     screen = Screen(console, width=cfg.width)
+    # "panel" is part of the seed
     seed = derive_seed("panel", "held_out", cfg.episode)
-    start = EpisodeSpec(group=cfg.episode, member=0, seed=seed)
+    spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed)
     try:
-        trajectory = _played(cfg, start, screen=screen)
+        trajectory = (
+            _play_agent(cfg, spec, screen) if cfg.policy == "agent" else _play(cfg, spec, screen)
+        )
+        if trajectory.error is not None and not trajectory.turns:
+            raise RuntimeError(trajectory.error)
     except (RuntimeError, AttributeError, TypeError) as error:
         if cfg.debug:
             raise
-        raise ConfigError(f"policy={cfg.policy} can't play {cfg.env.name}: {error}") from error
+        raise ConfigError(f"policy={cfg.policy} cannot play {cfg.env.name}: {error}") from error
     screen.end(trajectory)
     if cfg.save is not None and trajectory.turns:
         path = save_episode(trajectory, Path(cfg.save).expanduser())
@@ -47,94 +79,105 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     return trajectory
 
 
-def _played(cfg: DictConfig, start: EpisodeSpec, *, screen: Screen) -> Trajectory:
-    by_hand = cfg.policy == "human"
-    watch = _watcher(screen, delay=cfg.delay, seen=by_hand)
-    if cfg.policy == "agent":
-        return _agent(cfg, start, watch=watch)
-    choose = partial(ask, screen=screen) if by_hand else _Scripted(cfg, start)
-    return play_by_hand(
-        build_environments(cfg), start, choose=choose, watch=watch, thinks=not by_hand
+def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
+    """Play without a model: a person, or one of the config's scripted policies."""
+    environments = build_environments(cfg)
+    proxy = AgentProxy(
+        environments=environments, context=TextContext(), max_response_tokens=sys.maxsize
     )
+    responder: Responder
+    is_human = cfg.policy == "human"
+    if is_human:
+        responder = HumanResponder(screen=screen, max_actions=environments.max_actions_per_turn)
+    else:
+        responder = ScriptedResponder(policy=instantiate(cfg.validation.baselines[cfg.policy]))
+    (trajectory,) = proxy.rollout(
+        responder,
+        [spec],
+        seed_key=(cfg.seed, "play", str(cfg.policy)),
+        on_turn=show_turns(screen, delay=cfg.delay, state_is_shown=is_human),
+    )
+    return trajectory
 
 
-def _watcher(screen: Screen, *, delay: float, seen: bool) -> Watch:
-    shown: list[Turn] = []
-
-    def watch(turn: Turn) -> None:
-        shown.append(turn)
-        screen.turn(turn, number=len(shown), seen=seen)
-        if delay:
-            time.sleep(delay)
-
-    return watch
-
-
-def _agent(cfg: DictConfig, start: EpisodeSpec, *, watch: Watch) -> Trajectory:
+def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
+    """Play with a trained model, which samples as in an evaluation."""
     from ragen_pl.evaluation.evaluator import device_named
     from ragen_pl.modules.policy import PolicyModule
     from ragen_pl.rollout.context import ContextManager
     from ragen_pl.run.weights import load_bundle
 
     bundle = load_bundle(cfg).to(device_named(cfg.device))
-    proxy = WatchedProxy(
-        environments=build_environments(cfg),
-        context=ContextManager(bundle, **plain(cfg.context)),
-        **rollout_settings(cfg),
-        watch=watch,
+    context = ContextManager(bundle, **plain(cfg.context))
+    proxy = AgentProxy(
+        environments=build_environments(cfg), context=context, **rollout_settings(cfg)
     )
-    key = ("evaluate", cfg.seed)  # as an evaluation samples
     engine = engine_factory(cfg)(PolicyModule(bundle))
     engine.load_weights(0)
-    (trajectory,) = proxy.rollout(engine, [start], seed_key=key, greedy=cfg.greedy)
+    (trajectory,) = proxy.rollout(
+        EngineResponder(engine=engine, context=context, greedy=cfg.greedy),
+        [spec],
+        seed_key=("evaluate", cfg.seed),
+        on_turn=show_turns(screen, delay=cfg.delay),
+    )
     engine.close()
     return trajectory
 
 
-class _Scripted:
-    """Asks one of the config's players."""
+def show_turns(screen: Screen, *, delay: float = 0.0, state_is_shown: bool = False) -> OnTurn:
+    """Return a hook that shows each turn and keeps the latest images for the end of the episode.
 
-    def __init__(self, cfg: DictConfig, start: EpisodeSpec) -> None:
-        self.baseline = instantiate(cfg.validation.baselines[cfg.policy])
-        self.key = (cfg.seed, "play", str(cfg.policy), start.group)
+    Args:
+        screen: where turns are shown.
+        delay: seconds to wait after a turn.
+        state_is_shown: whether the responder has shown the turn's observation already.
+    """
 
-    def __call__(self, slot: EnvironmentSlot) -> list[int]:
-        seed = derive_seed(*self.key, slot.turn)
-        return [self.baseline.act(slot.env, np.random.Generator(np.random.Philox(key=seed)))]
+    def on_turn(episode: Episode) -> None:
+        trajectory, observation = episode.trajectory, episode.slot.observation
+        if observation is not None:
+            trajectory.final_images = observation.images
+        screen.turn(
+            trajectory.turns[-1], number=len(trajectory.turns), state_is_shown=state_is_shown
+        )
+        time.sleep(delay)
+
+    return on_turn
 
 
-def ask(slot: EnvironmentSlot, *, screen: Screen) -> list[int] | None:
-    """Show the present state and ask a person for a turn's actions; None when they stop."""
+def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[int] | None:
+    """Show the present state and ask a person for the turn's actions; None when they stop."""
     assert slot.observation is not None
     screen.console.rule(f"turn {slot.turn + 1}", align="left")
-    if slot.turn == 0 and (rules := getattr(slot.env.unwrapped, "instructions", "")):
-        screen.console.print(str(rules), markup=False, highlight=False)
+    if slot.turn == 0 and slot.members.instructions:
+        screen.console.print(slot.members.instructions, markup=False, highlight=False)
     screen.state(slot.observation.images, slot.observation.text)
     offers = "  ".join(f"{number} {name}" for number, name in enumerate(slot.action_names))
+    several = f"up to {max_actions} with {_SEPARATOR} between them, " if max_actions > 1 else ""
     while True:
-        screen.console.print(f"{offers}  (q stops)", markup=False, highlight=False)
+        screen.console.print(f"{offers}  ({several}q stops)", markup=False, highlight=False)
         try:
-            said = screen.console.input("> ").strip()
+            answer = screen.console.input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             return None
-        if said.casefold() in _STOP:
+        if answer.casefold() in _STOP:
             return None
-        actions = [named_action(part, slot.action_names) for part in said.split("||")]
-        if None not in actions:
+        actions = [named_action(word, slot.action_names) for word in answer.split(_SEPARATOR)]
+        if None not in actions and len(actions) <= max_actions:
             return [action for action in actions if action is not None]
 
 
-def named_action(said: str, names: Sequence[str]) -> int | None:
-    """Return the action that a word means: its number, its name, or the only name that begins so.
+def named_action(word: str, names: Sequence[str]) -> int | None:
+    """Return the action that a word means: its number, its name, or the only name it begins.
 
-    >>> [named_action(said, ("Left", "Down", "Loop")) for said in ("1", "down", "d", "l", "x")]
+    >>> [named_action(word, ("Left", "Down", "Loop")) for word in ("1", "down", "d", "l", "x")]
     [1, 1, 1, None, None]
     """
-    known = [str(name).casefold() for name in names]
-    word = said.strip().casefold()
-    if word in known:
-        return known.index(word)
-    if word.isdecimal() and int(word) < len(known):
+    names = [str(name).casefold() for name in names]
+    word = word.strip().casefold()
+    if word in names:
+        return names.index(word)
+    if word.isdecimal() and int(word) < len(names):
         return int(word)
-    has_started = [index for index, name in enumerate(known) if word and name.startswith(word)]
-    return has_started[0] if len(has_started) == 1 else None
+    matches = [index for index, name in enumerate(names) if word and name.startswith(word)]
+    return matches[0] if len(matches) == 1 else None

@@ -190,7 +190,7 @@ def _turn(
         "response_pieces": reader.pieces(turn.response_ids) if reader else None,
         "logprobs": [float(value) for value in turn.response_logprobs],
         "spans": turn.spans.tolist(),
-        "entropy": float(turn.response_entropy),
+        "entropy": turn.response_entropy,
         "think": turn.think,
         "actions": list(turn.actions),
         "valid": bool(turn.action_is_valid),
@@ -200,6 +200,7 @@ def _turn(
         "reward_terms": turn.reward_terms,
         "statements": [asdict(statement) for statement in turn.statements],
         "temperature": float(turn.temperature),
+        "state_description": turn.state_description,
         "info": turn.info,
     }
 

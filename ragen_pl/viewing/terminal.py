@@ -1,4 +1,4 @@
-"""Turns in a terminal: images as half-blocks in color, and what was thought, done and earned."""
+"""Turns in a terminal: images as colored half-blocks, reasoning, actions and rewards."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rich.text import Text
 
 from ragen_pl.trajectory import Trajectory, Turn
 
-_UPPER_HALF = "▀"  # its color is the upper pixel, its background the lower
-_SHADES = " .:-=+*#%@"  # dark to light, for a terminal without colors
+# the character's color is the upper pixel, its background the lower
+_UPPER_HALF = "▀"
+# dark to light, for a terminal without colors
+_SHADES = " .:-=+*#%@"
 
 
 def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
@@ -33,11 +35,11 @@ def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
 
 
 def half_blocks(image: np.ndarray, *, width: int) -> Segments:
-    """Return an image in colors, two pixels a character.
+    """Return an image in color, two pixels a character.
 
     Args:
         image: uint8 `[height, width, 3]`.
-        width: columns at most.
+        width: maximum number of columns.
     """
     return Segments(list(_half_blocks(fitted(image, width=width))))
 
@@ -57,23 +59,23 @@ def _rgb(color: Sequence[int]) -> str:
     return f"rgb({','.join(map(str, color))})"
 
 
-def in_shades(image: np.ndarray, *, width: int) -> str:
-    """Return an image by brightness, two pixels a character, for a terminal without colors.
+def shade_text(image: np.ndarray, *, width: int) -> str:
+    """Return the brightness of an image as text, two pixels a character, for a terminal without colors.
 
-    >>> in_shades(np.full((2, 3, 3), 255, np.uint8), width=3)
+    >>> shade_text(np.full((2, 3, 3), 255, np.uint8), width=3)
     '@@@'
     """
-    bright = fitted(image, width=width).astype(np.float64).mean(axis=2)
-    rows = (bright[0::2] + bright[1::2]) / 2 / 255 * (len(_SHADES) - 1)
-    return "\n".join("".join(_SHADES[round(one)] for one in row) for row in rows.tolist())
+    brightness = fitted(image, width=width).astype(np.float64).mean(axis=2)
+    rows = (brightness[0::2] + brightness[1::2]) / 2 / 255 * (len(_SHADES) - 1)
+    return "\n".join("".join(_SHADES[round(level)] for level in row) for row in rows.tolist())
 
 
 class Screen:
     """Shows an episode on a console.
 
     Args:
-        console: where to write.
-        width: columns of an image at most.
+        console: console to write to.
+        width: maximum number of columns of an image.
     """
 
     def __init__(self, console: Console, *, width: int) -> None:
@@ -83,7 +85,7 @@ class Screen:
         """Show an image."""
         width = min(self.width, self.console.width)
         if self.console.color_system is None:
-            self.console.print(in_shades(image, width=width), markup=False, highlight=False)
+            self.console.print(shade_text(image, width=width), markup=False, highlight=False)
         else:
             self.console.print(half_blocks(image, width=width))
 
@@ -94,12 +96,12 @@ class Screen:
         if text.strip():
             self.console.print(Text(printable(text)))
 
-    def turn(self, turn: Turn, *, number: int, seen: bool = False) -> None:
-        """Show a turn: what was seen (unless it has been shown already), thought, answered and earned."""
-        if not seen:
+    def turn(self, turn: Turn, *, number: int, state_is_shown: bool = False) -> None:
+        """Show a turn: its observation (unless it is shown already), reasoning, actions and reward."""
+        if not state_is_shown:
             self.console.rule(f"turn {number}", align="left")
             self.state(turn.observation.images, turn.observation.text)
-        if turn.think is not None:
+        if turn.think:
             self._line("think", turn.think, style="italic")
         if not turn.action_is_valid:
             self._line("response", turn.response_text, style="red")
@@ -114,8 +116,10 @@ class Screen:
         self.state(trajectory.final_images, "")
         word = "success" if trajectory.success else "no success"
         status = str(trajectory.status).replace("_", " ")
-        told = f"{word}, return {trajectory.reward:.2f} in {len(trajectory.turns)} turns ({status})"
-        self.console.print(Text(told, style="bold green" if trajectory.success else "bold red"))
+        summary = (
+            f"{word}, return {trajectory.reward:.2f} in {len(trajectory.turns)} turns ({status})"
+        )
+        self.console.print(Text(summary, style="bold green" if trajectory.success else "bold red"))
         if trajectory.error:
             self.console.print(Text(printable(trajectory.error), style="red"))
 
@@ -124,9 +128,12 @@ class Screen:
 
 
 def printable(text: str) -> str:
-    r"""Return text that can't steer the terminal: control characters are shown by their code.
+    r"""Return text that cannot control the terminal: control characters are shown by their code.
 
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
     """
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
+        for character in text
+    )

@@ -18,7 +18,7 @@ from ragen_pl.algorithms.whitening import whiten
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.rewards.shaping import RewardShaping
+from ragen_pl.rewards.shaping import ActionEfficiency, RewardPlacement, WeightTerms
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.parsing import ParsedResponse
@@ -50,13 +50,14 @@ def test_a_format_penalty_survives_turn_rewards_and_shaping() -> None:
     )
     slots = manager.open([EpisodeSpec(group=0, member=0, seed=0)])
     [first] = manager.step(slots, [ParsedResponse()])
-    assert first.reward == pytest.approx(-0.3)
+    assert first.reward_terms == {"format": -0.3}
     for place in ("turn", "end"):
-        for weights in ({}, {"turn_weight": 0.0}, {"action_efficiency": 0.1}):
+        for reward in (WeightTerms(), WeightTerms(turn=0.0), ActionEfficiency(penalty=0.1)):
             trajectory = played([(5, -0.3), (4, 1.0)])
             trajectory.turns[0].reward_terms = {"format": -0.3}
             trajectory.turns[1].reward_terms = {"environment": 1.0}
-            RewardShaping(place=place, **weights).settle([trajectory])
+            for function in (reward, RewardPlacement(place=place)):
+                function([trajectory], gather=lambda values: [values])
             assert trajectory.reward == pytest.approx(0.7)
             assert [turn.reward for turn in trajectory.turns][place == "end"] == pytest.approx(
                 -0.3 if place == "turn" else 0.7
@@ -174,7 +175,7 @@ def played(responses, *, member=0, window=1) -> Trajectory:
                 response_logprobs=torch.zeros(len(ids)).numpy(), response_entropy=1.0,
                 spans=torch.ones(len(ids), dtype=torch.int8).numpy(), response_text="", think=None,
                 actions=[], action_is_valid=True, action_is_effective=True, hit_length_limit=length < 0,
-                reward=reward, temperature=1.0,
+                reward_terms={"environment": reward}, temperature=1.0,
             )
         )  # fmt: skip
     return Trajectory(

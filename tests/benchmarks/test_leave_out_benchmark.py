@@ -20,7 +20,7 @@ def episode(*prompts: int, success: bool) -> Trajectory:
             observation=Observation(text=""), prompt_ids=np.zeros(length, np.int64),
             prompt_images=[], response_ids=np.zeros(3, np.int64), response_logprobs=np.zeros(3),
             response_entropy=0.0, spans=np.zeros(3, np.int8), response_text="", think=None, actions=[],
-            action_is_valid=True, action_is_effective=True, hit_length_limit=False, reward=0.0, temperature=1.0,
+            action_is_valid=True, action_is_effective=True, hit_length_limit=False, temperature=1.0,
         )
         for length in prompts
     ]  # fmt: skip

@@ -21,7 +21,8 @@ from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
-from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
 
 TEXT = {
     "hidden_size": 32,
@@ -102,16 +103,16 @@ def policy_and_thoughts(*, images, count=5, starts=8):
             if parameter.ndim > 1:
                 # With larger weights the prompt matters more.
                 parameter.mul_(3.0)
-    proxy = ScriptedProxy(
+    proxy = AgentProxy(
         environments=EnvironmentManager(
             target=f"ragen/FrozenLake{'Visual' * images}-v0",
             max_turns=2,
             kwargs={"min_distance": 1},
         ),
         context=ContextManager(bundle, system_prompt=None),
-        scripted_policy=OptimalPolicy(),
     )
-    played = proxy.play(
+    played = proxy.rollout(
+        ScriptedResponder(policy=OptimalPolicy()),
         [EpisodeSpec(group=n // 2, member=n % 2, seed=n // 2) for n in range(2 * starts)],
         seed_key=(0,),
     )

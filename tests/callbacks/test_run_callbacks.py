@@ -38,7 +38,7 @@ def trajectory(group: int, *, side: int = 8) -> Trajectory:
         action_is_valid=True,
         action_is_effective=False,
         hit_length_limit=False,
-        reward=0.25,
+        reward_terms={"environment": 0.25},
         temperature=1.0,
         info={"success": np.bool_(True)},
     )

@@ -86,7 +86,11 @@ def test_nothing_heavy_is_imported() -> None:
     ("target", "prompt_format", "told"),
     [
         (LAKE, "free_think", "set env.prompt_format=grounding or grounding_worldmodeling"),
-        (LAKE, "worldmodeling", "world_model.grounding_weight=0.5: .* has no such block"),
+        (
+            LAKE,
+            "worldmodeling",
+            "algorithm.rewards.world_model.grounding_weight=0.5: .* has no such block",
+        ),
         ("envs:ragen/Bandit-v0", "grounding", "Bandit has no relations()"),
         (LAKE, "grounding", None),
     ],
@@ -95,7 +99,8 @@ def test_a_reward_for_statements_needs_statements_and_a_truth(
     target, prompt_format, told, tmp_path
 ):
     environment = {"name": "w", "target": target, "kwargs": {}, "prompt_format": prompt_format}
-    settings = config(tmp_path, env=environment, world_model={"grounding_weight": 0.5}, logger=None)
+    settings = config(tmp_path, env=environment, logger=None)
+    settings.algorithm = {"rewards": {"world_model": {"grounding_weight": 0.5}}}
     if told is None:
         preflight(settings)
     else:

@@ -61,7 +61,7 @@ def make_trajectory():
                     spans=rng.integers(0, 4, len(ids)).astype(np.int8),
                     response_text="", think=None, actions=[], action_is_valid=True,
                     action_is_effective=True, hit_length_limit=length < 0, temperature=0.5 + number,
-                    reward=rewards[number] if rewards else float(rng.integers(-1, 2)),
+                    reward_terms={"environment": rewards[number] if rewards else float(rng.integers(-1, 2))},
                 )
             )  # fmt: skip
         final = see(len(lengths))[1] if status is EpisodeStatus.TRUNCATED else None

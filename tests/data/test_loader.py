@@ -165,8 +165,8 @@ def test_validation_loader_gives_each_episode_once_in_chunks():
         num_envs = 4
 
     class FiveValidation:
-        proxy, starts = Proxy(), list(range(10))
+        proxy, episode_specs = Proxy(), list(range(10))
 
     loader = ValidationLoader(FiveValidation())
-    assert [chunk.starts for chunk in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [chunk.episode_specs for chunk in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3

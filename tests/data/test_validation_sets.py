@@ -13,7 +13,6 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.scripted import ScriptedProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 # a small environment: starts recur under many seeds
@@ -49,16 +48,21 @@ class Module:
 def test_a_validation_is_a_fixed_list_of_episodes(lm):
     validation_set = ValidationSet("held_out", proxy_of(lm), episodes=5)
     again = ValidationSet("other", proxy_of(lm, blank_images=True), episodes=5)
-    assert [start.seed for start in validation_set.starts] == [start.seed for start in again.starts]
+    assert [start.seed for start in validation_set.episode_specs] == [
+        start.seed for start in again.episode_specs
+    ]
     assert validation_set.digest() == again.digest() == "f45faa6327fb7b15"
     longer = ValidationSet("held_out", proxy_of(lm), episodes=6)
-    assert longer.starts[:5] == validation_set.starts and longer.digest() != validation_set.digest()
+    assert (
+        longer.episode_specs[:5] == validation_set.episode_specs
+        and longer.digest() != validation_set.digest()
+    )
     assert ValidationSet("x", proxy_of(lm), episodes=5, key="k").digest() != validation_set.digest()
 
 
 def test_members_of_a_validation_share_their_start(lm):
     validation_set = ValidationSet("pass_at", proxy_of(lm), episodes=3, members=2, greedy=False)
-    assert [(start.group, start.member) for start in validation_set.starts] == [
+    assert [(start.group, start.member) for start in validation_set.episode_specs] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
     keys = validation_set.state_keys()
@@ -85,7 +89,7 @@ def test_a_validation_needs_environments_that_can_name_their_state(lm):
 def test_a_validation_whose_environments_fail_says_why(lm):
     broken = ValidationSet("held_out", proxy_of(lm), episodes=2, options={"min_distance": 99})
     with pytest.raises(
-        RuntimeError, match=r"2 of 2 starts of validation set 'held_out' failed.*min_distance"
+        RuntimeError, match=r"2 of 2 episodes of validation set 'held_out' failed.*min_distance"
     ):
         broken.state_keys()
 
@@ -99,7 +103,7 @@ def test_training_never_draws_a_validation_sets_start_by_content(lm):
             proxy_of(lm), validation_sets=[validation_set], groups=200, group_size=2, **settings
         )
         data.setup("fit")
-        slots = data.proxy.environments.open(data.starts(0))
+        slots = data.proxy.environments.open(data.episode_specs(0))
         keys = [slot.env.unwrapped.state_key() for slot in slots]
         assert keys[::2] == keys[1::2]
         return set(keys)
@@ -113,9 +117,9 @@ def test_training_never_draws_a_validation_sets_start_by_content(lm):
 
 def test_starts_derive_from_seed_iteration_and_group(lm):
     def starts(iteration, seed=0, groups=4):
-        return RolloutDataModule(proxy_of(lm), groups=groups, group_size=3, seed=seed).starts(
-            iteration
-        )
+        return RolloutDataModule(
+            proxy_of(lm), groups=groups, group_size=3, seed=seed
+        ).episode_specs(iteration)
 
     first = starts(0)
     assert [(s.group, s.member) for s in first] == [(g, m) for g in range(4) for m in range(3)]
@@ -128,12 +132,12 @@ def test_starts_derive_from_seed_iteration_and_group(lm):
 
 def test_every_rank_plays_whole_groups_of_its_own(lm, monkeypatch):
     data = RolloutDataModule(proxy_of(lm), groups=5, group_size=2)
-    alone = data.starts(3)
+    alone = data.episode_specs(3)
     monkeypatch.setattr("ragen_pl.data.datamodule.world_size", lambda: 2)
     shares = []
     for number in range(2):
         monkeypatch.setattr("ragen_pl.data.datamodule.rank", lambda number=number: number)
-        shares.append(data.starts(3))
+        shares.append(data.episode_specs(3))
     assert [{s.group for s in share} for share in shares] == [{0, 2, 4}, {1, 3}]
     assert sorted(shares[0] + shares[1], key=lambda s: (s.group, s.member)) == alone
 
@@ -180,9 +184,11 @@ def test_hard_groups_get_the_options(lm):
     course = Curriculum(above=0.5, share=0.5, options={"min_distance": 3})
     course.since = 2
     data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=course)
-    assert all(start.options is None for start in data.starts(1))
-    assert [start.options for start in data.starts(2)] == [{"min_distance": 3}] * 4 + [None] * 4
-    slots = data.proxy.environments.open(data.starts(2)[:4])
+    assert all(start.options is None for start in data.episode_specs(1))
+    assert [start.options for start in data.episode_specs(2)] == [{"min_distance": 3}] * 4 + [
+        None
+    ] * 4
+    slots = data.proxy.environments.open(data.episode_specs(2)[:4])
     assert all(slot.difficulty >= 3 for slot in slots)
 
 
@@ -231,13 +237,11 @@ class _Everything:
 
 
 def demonstrations(lm, **changes) -> DemonstrationDataModule:
-    proxy = ScriptedProxy(
-        environments=EnvironmentManager(**WORLD),
-        context=ContextManager(lm),
-        scripted_policy=OptimalPolicy(),
-    )
+    proxy = AgentProxy(environments=EnvironmentManager(**WORLD), context=ContextManager(lm))
     data = DemonstrationDataModule(
-        proxy, **({"episodes": 12, "batch_size": 8, "steps": 20, "gamma": 0.5, "seed": 0} | changes)
+        proxy,
+        policy=OptimalPolicy(),
+        **({"episodes": 12, "batch_size": 8, "steps": 20, "gamma": 0.5, "seed": 0} | changes),
     )
     data.setup("fit")
     return data

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 
 import envs  # noqa: F401
 from ragen_pl.config import check_config, config_dir
+from ragen_pl.rewards.shaping import Gather
 from ragen_pl.run.build import assemble, build_agent, build_datamodule
 from ragen_pl.trajectory import Span, Trajectory
 
@@ -26,23 +27,19 @@ TINY = (
 )  # fmt: skip
 
 
-class Judge:
-    """Gives what was played rewards, spans and an engine of its own, the same for the same responses.
+class SyntheticRewards:
+    """Set rewards, spans and log-probs that depend on the response only.
 
-    A fresh policy's responses are noise, which no rule of an environment tells apart.
+    The responses of an untrained policy are noise, which an environment's own rewards do not tell apart.
     """
 
-    def __init__(self, shaping):
-        self.shaping = shaping
-
-    def settle(self, trajectories: Sequence[Trajectory]) -> None:
+    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
         for trajectory in trajectories:
             for number, turn in enumerate(trajectory.turns):
                 rng = np.random.default_rng([int(turn.response_ids.sum()), number])
                 turn.reward_terms = {"environment": float(rng.integers(-1, 3)), "format": -0.05}
                 if trajectory.group == 1:  # one group whose members agree
                     turn.reward_terms = {"environment": float(number == 0)}
-                turn.reward = sum(turn.reward_terms.values())
                 turn.spans = np.sort(rng.integers(0, 4, len(turn.response_ids))).astype(np.int8)
                 turn.spans[-1] = Span.END
                 turn.action_is_valid, turn.action_is_effective = True, bool(rng.integers(2))
@@ -50,7 +47,6 @@ class Judge:
                 turn.response_logprobs = turn.response_logprobs + 0.3 * rng.normal(
                     size=len(turn.response_ids)
                 ).astype(np.float32)
-        self.shaping.settle(trajectories)
 
 
 @dataclass
@@ -73,7 +69,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
     cfg = compose_config(*overrides)
     parts = assemble(cfg)
     agent, data = build_agent(parts), build_datamodule(parts)
-    data.shaping = Judge(data.shaping)
+    data.rewards.insert(0, SyntheticRewards())
     if agent.critic is not None:  # heads start at 0, which would hide what values do
         generator = torch.Generator().manual_seed(0)
         torch.nn.init.normal_(agent.critic.head.layers[-1].weight, generator=generator)

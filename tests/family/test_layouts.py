@@ -47,7 +47,7 @@ def episode(bundle, *, number: int, window: int | str, system: str | None = None
     rng = np.random.default_rng(number)
     context = ContextManager(bundle, window=window, system_prompt=system)
     talk = context.start("")
-    head, turns = len(talk.head_ids), []
+    head, turns = len(talk.system_prompt_ids), []
     for turn in range(1 + (number + 3) % 4):
         seen = Observation(text=f"see {turn}")
         prompt = context.observe(talk, seen, max_turns=4)
@@ -60,11 +60,11 @@ def episode(bundle, *, number: int, window: int | str, system: str | None = None
                 response_logprobs=np.zeros(len(ids), np.float32), response_entropy=1.0, spans=spans,
                 response_text="", think=None, actions=[], action_is_valid=True,
                 action_is_effective=True, hit_length_limit=False, temperature=1.0,
-                reward=float(rng.integers(-1, 2)), info={"state_key": f"state {rng.integers(3)}"},
+                reward_terms={"environment": float(rng.integers(-1, 2))}, state_key=f"state {rng.integers(3)}",
             )
         )  # fmt: skip
     return Trajectory(
-        group=number // 3, member=number % 3, seed=0, turns=turns, success=False, head=head,
+        group=number // 3, member=number % 3, seed=0, turns=turns, success=False, system_prompt_length=head,
         status=EpisodeStatus.TRUNCATED if number == 4 else EpisodeStatus.TERMINATED,
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ class TestUndividedSequence:
         samples = batch.samples
         banned = torch.tensor(list(bundle.banned_token_ids))
         for row, trajectory in enumerate(played):
-            length, head = int(samples.length[row]), trajectory.head
+            length, head = int(samples.length[row]), trajectory.system_prompt_length
             assert head > 3 and (samples.turn[row, :head] == -1).all()
             rest = slice(head, length)
             off = torch.isin(samples.input_ids[row, rest], banned)

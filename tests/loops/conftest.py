@@ -30,7 +30,6 @@ from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.scripted import ScriptedProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 torch.set_num_threads(1)
@@ -149,14 +148,19 @@ def warm() -> dict[str, torch.Tensor]:
     """Weights of a policy that mostly keeps the format, learned from demonstrations."""
     torch.manual_seed(0)
     bundle = build_small_lm(seed=0, text=TEXT)
-    proxy = ScriptedProxy(
+    proxy = AgentProxy(
         environments=EnvironmentManager(**LAKE),
         context=ContextManager(bundle, window=1, system_prompt=None),
         max_response_tokens=16,
-        scripted_policy=NoisyPolicy(noise=0.3),
     )
     demonstrations = DemonstrationDataModule(
-        proxy, episodes=64, batch_size=32, steps=80, gamma=0.9, seed=0
+        proxy,
+        policy=NoisyPolicy(noise=0.3),
+        episodes=64,
+        batch_size=32,
+        steps=80,
+        gamma=0.9,
+        seed=0,
     )
     module = WarmStartModule(
         PolicyModule(bundle),

@@ -30,8 +30,8 @@ def turn(
         observation=Observation(text=""), prompt_ids=np.arange(3), prompt_images=[],
         response_ids=np.arange(tokens), response_logprobs=np.zeros(tokens, dtype=np.float32),
         response_entropy=entropy, spans=spans, response_text="", think=of.get("think"), actions=[],
-        action_is_valid=valid, action_is_effective=effective, hit_length_limit=hit_length_limit, reward=reward,
-        temperature=1.0, info={"truth": of["truth"]} if "truth" in of else {},
+        action_is_valid=valid, action_is_effective=effective, hit_length_limit=hit_length_limit,
+        reward_terms={"environment": reward}, temperature=1.0, state_description=of.get("description"),
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ EPISODES = [
         status=EpisodeStatus.TURN_LIMIT,
     ),
     trajectory(
-        turn(truth="a b", think="a b"), turn(effective=False, truth="c", think="d"), group=1,
+        turn(description="a b", think="a b"), turn(effective=False, description="c", think="d"), group=1,
         status=EpisodeStatus.TRUNCATED,
     ),
     trajectory(group=1, status=EpisodeStatus.FAILED),

@@ -27,6 +27,7 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
@@ -88,12 +89,13 @@ def play(
         for member in range(members)
     ]
     agent.eval()
-    trajectories = proxy.rollout(agent.rollout_engine(), starts, seed_key=(0,))
+    responder = EngineResponder(engine=agent.rollout_engine(), context=proxy.context)
+    trajectories = proxy.rollout(responder, starts, seed_key=(0,))
     rng = np.random.default_rng(0)
     for trajectory in trajectories:
         trajectory.turns = trajectory.turns[: 1 + trajectory.group % 3]
         for turn in trajectory.turns:
-            turn.reward = float(rng.normal())
+            turn.reward_terms = {"environment": float(rng.normal())}
             turn.spans = rng.integers(0, 4, len(turn.response_ids)).astype(np.int8)
     return trajectories
 

@@ -1,4 +1,4 @@
-"""Statements on the environment's state: read by rule, held against the truth, worth nothing where they ignore it."""
+"""World-model rewards: claims of statements, chance correction, demonstrations in each format."""
 
 import numpy as np
 import pytest
@@ -11,32 +11,53 @@ from ragen_pl.rewards.world_model import RelationJudge, WorldModelReward
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.formats import PromptFormat, format_response
-from ragen_pl.rollout.relations import f1, read, tell, truth
-from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.rollout.spatial_relations import (
+    f1_score,
+    read_claims,
+    relations_text,
+    true_claims,
+)
 from ragen_pl.trajectory import Statement
 
-LAKE, ROOM = "ragen/FrozenLake-v0", "ragen/Sokoban-v0"
+FROZEN_LAKE, SOKOBAN = "ragen/FrozenLake-v0", "ragen/Sokoban-v0"
 BOTH = PromptFormat.GROUNDING_WORLDMODELING
 NAMES = ("goal", "hole")
-STARTS = [EpisodeSpec(group=n, member=0, seed=n) for n in range(60)]
+SPECS = [EpisodeSpec(group=n, member=0, seed=n) for n in range(60)]
 
 
-def alone(part):
-    return [part]
+def one_rank(values):
+    return [values]
 
 
-def demonstrations(bundle, target=LAKE, how=BOTH, starts=STARTS, **settings):
-    proxy = ScriptedProxy(
-        environments=EnvironmentManager(target=target, max_turns=4, prompt_format=how, **settings),
+def turns_of(trajectories):
+    return [turn for trajectory in trajectories for turn in trajectory.turns]
+
+
+def demonstrations(bundle, target=FROZEN_LAKE, prompt_format=BOTH, specs=SPECS, **settings):
+    proxy = AgentProxy(
+        environments=EnvironmentManager(
+            target=target, max_turns=4, prompt_format=prompt_format, **settings
+        ),
         context=ContextManager(bundle, system_prompt=None),
         max_response_tokens=256,
-        scripted_policy=RandomPolicy(),
     )
-    return proxy.play(starts, seed_key=(0, "player"))
+    responder = ScriptedResponder(policy=RandomPolicy())
+    return proxy.rollout(responder, specs, seed_key=(0, "player"))
+
+
+def statement(text, relations):
+    return Statement(
+        block="observation", text=text, true_relations=relations, names=NAMES, agreement=0.0
+    )
+
+
+# ---- claims
 
 
 @pytest.mark.parametrize(
-    ("text", "same_as"),
+    ("text", "relations"),
     [
         ("goal Down Left", [("goal", 2, -1)]),
         ("The goal is below me and to the left of me.", [("goal", 1, -3)]),
@@ -48,18 +69,25 @@ def demonstrations(bundle, target=LAKE, how=BOTH, starts=STARTS, **settings):
         ("<|end|> \x00 ünïcode 42", []),
     ],
 )
-def test_what_a_statement_claims(text, same_as):
-    assert read(text, NAMES) == truth(same_as)
+def test_claims_of_a_statement(text, relations):
+    assert read_claims(text, NAMES) == true_claims(relations)
 
 
-def test_agreement_by_hand():
-    true = truth([("goal", 1, -1), ("hole", -1, 0)])  # four claims
-    assert f1(read("goal Down Left hole Up", NAMES), true) == 1.0
-    assert f1(read("goal Down Left", NAMES), true) == 2 * 2 / (2 + 4)
-    assert f1(read("goal Down Right hole Up", NAMES), true) == 2 * 3 / (4 + 4)
-    assert f1(read("goal Up Down Left", NAMES), true) == 2 * 1 / (2 + 4)  # both ways is no way
-    assert f1(read("goal Down Left " * 3, NAMES), true) == 2 * 2 / (6 + 4)  # said thrice, true once
-    assert f1(read("nothing", NAMES), true) == 0.0
+def test_f1_with_hand_computed_values():
+    # four claims
+    target = true_claims([("goal", 1, -1), ("hole", -1, 0)])
+
+    def score(text):
+        return f1_score(read_claims(text, NAMES), target)
+
+    assert score("goal Down Left hole Up") == 1.0
+    assert score("goal Down Left") == 2 * 2 / (2 + 4)
+    assert score("goal Down Right hole Up") == 2 * 3 / (4 + 4)
+    # opposite directions contradict each other
+    assert score("goal Up Down Left") == 2 * 1 / (2 + 4)
+    # claimed three times, true once
+    assert score("goal Down Left " * 3) == 2 * 2 / (6 + 4)
+    assert score("nothing") == 0.0
 
 
 offsets = st.integers(-3, 3)
@@ -67,141 +95,143 @@ states = st.lists(st.tuples(st.sampled_from(NAMES), offsets, offsets), min_size=
 
 
 @given(states)
-def test_what_is_told_is_read_back_wholly_true(state):
-    assert f1(read(tell(state), NAMES), truth(state)) == 1.0
+def test_relations_in_words_are_read_back(state):
+    assert f1_score(read_claims(relations_text(state), NAMES), true_claims(state)) == 1.0
+
+
+# ---- judge
 
 
 @given(st.lists(states, min_size=1, max_size=12), states)
-def test_a_constant_statement_earns_exactly_nothing_whatever_the_states(truths, claimed):
-    statements = [
-        Statement(part="observation", text=tell(claimed), truth=t, names=NAMES, agreement=0.0)
-        for t in truths
-    ]
-    scores = RelationJudge()(statements, references=truths)
+def test_constant_statement_scores_zero_on_any_states(references, claimed):
+    statements = [statement(relations_text(claimed), relations) for relations in references]
+    scores = RelationJudge()(statements, references=references)
     assert sum(scores) == pytest.approx(0.0, abs=1e-9)
     assert all(-4.0 <= score <= 1.0 + 1e-9 for score in scores)
 
 
-def test_scores_by_hand():
-    """Two states, one left and one right: a claim of left agrees by 1 and by 1/2, by chance 3/4."""
+def test_scores_with_hand_computed_values():
+    """Two states, left and right: a claim of left agrees by 1 and by 1/2, by chance 3/4."""
     left, right = [("goal", 0, -1)], [("goal", 0, 1)]
-    said = [("goal Left", left), ("goal Left", right), ("goal Right", right), ("", left)]
-    statements = [
-        Statement(part="observation", text=t, truth=s, names=NAMES, agreement=0.0) for t, s in said
-    ]
+    texts = [("goal Left", left), ("goal Left", right), ("goal Right", right), ("", left)]
+    statements = [statement(text, relations) for text, relations in texts]
     scores = RelationJudge()(statements, references=[left, right])
     assert scores == pytest.approx([1.0, -1.0, 1.0, 0.0])
 
 
-@pytest.mark.parametrize("target", [LAKE, ROOM])
-def test_constant_responses_earn_nothing_and_true_ones_all_in_real_environments(play, lm, target):
+# ---- reward
+
+
+@pytest.mark.parametrize("target", [FROZEN_LAKE, SOKOBAN])
+def test_constant_responses_earn_nothing_and_true_ones_everything(play, lm, target):
     reward = WorldModelReward(grounding_weight=0.5, worldmodeling_weight=0.25)
-    things = "goal Down Right hole Up" if target == LAKE else "box Up target Down Left"
-    blocks = {"observation": things, "prediction": things}
-    played, _ = play(
-        target, STARTS, lambda slot, turn: format_response(BOTH, "Down", blocks=blocks),
-        prompt_format=BOTH, max_turns=3, response_tokens=256,
-    )  # fmt: skip
-    plain = [turn.reward for one in played for turn in one.turns]
-    reward.settle(played, gather=alone)
-    turns = [turn for one in played for turn in one.turns]
-    assert sum(turn.reward for turn in turns) == pytest.approx(sum(plain), abs=1e-9)
+    claims = "goal Down Right hole Up" if target == FROZEN_LAKE else "box Up target Down Left"
+    text = format_response(BOTH, "Down", blocks={"observation": claims, "prediction": claims})
+    turns = turns_of(trajectories := play(target, SPECS, text, prompt_format=BOTH, max_turns=3))
+    before = sum(turn.reward for turn in turns)
+    reward(trajectories, gather=one_rank)
+    assert sum(turn.reward for turn in turns) == pytest.approx(before, abs=1e-9)
     assert np.std([turn.reward_terms["state_estimation"] for turn in turns]) > 0.05
-    told = demonstrations(lm, target)
-    reward.settle(told, gather=alone)
-    for turn in (turn for one in told for turn in one.turns):
-        assert [one.agreement for one in turn.statements] == [1.0, 1.0]
-        parts = turn.reward_terms
-        assert (parts["state_estimation"], parts["transition_prediction"]) == pytest.approx(
-            (0.5, 0.25)
-        )
-        assert turn.reward == pytest.approx(sum(parts.values()))
+    demonstrated = demonstrations(lm, target)
+    reward(demonstrated, gather=one_rank)
+    for turn in turns_of(demonstrated):
+        assert [statement.agreement for statement in turn.statements] == [1.0, 1.0]
+        terms = turn.reward_terms
+        assert terms["state_estimation"] == pytest.approx(0.5)
+        assert terms["transition_prediction"] == pytest.approx(0.25)
+        assert turn.reward == pytest.approx(sum(terms.values()))
 
 
-def test_observations_are_held_against_the_state_before_and_predictions_against_the_one_after(play):
+def test_observation_is_of_the_state_before_and_prediction_of_the_one_after(play):
     layout = {"layout": ["SFG", "FFF", "FFF"]}
     blocks = {"observation": "goal Right", "prediction": "goal here"}
-    (one,), _ = play(
-        LAKE, [EpisodeSpec(group=0, member=0, seed=0, options=layout)],
-        lambda slot, turn: format_response(BOTH, "Right || Right", blocks=blocks),
-        kwargs={"size": 3}, prompt_format=BOTH, max_actions_per_turn=2, response_tokens=256,
-    )  # fmt: skip
-    (turn,) = one.turns
-    assert [(s.part, s.truth, s.agreement) for s in turn.statements] == [
+    (episode,) = play(
+        FROZEN_LAKE,
+        [EpisodeSpec(group=0, member=0, seed=0, options=layout)],
+        format_response(BOTH, "Right || Right", blocks=blocks),
+        kwargs={"size": 3},
+        prompt_format=BOTH,
+        max_actions_per_turn=2,
+    )
+    (turn,) = episode.turns
+    assert [(s.block, s.true_relations, s.agreement) for s in turn.statements] == [
         ("observation", [("goal", 0, 2)], 1.0),
         ("prediction", [("goal", 0, 0)], 1.0),
     ]
-    assert turn.reward_terms == {"environment": 1.0} and one.success
+    assert turn.reward_terms == {"environment": 1.0} and episode.success
 
 
-def test_the_reward_reaches_the_batch_and_split_over_ranks_stays_the_same(lm):
+def test_reward_reaches_the_batch_and_does_not_depend_on_ranks(lm):
     reward = WorldModelReward(grounding_weight=1.0)
-    whole, halves = demonstrations(lm), demonstrations(lm)
-    for one in whole + halves:  # some are wrong
-        if one.group % 3 == 0:
-            one.turns[0].statements[0].text = "goal Up Left"
-    reward.settle(whole, gather=alone)
-    truths = [
-        s.truth
-        for one in halves
-        for t in one.turns
-        for s in t.statements
-        if s.part == "observation"
+    single, split = demonstrations(lm), demonstrations(lm)
+    # some statements are wrong
+    for episode in single + split:
+        if episode.group % 3 == 0:
+            episode.turns[0].statements[0].text = "goal Up Left"
+    reward(single, gather=one_rank)
+    references = [
+        statement.true_relations
+        for turn in turns_of(split)
+        for statement in turn.statements
+        if statement.block == "observation"
     ]
-    reward.settle(halves[:20], gather=lambda mine: [mine, truths[len(mine) :]])
-    for a, b in zip(whole[:20], halves[:20], strict=True):
-        assert [turn.reward for turn in a.turns] == [turn.reward for turn in b.turns]
-    assert any(turn.reward < 0 for one in whole for turn in one.turns)
-    rewards = collate(whole, lm).episodes.turn_rewards
-    assert rewards[0, 0] == pytest.approx(whole[0].turns[0].reward)
+    reward(split[:20], gather=lambda local: [local, references[len(local) :]])
+    for one, other in zip(single[:20], split[:20], strict=True):
+        assert [turn.reward for turn in one.turns] == [turn.reward for turn in other.turns]
+    assert any(turn.reward < 0 for turn in turns_of(single))
+    rewards = collate(single, lm).episodes.turn_rewards
+    assert rewards[0, 0] == pytest.approx(single[0].turns[0].reward)
 
 
-def test_a_response_without_the_form_has_no_statements(play):
-    (one,), _ = play(
-        LAKE,
-        STARTS[:1],
-        lambda slot, turn: "<think>x</think><answer>Up</answer>",
-        prompt_format=BOTH,
-    )
-    WorldModelReward(grounding_weight=1.0).settle([one], gather=alone)
-    assert one.turns[0].statements == [] and one.turns[0].reward_terms == {"format": -0.05}
+def test_response_without_the_form_has_no_statements(play):
+    text = "<think>x</think><answer>Up</answer>"
+    (episode,) = play(FROZEN_LAKE, SPECS[:1], text, prompt_format=BOTH)
+    WorldModelReward(grounding_weight=1.0)([episode], gather=one_rank)
+    (turn,) = episode.turns
+    assert turn.statements == [] and turn.reward_terms == {"format": -0.05}
 
 
-def test_a_judge_of_ones_own_stands_behind_the_same_call(lm):
+def test_custom_judge_scores_the_statements(lm):
     def strict(statements, *, references):
         assert len(references) == len(statements)
-        return [float(one.text == tell(one.truth)) for one in statements]
+        return [float(s.text == relations_text(s.true_relations)) for s in statements]
 
-    told = demonstrations(lm, starts=STARTS[:3])
-    WorldModelReward(worldmodeling_weight=2.0, judge=strict).settle(told, gather=alone)
-    assert told[0].turns[0].reward_terms["transition_prediction"] == 2.0
+    trajectories = demonstrations(lm, specs=SPECS[:3])
+    WorldModelReward(worldmodeling_weight=2.0, judge=strict)(trajectories, gather=one_rank)
+    assert trajectories[0].turns[0].reward_terms["transition_prediction"] == 2.0
 
 
-@pytest.mark.parametrize("how", list(PromptFormat))
-@pytest.mark.parametrize("target", [LAKE, ROOM, "ragen/Bandit-v0", "ragen/FrozenLakeVisual-v0"])
-def test_demonstrations_have_the_form_of_every_format(lm, vlm, how, target):
+# ---- demonstrations
+
+
+@pytest.mark.parametrize("prompt_format", list(PromptFormat))
+@pytest.mark.parametrize(
+    "target", [FROZEN_LAKE, SOKOBAN, "ragen/Bandit-v0", "ragen/FrozenLakeVisual-v0"]
+)
+def test_demonstrations_have_the_form_of_each_format(lm, vlm, prompt_format, target):
     bundle = vlm if "Visual" in target else lm
-    for one in demonstrations(bundle, target, how, STARTS[:4]):
-        for turn in one.turns:
-            assert turn.action_is_valid
-            assert turn.think == (None if how is PromptFormat.NO_THINK else turn.info["truth"])
+    for turn in turns_of(demonstrations(bundle, target, prompt_format, SPECS[:4])):
+        assert turn.action_is_valid
+        expected = None if prompt_format is PromptFormat.NO_THINK else turn.state_description
+        assert turn.think == expected
 
 
-def test_a_demonstrated_prediction_is_no_oracle_of_a_slip_and_leaves_the_environment_alone(lm):
+def test_demonstrated_prediction_foresees_no_slip_and_leaves_the_environment_unchanged(lm):
     slippery = {"slip_probability": 1.0}
-    told = demonstrations(lm, kwargs=slippery)
-    right = [turn.statements[1].agreement == 1.0 for one in told for turn in one.turns]
-    assert 0.2 < np.mean(right) < 0.9
-    free = demonstrations(lm, how=PromptFormat.FREE_THINK, kwargs=slippery)
-    assert [[t.info["truth"] for t in one.turns] for one in told] == [
-        [t.info["truth"] for t in one.turns] for one in free
+    trajectories = demonstrations(lm, kwargs=slippery)
+    correct = [turn.statements[1].agreement == 1.0 for turn in turns_of(trajectories)]
+    assert 0.2 < np.mean(correct) < 0.9
+    free = demonstrations(lm, prompt_format=PromptFormat.FREE_THINK, kwargs=slippery)
+    assert [[t.state_description for t in episode.turns] for episode in trajectories] == [
+        [t.state_description for t in episode.turns] for episode in free
     ]
 
 
-def test_a_demonstration_longer_than_a_response_may_be_is_refused(lm):
-    proxy = ScriptedProxy(
-        environments=EnvironmentManager(target=LAKE, prompt_format=BOTH),
-        context=ContextManager(lm), max_response_tokens=24, scripted_policy=RandomPolicy(),
-    )  # fmt: skip
+def test_demonstration_beyond_the_response_limit_raises(lm):
+    proxy = AgentProxy(
+        environments=EnvironmentManager(target=FROZEN_LAKE, prompt_format=BOTH),
+        context=ContextManager(lm),
+        max_response_tokens=24,
+    )
     with pytest.raises(ValueError, match="max_response_tokens=24; raise it"):
-        proxy.play(STARTS[:1], seed_key=(0,))
+        proxy.rollout(ScriptedResponder(policy=RandomPolicy()), SPECS[:1], seed_key=(0,))

@@ -1,4 +1,4 @@
-"""Tiny models whose context matters and whose responses end at different lengths, and environments to break."""
+"""Tiny models that depend on their context and end responses at different lengths, and faulty environments."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Generation, GenerationRequest
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
 
 torch.set_num_threads(1)
 TEXT = {
@@ -61,12 +62,19 @@ def fresh_vlm() -> ModelBundle:
 
 
 class TextEngine:
-    """Responses with given words: `say(session, turn)` is the text, or a text and False for a cut response."""
+    """Engine with written responses: `write(session, turn)` is a text, or a text and False without its end.
+
+    With `shuffled`, responses finish one at a time, the latest request first.
+    """
 
     def __init__(
-        self, context: ContextManager, say: Callable[[int, int], str | tuple[str, bool]]
+        self,
+        context: ContextManager,
+        write: Callable[[int, int], str | tuple[str, bool]],
+        *,
+        shuffled: bool = False,
     ) -> None:
-        self.context, self.say = context, say
+        self.context, self.write, self.shuffled = context, write, shuffled
         self.turns: dict[int, int] = {}
         self.requests: list[list[GenerationRequest]] = []
         self.keep: list[bool] = []
@@ -78,14 +86,16 @@ class TextEngine:
         self.pending += [(request.session, self._response(request)) for request in requests]
 
     def collect(self) -> list[tuple[int, Generation]]:
+        if self.shuffled:
+            return [self.pending.pop()]
         finished, self.pending = self.pending, []
         return finished
 
     def _response(self, request: GenerationRequest) -> Generation:
         turn = self.turns.get(request.session, 0)
         self.turns[request.session] = turn + 1
-        said = self.say(request.session, turn)
-        text, ends = said if isinstance(said, tuple) else (said, True)
+        response = self.write(request.session, turn)
+        text, ends = response if isinstance(response, tuple) else (response, True)
         ids = self.context.encode_response(text)
         ids = ids if ends else ids[:-1]
         return Generation(
@@ -108,14 +118,15 @@ class TextEngine:
 
 @pytest.fixture
 def play(lm: ModelBundle):
-    """Play an environment with written responses; returns the trajectories and the engine."""
+    """Return a function that plays with written responses and returns the trajectories and the engine."""
 
     def run(
         target,
-        starts,
-        say,
+        specs,
+        write,
         *,
         bundle=lm,
+        shuffled=False,
         window="all",
         max_tokens=4096,
         response_tokens=64,
@@ -127,15 +138,16 @@ def play(lm: ModelBundle):
             context=context,
             max_response_tokens=response_tokens,
         )
-        engine = TextEngine(context, say)
+        engine = TextEngine(context, write, shuffled=shuffled)
         engine.proxy = proxy
-        return proxy.rollout(engine, starts, seed_key=(0, "test")), engine
+        responder = EngineResponder(engine=engine, context=context)
+        return proxy.rollout(responder, specs, seed_key=(0, "test")), engine
 
     return run
 
 
 class Counter(gymnasium.Env):
-    """Counts to `goal`: `More` adds one, `Stay` nothing; its faults are told by the reset's seed."""
+    """Counts to `goal`: `More` adds one, `Stay` nothing. The reset's seed selects a fault."""
 
     action_names = ("More", "Stay")
     instructions = "Count."
@@ -168,7 +180,7 @@ class Counter(gymnasium.Env):
         self._break("step")
         done = self.count >= self.goal
         reward = float("nan") if self.fault == "nan reward" else 1.0 * done
-        # one and the same object every time, as sloppy environments do
+        # the same object in each step, as careless environments do
         self.info.update(success=done, action_is_effective=action == 0, count=self.count)
         return self._see(), reward, done, self.steps >= self.limit, self.info
 
@@ -202,7 +214,7 @@ class Counter(gymnasium.Env):
 
 
 class Film(gymnasium.Env):
-    """An image environment that draws into one and the same array."""
+    """An image environment that draws into the same array in each step."""
 
     action_names = ("On",)
     instructions = "Watch."

@@ -15,11 +15,17 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.seeding import derive_seed, uniforms
 from ragen_pl.trajectory import Observation
 
 WORLDS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
+
+
+def play(proxy, engine, episode_specs, *, seed_key, greedy=False):
+    responder = EngineResponder(engine=engine, context=proxy.context, greedy=greedy)
+    return proxy.rollout(responder, episode_specs, seed_key=seed_key)
 
 
 def proxy_of(bundle, *, window, kind="text", num_envs=64, temperature=1.0, turns=4, **context):
@@ -120,8 +126,8 @@ def test_greedy_responses_are_those_of_generate(lm):
 def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.8)
-    episodes = proxy.rollout(
-        TransformersEngine(PolicyModule(bundle)), starts(3), seed_key=(5, "sample")
+    episodes = play(
+        proxy, TransformersEngine(PolicyModule(bundle)), starts(3), seed_key=(5, "sample")
     )
     lengths = {len(turn.response_ids) for episode in episodes for turn in episode.turns}
     assert len(lengths) > 4  # environments did end at different tokens
@@ -143,8 +149,8 @@ def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind,
 def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.7)
-    episodes = proxy.rollout(
-        TransformersEngine(PolicyModule(bundle)), starts(4), seed_key=(2, "sample")
+    episodes = play(
+        proxy, TransformersEngine(PolicyModule(bundle)), starts(4), seed_key=(2, "sample")
     )
     batch, scores = scored(bundle, episodes)
     assert int(batch.samples.loss_mask.sum()) == sum(
@@ -164,16 +170,16 @@ def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
 def test_attention_that_adds_its_mask_sees_no_more(fresh_lm, window):
     fresh_lm.model.set_attn_implementation("eager")
     proxy = proxy_of(fresh_lm, window=window, turns=3)
-    episodes = proxy.rollout(
-        TransformersEngine(PolicyModule(fresh_lm)), starts(4), seed_key=(2, "sample")
+    episodes = play(
+        proxy, TransformersEngine(PolicyModule(fresh_lm)), starts(4), seed_key=(2, "sample")
     )
     assert float(gap(fresh_lm, episodes).max()) < 1e-4
 
 
 def test_a_greedy_episode_is_recorded_as_what_its_logprobs_are(lm):
     proxy = proxy_of(lm, window=1, temperature=0.5)
-    episodes = proxy.rollout(
-        TransformersEngine(PolicyModule(lm)), starts(2), seed_key=(0,), greedy=True
+    episodes = play(
+        proxy, TransformersEngine(PolicyModule(lm)), starts(2), seed_key=(0,), greedy=True
     )
     same(episodes[::2], [replace(episode, member=0) for episode in episodes[1::2]])
     assert float(gap(lm, episodes).max()) < 1e-4
@@ -188,7 +194,7 @@ def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
     bundle = ModelBundle(lm.model, tokenizer)
     proxy = proxy_of(bundle, window="all")
     assert not proxy.context.template.keeps_prefix
-    episodes = proxy.rollout(TransformersEngine(PolicyModule(bundle)), starts(6), seed_key=(3,))
+    episodes = play(proxy, TransformersEngine(PolicyModule(bundle)), starts(6), seed_key=(3,))
     samples = collate(episodes, bundle).samples
     assert len(samples) > 2 * len(episodes)  # most turns break with the one before
     assert float(gap(bundle, episodes).max()) < 1e-4
@@ -200,12 +206,12 @@ def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
 @pytest.mark.parametrize("window", [1, "all"])
 def test_neither_the_number_of_slots_nor_the_order_changes_a_trajectory(lm, window):
     engine, key = TransformersEngine(PolicyModule(lm)), (1, "sample", 3)
-    whole = proxy_of(lm, window=window).rollout(engine, starts(4), seed_key=key)
-    pairs = proxy_of(lm, window=window, num_envs=3).rollout(engine, starts(4), seed_key=key)
+    whole = play(proxy_of(lm, window=window), engine, starts(4), seed_key=key)
+    pairs = play(proxy_of(lm, window=window, num_envs=3), engine, starts(4), seed_key=key)
     same(whole, pairs)
-    turned = proxy_of(lm, window=window).rollout(engine, starts(4)[::-1], seed_key=key)
+    turned = play(proxy_of(lm, window=window), engine, starts(4)[::-1], seed_key=key)
     same(whole, turned[::-1])
-    other = proxy_of(lm, window=window).rollout(engine, starts(4), seed_key=(1, "sample", 4))
+    other = play(proxy_of(lm, window=window), engine, starts(4), seed_key=(1, "sample", 4))
     first = [episode.turns[0].response_ids.tolist() for episode in whole]
     assert first != [episode.turns[0].response_ids.tolist() for episode in other]
     assert any(first[n] != first[n + 1] for n in (0, 2, 4, 6))  # members sample for themselves
@@ -324,12 +330,13 @@ def test_the_same_sessions_may_come_in_another_order(lm):
 def test_new_weights_void_every_cache(fresh_vlm):
     bundle, engine = fresh_vlm, TransformersEngine(PolicyModule(fresh_vlm))
     context = ContextManager(bundle, window="all")
-    proxy = AgentProxy(environments=EnvironmentManager(target=WORLDS["images"]), context=context)
-    (episode,) = proxy._open([EpisodeSpec(group=0, member=0, seed=3)])
-    first = episode.prompt
+    environments = EnvironmentManager(target=WORLDS["images"])
+    (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=3)])
+    conversation = context.start("")
+    first = context.observe(conversation, slot.observation, max_turns=5)
     (response,) = generate(engine, [request(first)], keep=True)
-    context.response(episode.conversation, ids=response.ids, text="", actions=[])
-    second = context.observe(episode.conversation, episode.slot.observation, max_turns=5)
+    context.response(conversation, ids=response.ids, text="", actions=[])
+    second = context.observe(conversation, slot.observation, max_turns=5)
     with torch.no_grad():
         for parameter in bundle.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=_generator()))
@@ -396,7 +403,7 @@ def test_released_memory_and_a_rollouts_end(lm):
     assert engine._held is not None and engine._held.cache.memory_bytes() > 0
     engine.release()
     assert engine._held is None and not engine._features
-    proxy_of(lm, window="all").rollout(engine, starts(1), seed_key=(0,))
+    play(proxy_of(lm, window="all"), engine, starts(1), seed_key=(0,))
     assert engine._held is None and not engine._features
 
 

@@ -1,4 +1,4 @@
-"""Episodes: what a turn is worth, how each ends, and environments that misbehave."""
+"""Episodes: rewards of turns, how episodes end, faulty environments, seeds."""
 
 import time
 
@@ -12,18 +12,18 @@ MORE = "<think>go</think><answer>More</answer>"
 COUNTER = "test/Counter-v0"
 
 
-def starts(count: int, *, members: int = 1) -> list[EpisodeSpec]:
+def specs(count: int, *, members: int = 1) -> list[EpisodeSpec]:
     return [
         EpisodeSpec(group=n // members, member=n % members, seed=n // members) for n in range(count)
     ]
 
 
-# ---- what a turn is worth
+# ---- rewards of turns
 
 
 def test_rewards_actions_and_success_of_an_episode(play):
     (episode,), _ = play(
-        COUNTER, starts(1), lambda slot, turn: MORE, kwargs={"goal": 2}, max_turns=5
+        COUNTER, specs(1), lambda slot, turn: MORE, kwargs={"goal": 2}, max_turns=5
     )
     assert [turn.reward for turn in episode.turns] == [0.0, 1.0]
     assert (episode.status, episode.success, episode.reward) == (
@@ -37,49 +37,49 @@ def test_rewards_actions_and_success_of_an_episode(play):
 
 
 def test_several_actions_of_a_response_are_carried_out_until_the_environment_ends(play):
-    def say(slot, turn):
+    def write(slot, turn):
         return "<think></think><answer>Stay || More || More || More</answer>"
 
     (episode,), _ = play(
-        COUNTER, starts(1), say, kwargs={"goal": 2}, max_turns=5, max_actions_per_turn=4
+        COUNTER, specs(1), write, kwargs={"goal": 2}, max_turns=5, max_actions_per_turn=4
     )
     (turn,) = episode.turns
     assert (turn.actions, turn.reward) == (["Stay", "More", "More"], 1.0)
     (episode,), _ = play(
-        COUNTER, starts(1), say, kwargs={"goal": 2}, max_turns=2, max_actions_per_turn=2
+        COUNTER, specs(1), write, kwargs={"goal": 2}, max_turns=2, max_actions_per_turn=2
     )
     assert [turn.actions for turn in episode.turns] == [["Stay", "More"]] * 2
 
 
-def test_an_invalid_response_costs_the_format_penalty_and_ends_the_episode(play):
-    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: "More", format_penalty=0.25)
+def test_invalid_response_costs_the_format_penalty_and_ends_the_episode(play):
+    (episode,), _ = play(COUNTER, specs(1), lambda slot, turn: "More", format_penalty=0.25)
     (turn,) = episode.turns
     assert (turn.reward, turn.actions, turn.action_is_valid) == (-0.25, [], False)
     assert (episode.status, episode.success) == (EpisodeStatus.TERMINATED, False)
     assert episode.final_prompt_ids is None
 
 
-def test_an_invalid_response_may_leave_the_environment_as_it_is(play):
-    def say(slot, turn):
+def test_invalid_response_can_leave_the_state_unchanged(play):
+    def write(slot, turn):
         return "what?" if turn == 0 else MORE
 
     (episode,), _ = play(
-        COUNTER, starts(1), say, kwargs={"goal": 1}, invalid_ends=False, format_penalty=0.25
+        COUNTER, specs(1), write, kwargs={"goal": 1}, invalid_ends=False, format_penalty=0.25
     )
     assert [turn.reward for turn in episode.turns] == [-0.25, 1.0]
     assert [turn.observation.text for turn in episode.turns] == ["count 0 of 1"] * 2
     assert episode.success
 
 
-def test_a_cut_response_is_no_answer_even_where_it_looks_like_one(play):
-    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: (MORE, False), invalid_ends=True)
+def test_response_at_its_length_limit_is_no_answer(play):
+    (episode,), _ = play(COUNTER, specs(1), lambda slot, turn: (MORE, False), invalid_ends=True)
     (turn,) = episode.turns
     assert turn.hit_length_limit and not turn.action_is_valid and turn.reward == -0.05
     assert Span.END not in turn.spans
 
 
-def test_spans_and_end_token_of_a_whole_response(play, lm):
-    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: MORE, max_turns=1)
+def test_spans_and_end_token_of_a_complete_response(play, lm):
+    (episode,), _ = play(COUNTER, specs(1), lambda slot, turn: MORE, max_turns=1)
     (turn,) = episode.turns
     words = [lm.piece(int(token)) for token in turn.response_ids]
     assert "".join(words[:-1]) == turn.response_text == MORE
@@ -90,17 +90,17 @@ def test_spans_and_end_token_of_a_whole_response(play, lm):
     assert spans[Span.END] == "<|end|>" and turn.spans[-1] == Span.END
 
 
-def test_the_true_description_is_that_of_the_state_before_the_turn(play):
-    (episode,), _ = play(COUNTER, starts(1), lambda slot, turn: MORE, max_turns=3)
-    assert [turn.info["truth"] for turn in episode.turns] == ["count 0", "count 1", "count 2"]
-    assert [turn.info["count"] for turn in episode.turns] == [1, 2, 3]  # no shared info
+def test_state_description_is_of_the_state_before_the_turn(play):
+    (episode,), _ = play(COUNTER, specs(1), lambda slot, turn: MORE, max_turns=3)
+    assert [turn.state_description for turn in episode.turns] == ["count 0", "count 1", "count 2"]
+    assert [turn.info["count"] for turn in episode.turns] == [1, 2, 3]
 
 
 # ---- how an episode ends
 
 
 @pytest.mark.parametrize(
-    ("settings", "ending"),
+    ("settings", "status"),
     [
         ({"max_turns": 2}, EpisodeStatus.TURN_LIMIT),
         ({"max_turns": 2, "turn_limit_bootstraps": True}, EpisodeStatus.TRUNCATED),
@@ -113,7 +113,7 @@ def test_the_true_description_is_that_of_the_state_before_the_turn(play):
     ],
 )
 def test_termination_is_not_truncation(play, settings, status):
-    (episode,), engine = play(COUNTER, starts(1), lambda slot, turn: MORE, **settings)
+    (episode,), engine = play(COUNTER, specs(1), lambda slot, turn: MORE, **settings)
     assert episode.status is status and len(episode.turns) == 2
     assert (episode.final_prompt_ids is not None) == (status is EpisodeStatus.TRUNCATED)
     if status is EpisodeStatus.TRUNCATED:
@@ -125,10 +125,10 @@ def test_termination_is_not_truncation(play, settings, status):
 
 
 @pytest.mark.parametrize("limit", range(118, 134))
-def test_a_conversation_without_room_for_a_response_is_truncated(play, limit):
+def test_conversation_without_room_for_a_response_is_truncated(play, limit):
     (episode,), _ = play(
         COUNTER,
-        starts(1),
+        specs(1),
         lambda slot, turn: MORE,
         max_tokens=limit,
         response_tokens=30,
@@ -139,12 +139,31 @@ def test_a_conversation_without_room_for_a_response_is_truncated(play, limit):
     assert len(episode.final_prompt_ids) + 30 > limit
 
 
-def test_a_first_prompt_without_room_is_told(play):
+def test_first_prompt_without_room_raises(play):
     with pytest.raises(ValueError, match=r"context\.max_tokens=20; raise it"):
-        play(COUNTER, starts(1), lambda slot, turn: MORE, max_tokens=20, response_tokens=30)
+        play(COUNTER, specs(1), lambda slot, turn: MORE, max_tokens=20, response_tokens=30)
 
 
-# ---- environments that misbehave
+# ---- order of responses
+
+
+def test_trajectories_do_not_depend_on_the_order_in_which_responses_finish(play):
+    def write(slot, turn):
+        more = "More" if (slot + turn) % 3 else "Stay"
+        return f"<think>{slot}</think><answer>{more}</answer>"
+
+    settings = {"kwargs": {"goal": 3}, "max_turns": 5, "window": "all"}
+    together, _ = play(COUNTER, specs(5), write, **settings)
+    apart, _ = play(COUNTER, specs(5), write, shuffled=True, **settings)
+    for one, other in zip(together, apart, strict=True):
+        assert (one.seed, one.status, one.reward) == (other.seed, other.status, other.reward)
+        assert [t.prompt_ids.tolist() for t in one.turns] == [
+            t.prompt_ids.tolist() for t in other.turns
+        ]
+        assert [t.response_text for t in one.turns] == [t.response_text for t in other.turns]
+
+
+# ---- faulty environments
 
 
 FAULTS = {
@@ -159,13 +178,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("timeout_s", [None, 20.0])
-def test_a_broken_environment_costs_its_own_trajectory_only(play, timeout_s):
+def test_faulty_environment_fails_its_own_trajectory_only(play, timeout_s):
     faults = {seed: fault for seed, fault in FAULTS.items() if timeout_s or fault != "step exits"}
     environment = {"kwargs": {"goal": 2, "faults": faults}, "timeout_s": timeout_s}
-    episodes, _ = play(COUNTER, starts(10), lambda slot, turn: MORE, **environment)
+    episodes, _ = play(COUNTER, specs(10), lambda slot, turn: MORE, **environment)
     failed = {episode.seed for episode in episodes if episode.status is EpisodeStatus.FAILED}
     assert failed == set(faults)
-    sound, _ = play(COUNTER, starts(10), lambda slot, turn: MORE, kwargs={"goal": 2})
+    sound, _ = play(COUNTER, specs(10), lambda slot, turn: MORE, kwargs={"goal": 2})
     for seed in set(range(10)) - failed:
         assert episodes[seed].success and episodes[seed].error is None
         assert [t.response_ids.tolist() for t in episodes[seed].turns] == [
@@ -183,10 +202,10 @@ def test_a_broken_environment_costs_its_own_trajectory_only(play, timeout_s):
 
 
 @pytest.mark.parametrize("fault", ["reset hangs", "step hangs"])
-def test_a_environment_that_hangs_costs_its_own_trajectory_only(play, fault):
+def test_hanging_environment_fails_its_own_trajectory_only(play, fault):
     began = time.monotonic()
     episodes, _ = play(
-        COUNTER, starts(3), lambda slot, turn: MORE,
+        COUNTER, specs(3), lambda slot, turn: MORE,
         kwargs={"goal": 1, "faults": {1: fault}}, timeout_s=0.15,
     )  # fmt: skip
     assert time.monotonic() - began < 0.9
@@ -195,25 +214,25 @@ def test_a_environment_that_hangs_costs_its_own_trajectory_only(play, fault):
     assert episodes[1].error == "TimeoutError: the environment took longer than 0.15 s"
 
 
-def test_a_broken_environment_is_not_used_again():
+def test_environment_that_failed_in_reset_is_not_used_again():
     manager = EnvironmentManager(target=COUNTER, kwargs={"faults": {1: "reset raises"}})
-    first = manager.open(starts(3))
+    first = manager.open(specs(3))
     manager.close(first)
     second = manager.open([EpisodeSpec(group=0, member=0, seed=seed) for seed in (5, 6, 7)])
     used = [slot.env for slot in second]
     assert first[1].env not in used and first[0].env in used and first[2].env in used
 
 
-def test_a_environment_that_broke_in_a_step_is_not_used_again(play):
+def test_environment_that_failed_in_a_step_is_not_used_again(play):
     environment = {"goal": 1, "faults": {1: "step raises"}}
-    _, engine = play(COUNTER, starts(3), lambda slot, turn: MORE, kwargs=environment)
-    slots = engine.proxy.environments.open(starts(3))
+    _, engine = play(COUNTER, specs(3), lambda slot, turn: MORE, kwargs=environment)
+    slots = engine.proxy.environments.open(specs(3))
     assert sorted(slot.env.unwrapped.resets for slot in slots) == [1, 2, 2]
 
 
-def test_a_screen_that_is_drawn_over_does_not_change_earlier_turns(play, vlm):
+def test_image_array_that_is_overwritten_does_not_change_earlier_turns(play, vlm):
     (episode,), _ = play(
-        "test/Film-v0", starts(1), lambda slot, turn: "<think></think><answer>On</answer>",
+        "test/Film-v0", specs(1), lambda slot, turn: "<think></think><answer>On</answer>",
         bundle=vlm, max_turns=3,
     )  # fmt: skip
     assert [int(turn.observation.images[0].max()) for turn in episode.turns] == [0, 10, 20]
@@ -223,11 +242,10 @@ def test_a_screen_that_is_drawn_over_does_not_change_earlier_turns(play, vlm):
 # ---- seeds
 
 
-def test_held_out_starts_are_never_drawn_and_members_still_start_alike(play):
-    held_out = {
-        f"environment {environment} count 0" for environment in range(6)
-    }  # of the eight that there are
-    group_of = starts(120, members=3)
+def test_held_out_states_are_never_drawn_and_members_share_their_initial_state(play):
+    # six of the eight initial states
+    held_out = {f"environment {environment} count 0" for environment in range(6)}
+    group_of = specs(120, members=3)
     manager = EnvironmentManager(target=COUNTER, kwargs={"environments": 8}, held_out=held_out)
     slots = manager.open(group_of)
     keys = [slot.env.unwrapped.state_key() for slot in slots]
@@ -237,28 +255,27 @@ def test_held_out_starts_are_never_drawn_and_members_still_start_alike(play):
     free = EnvironmentManager(target=COUNTER, kwargs={"environments": 8}).open(
         [EpisodeSpec(group=0, member=0, seed=7)]
     )
-    assert (
-        free[0].env.unwrapped.state_key() == "environment 7 count 0"
-    )  # a free start is left as it is
+    # an initial state that is not held out is kept
+    assert free[0].env.unwrapped.state_key() == "environment 7 count 0"
 
 
-def test_a_environment_with_nothing_but_held_out_starts_says_so():
+def test_environment_without_free_initial_states_raises():
     manager = EnvironmentManager(
         target=COUNTER, kwargs={"environments": 1}, held_out={"environment 0 count 0"}
     )
-    (slot,) = manager.open(starts(1))
+    (slot,) = manager.open(specs(1))
     assert "too small for its validation set" in slot.error
 
 
-def test_blank_images_are_grey_and_of_the_same_size():
+def test_blank_images_are_gray_and_of_the_same_size():
     target = "ragen/FrozenLakeVisual-v0"
-    (seen,) = EnvironmentManager(target=target).open(starts(1))
-    (blank,) = EnvironmentManager(target=target, blank_images=True).open(starts(1))
+    (seen,) = EnvironmentManager(target=target).open(specs(1))
+    (blank,) = EnvironmentManager(target=target, blank_images=True).open(specs(1))
     (seen_image,), (blank_image,) = seen.observation.images, blank.observation.images
     assert (blank_image == 128).all() and not (seen_image == 128).all()
     assert blank_image.shape == seen_image.shape == (64, 64, 3)
 
 
-def test_an_unknown_environment_is_told_at_once():
+def test_unknown_environment_raises():
     with pytest.raises(ValueError, match=r"names no environment(.|\n)*class path"):
         EnvironmentManager(target="envs.nowhere.Nothing")

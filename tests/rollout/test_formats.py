@@ -1,4 +1,4 @@
-"""The prompt formats: what is written in one is read back, anything else is refused, spans fall where they should."""
+"""Prompt formats: written responses are read back, other forms are invalid, spans are exact."""
 
 import time
 
@@ -26,24 +26,27 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("how", FORMATS)
-def test_a_response_written_in_a_format_is_read_in_it_and_in_no_other(how):
-    text = format_response(how, "Up", blocks=BLOCKS)
-    assert text == FORMS[how]
+@pytest.mark.parametrize("prompt_format", FORMATS)
+def test_response_is_valid_in_its_own_format_only(prompt_format):
+    text = format_response(prompt_format, "Up", blocks=BLOCKS)
+    assert text == FORMS[prompt_format]
     for other in FORMATS:
         parsed = parse_response(text, NAMES, prompt_format=other)
         # a free think block may hold any text, so also the blocks of the other formats
-        free = other is PromptFormat.FREE_THINK and how is not PromptFormat.NO_THINK
-        assert parsed.valid == (other is how or free)
-    parsed = parse_response(f" \n{text}\n", NAMES, prompt_format=how)
-    assert parsed.think == (None if how is PromptFormat.NO_THINK else "go on")
-    assert parsed.statements == {name: BLOCKS[name] for name in how.statements}
+        free = other is PromptFormat.FREE_THINK and prompt_format is not PromptFormat.NO_THINK
+        assert parsed.valid == (other is prompt_format or free)
+    parsed = parse_response(f" \n{text}\n", NAMES, prompt_format=prompt_format)
+    assert parsed.think == (None if prompt_format is PromptFormat.NO_THINK else "go on")
+    assert parsed.statements == {name: BLOCKS[name] for name in prompt_format.statements}
 
 
-def test_a_model_is_told_the_form_of_its_responses():
-    told = format_instructions(PromptFormat.GROUNDING, max_actions=3)
-    assert "<observation>…</observation><reasoning>…</reasoning></think><answer>…</answer>" in told
-    assert "one to 3" in told and "prediction" not in told
+def test_instructions_show_the_form():
+    instructions = format_instructions(PromptFormat.GROUNDING, max_actions=3)
+    assert (
+        "<observation>…</observation><reasoning>…</reasoning></think><answer>…</answer>"
+        in instructions
+    )
+    assert "one to 3" in instructions and "prediction" not in instructions
     assert format_instructions(PromptFormat.NO_THINK, max_actions=1).count("<") == 2
 
 
@@ -61,7 +64,7 @@ def test_a_model_is_told_the_form_of_its_responses():
         FORMS["no_think"],
     ],
 )
-def test_blocks_missing_doubled_or_out_of_order_are_refused(text):
+def test_missing_doubled_or_misplaced_blocks_are_invalid(text):
     parsed = parse_response(text, NAMES, prompt_format=PromptFormat.GROUNDING_WORLDMODELING)
     assert not parsed.valid and not parsed.statements and not parsed.spans
 
@@ -73,15 +76,15 @@ pieces = st.sampled_from(
 
 
 @given(st.lists(pieces, max_size=40).map("".join), st.sampled_from(FORMATS))
-def test_no_text_breaks_the_parser_in_any_format(text, how):
-    parsed = parse_response(text, NAMES, prompt_format=how)
+def test_any_text_parses_in_every_format(text, prompt_format):
+    parsed = parse_response(text, NAMES, prompt_format=prompt_format)
     labels = label_tokens(parsed, list(range(1, len(text) + 1)), end_sampled=False)
     assert labels.shape == (len(text),)
     for label, (start, end) in parsed.spans.items():
         assert (np.flatnonzero(labels == label) == np.arange(start, end)).all()
 
 
-def test_a_hostile_response_takes_no_longer_than_its_length():
+def test_parsing_time_is_linear_in_the_length():
     blocks = "<observation></observation> <reasoning></reasoning> <prediction></prediction> "
     began = time.perf_counter()
     for text in (
@@ -96,7 +99,7 @@ def test_a_hostile_response_takes_no_longer_than_its_length():
     assert time.perf_counter() - began < 2.0
 
 
-def test_every_block_has_a_label_of_its_own():
+def test_each_block_has_its_own_label():
     words = [
         "<think>",
         "<observation>",
@@ -118,11 +121,11 @@ def test_every_block_has_a_label_of_its_own():
         "",
     ]
     ends = np.cumsum([len(word) for word in words]).tolist()
-    how = PromptFormat.GROUNDING_WORLDMODELING
+    prompt_format = PromptFormat.GROUNDING_WORLDMODELING
     labels = label_tokens(
-        parse_response("".join(words), NAMES, prompt_format=how), ends, end_sampled=True
+        parse_response("".join(words), NAMES, prompt_format=prompt_format), ends, end_sampled=True
     )
-    tag, seen, think, foreseen = Span.TAG, Span.OBSERVATION, Span.THINK, Span.PREDICTION
+    tag, seen, think, predicted = Span.TAG, Span.OBSERVATION, Span.THINK, Span.PREDICTION
     assert labels.tolist() == [
-        tag, tag, seen, seen, tag, tag, think, tag, tag, foreseen, tag, tag, tag, Span.ACTION, tag, Span.END,
+        tag, tag, seen, seen, tag, tag, think, tag, tag, predicted, tag, tag, tag, Span.ACTION, tag, Span.END,
     ]  # fmt: skip

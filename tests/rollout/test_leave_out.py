@@ -12,6 +12,7 @@ from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.leave_out import LeaveOut, occlusion_scores
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
@@ -28,7 +29,10 @@ def played(
         num_envs=slots,
     )
     starts = [EpisodeSpec(group=group, member=0, seed=group) for group in range(groups)]
-    return proxy.rollout(engine or TransformersEngine(PolicyModule(bundle)), starts, seed_key=(0,))
+    responder = EngineResponder(
+        engine=engine or TransformersEngine(PolicyModule(bundle)), context=proxy.context
+    )
+    return proxy.rollout(responder, starts, seed_key=(0,))
 
 
 def mismatch(bundle, trajectories) -> float:
@@ -181,5 +185,5 @@ def test_a_cut_episode_bootstraps_from_a_whole_last_image(vlm) -> None:
 
 @pytest.mark.parametrize("wrong", [{"patches": 1.0}, {"turns": -0.1}])
 def test_wrong_shares_are_refused(wrong) -> None:
-    with pytest.raises(ValueError, match="leave_out"):
+    with pytest.raises(ValueError, match="LeaveOut"):
         LeaveOut(**wrong)

@@ -1,4 +1,4 @@
-"""Reading responses: the strict form, and any text at all."""
+"""Parsing of responses: the strict form, and arbitrary text."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ NO_THINK = PromptFormat.NO_THINK
 NAMES = ["Up", "Down", "Left", "Right"]
 
 
-def test_reads_think_and_actions():
+def test_response_has_reasoning_and_actions():
     parsed = parse_response(
         "<think>ice ahead</think><answer>Up || right</answer>", NAMES, max_actions=3
     )
     assert (parsed.think, parsed.actions, parsed.valid) == ("ice ahead", [0, 3], True)
 
 
-def test_more_actions_than_allowed_are_cut_to_the_first():
+def test_first_actions_count_beyond_the_limit():
     assert parse_response(
         "<think></think><answer>Up||Down||Left</answer>", NAMES, max_actions=2
     ).actions == [0, 1]
@@ -41,11 +41,11 @@ def test_more_actions_than_allowed_are_cut_to_the_first():
         "",
     ],
 )
-def test_anything_but_the_strict_form_is_invalid(text):
+def test_other_forms_are_invalid(text):
     assert not parse_response(text, NAMES, max_actions=2).valid
 
 
-def test_think_may_be_left_out_where_it_is_not_required():
+def test_no_think_format_needs_no_think_block():
     assert parse_response("<answer>Up</answer>", NAMES, prompt_format=NO_THINK).actions == [0]
 
 
@@ -55,17 +55,17 @@ pieces = st.sampled_from(
 
 
 @given(st.one_of(st.text(), st.lists(pieces).map("".join)))
-def test_no_text_crashes_the_parser_and_actions_are_always_known_ones(text):
+def test_any_text_parses_to_known_actions(text):
     parsed = parse_response(text, NAMES, max_actions=3)
     assert all(0 <= action < len(NAMES) for action in parsed.actions) and len(parsed.actions) <= 3
     labels = label_tokens(parsed, list(range(1, len(text) + 1)), end_sampled=False)
     assert labels.shape == (len(text),)
-    if parsed.answer_span:
-        start, end = parsed.answer_span
+    if parsed.spans:
+        start, end = parsed.spans[Span.ACTION]
         assert (np.flatnonzero(labels == Span.ACTION) == np.arange(start, end)).all()
 
 
-def test_tokens_are_labelled_by_the_span_they_end_in():
+def test_tokens_are_labeled_by_the_span_of_their_last_character():
     text = "<think>me 1</think><answer>Up</answer>"
     tokens = ["<think>", "me", " 1", "</think>", "<answer>", "Up", "</answer>", ""]
     ends = np.cumsum([len(token) for token in tokens])

@@ -1,29 +1,28 @@
-"""Scripted policies in the policy's seat."""
+"""Scripted policies as responders."""
 
 import numpy as np
 import pytest
 
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy
-from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.context import ContextManager, TextContext
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
-from ragen_pl.rollout.scripted import ScriptedProxy
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import EpisodeStatus
 
-STARTS = [EpisodeSpec(group=n, member=0, seed=n) for n in range(20)]
+SPECS = [EpisodeSpec(group=n, member=0, seed=n) for n in range(20)]
 
 
-def proxy_of(bundle, scripted_policy, target="ragen/FrozenLake-v0", **settings) -> ScriptedProxy:
-    return ScriptedProxy(
-        environments=EnvironmentManager(target=target, max_turns=20),
-        context=ContextManager(bundle),
-        scripted_policy=scripted_policy,
-        **settings,
+def play(context, policy, *, target="ragen/FrozenLake-v0", seed=0, **settings):
+    proxy = AgentProxy(
+        environments=EnvironmentManager(target=target, max_turns=20), context=context, **settings
     )
+    return proxy.rollout(ScriptedResponder(policy=policy), SPECS, seed_key=(seed, "player"))
 
 
 @pytest.mark.parametrize("target", ["ragen/FrozenLake-v0", "ragen/Sokoban-v0"])
-def test_the_optimal_player_solves_every_start_in_the_fewest_turns(lm, target):
-    episodes = proxy_of(lm, OptimalPolicy(), target).play(STARTS, seed_key=(0, "player"))
+def test_optimal_policy_solves_every_episode_in_the_fewest_turns(lm, target):
+    episodes = play(ContextManager(lm), OptimalPolicy(), target=target)
     assert all(
         episode.success and episode.status is EpisodeStatus.TERMINATED for episode in episodes
     )
@@ -31,25 +30,35 @@ def test_the_optimal_player_solves_every_start_in_the_fewest_turns(lm, target):
         assert [len(episode.turns) for episode in episodes] == [e.difficulty for e in episodes]
 
 
-def test_a_demonstration_is_what_the_policy_would_write(lm):
-    (episode, *_) = proxy_of(lm, OptimalPolicy()).play(STARTS, seed_key=(0, "player"))
+def test_demonstration_has_the_tokens_that_a_model_would_write(lm):
+    (episode, *_) = play(ContextManager(lm), OptimalPolicy(), temperature=0.5)
     for turn in episode.turns:
         (action,) = turn.actions
-        assert turn.response_text == f"<think>{turn.info['truth']}</think><answer>{action}</answer>"
-        assert (
-            turn.action_is_valid and not turn.hit_length_limit and turn.think == turn.info["truth"]
-        )
+        description = turn.state_description
+        assert turn.response_text == f"<think>{description}</think><answer>{action}</answer>"
+        assert turn.action_is_valid and not turn.hit_length_limit and turn.think == description
         assert lm.tokenizer.decode(turn.response_ids) == turn.response_text + "<|end|>"
         assert turn.response_ids[-1] == lm.end_of_turn_id
         assert not np.isin(turn.response_ids, lm.banned_token_ids).any()
         assert (turn.response_logprobs == 0).all() and turn.temperature == 1.0
 
 
-def test_a_players_draws_come_from_its_seeds_alone(lm):
-    def actions(scripted_policy, **settings):
-        played = proxy_of(lm, scripted_policy, **settings).play(STARTS, seed_key=(4, "player"))
-        return [[turn.actions for turn in episode.turns] for episode in played]
+def test_random_draws_depend_on_the_seeds_alone(lm):
+    def actions(policy, **settings):
+        episodes = play(ContextManager(lm), policy, seed=4, **settings)
+        return [[turn.actions for turn in episode.turns] for episode in episodes]
 
-    whole = actions(NoisyPolicy())
-    assert whole == actions(NoisyPolicy()) == actions(NoisyPolicy(), num_envs=3)
-    assert whole != actions(RandomPolicy())
+    noisy = actions(NoisyPolicy())
+    assert noisy == actions(NoisyPolicy()) == actions(NoisyPolicy(), num_envs=3)
+    assert noisy != actions(RandomPolicy())
+
+
+def test_episode_without_a_tokenizer_is_the_same(lm):
+    with_tokens = play(ContextManager(lm, system_prompt=None), NoisyPolicy())
+    without = play(TextContext(), NoisyPolicy())
+    for one, other in zip(with_tokens, without, strict=True):
+        assert one.reward == other.reward and one.status == other.status
+        for turn, text_turn in zip(one.turns, other.turns, strict=True):
+            assert turn.response_text == text_turn.response_text
+            assert turn.actions == text_turn.actions and len(text_turn.prompt_ids) == 0
+            assert len(text_turn.spans) == len(text_turn.response_text) + 1

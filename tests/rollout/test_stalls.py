@@ -1,4 +1,4 @@
-"""Jobs that hang or raise cost themselves only."""
+"""Jobs that hang or raise do not affect other jobs."""
 
 import threading
 import time
@@ -13,13 +13,13 @@ def raising():
 
 
 @pytest.mark.parametrize("timeout_s", [None, 5.0])
-def test_results_come_in_order_and_errors_stay_with_their_job(timeout_s):
+def test_results_are_in_order_with_errors_in_place(timeout_s):
     results = run_guarded([lambda: 1, raising, lambda: 3], timeout_s=timeout_s)
     assert results[0] == 1 and results[2] == 3
     assert isinstance(results[1], ValueError)
 
 
-def test_a_job_that_hangs_is_left_behind_and_the_rest_goes_on():
+def test_hanging_job_is_abandoned_and_the_rest_continues():
     release = threading.Event()
     began = time.monotonic()
     results = run_guarded(

@@ -20,6 +20,7 @@ from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.records import (
@@ -36,7 +37,8 @@ from ragen_pl.viewing.token_credit import token_credit
 def played(proxy: AgentProxy) -> list[Trajectory]:
     engine = TransformersEngine(PolicyModule(proxy.context.bundle))
     starts = [EpisodeSpec(group=g, member=m, seed=g) for g in range(2) for m in range(2)]
-    return proxy.rollout(engine, starts, seed_key=("test",))
+    responder = EngineResponder(engine=engine, context=proxy.context)
+    return proxy.rollout(responder, starts, seed_key=("test",))
 
 
 def test_record_holds_the_episode(

@@ -1,0 +1,181 @@
+"""Responders: what answers a turn. The policy behind an engine, or anything that writes text.
+
+`AgentProxy` hands a responder the episodes whose turn it is. Responses may come back in any order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ragen_pl.rollout.context import ContextManager, Conversation
+from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
+from ragen_pl.rollout.environments import EnvironmentSlot
+from ragen_pl.rollout.formats import PromptFormat
+from ragen_pl.rollout.leave_out import occlusion_scores
+from ragen_pl.seeding import derive_seed
+from ragen_pl.trajectory import Trajectory
+
+Response = Generation | str | None
+"""A sampled response, the text of a written one, or None to stop the episode."""
+
+
+def _empty_prompt() -> Prompt:
+    no_ids = np.zeros(0, dtype=np.int64)
+    return Prompt(ids=no_ids, unexpanded_ids=no_ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class Episode:
+    """An episode under way, with the turn that waits for a response.
+
+    Attributes:
+        number: index among the episodes played at once; engines use it as the session.
+        slot: the running environment.
+        conversation: context of the episode.
+        trajectory: turns played so far.
+        prompt_format: required form of a response.
+        max_response_tokens: longest response.
+        seed_key: counters that the seeds of the episode's turns start with.
+        samples: whether its responses are sampled.
+        prompt: prompt of the present turn.
+        temperature: temperature of the present turn.
+        done: whether the episode has ended.
+    """
+
+    number: int
+    slot: EnvironmentSlot
+    conversation: Conversation
+    trajectory: Trajectory
+    prompt_format: PromptFormat
+    max_response_tokens: int
+    seed_key: tuple[int | str, ...]
+    samples: bool = True
+    prompt: Prompt = field(default_factory=_empty_prompt)
+    temperature: float = 1.0
+    done: bool = False
+
+    @property
+    def seed(self) -> int:
+        """Seed of all random draws of the present turn."""
+        return derive_seed(*self.seed_key, self.slot.turn)
+
+
+class Responder(Protocol):
+    """Answers turns."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether responses are drawn at the episode's temperature; otherwise turns record 1."""
+        ...
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        """Start on the present turns of these episodes."""
+        ...
+
+    def collect(self) -> list[tuple[int, Response]]:
+        """Return the responses finished since the last call, each with its episode's number.
+
+        Waits for at least one response where any is under way.
+        """
+        ...
+
+    def release(self) -> None:
+        """Free what is held for the episodes submitted so far."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineResponder:
+    """The policy behind a rollout engine.
+
+    Attributes:
+        engine: samples the responses.
+        context: the context manager that makes the prompts.
+        greedy: take the most probable tokens instead of sampling.
+    """
+
+    engine: RolloutEngine
+    context: ContextManager
+    greedy: bool = False
+    _pending: int = field(init=False, default=0)
+
+    @property
+    def samples(self) -> bool:
+        """Whether responses are sampled."""
+        return not self.greedy
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        """Request a response for each episode; with `context.leave_out`, shorten the prompts first."""
+        if self.context.leave_out:
+            self._leave_out(episodes)
+        requests = [self._request(episode) for episode in episodes]
+        self.engine.submit(requests, keep=self.context.grows)
+        self._pending += len(requests)
+
+    def collect(self) -> list[tuple[int, Response]]:
+        """Return the generations that have finished; with `context.leave_out`, wait for all of them."""
+        finished = self.engine.collect()
+        # occlusion scores need the engine to themselves
+        while self.context.leave_out and len(finished) < self._pending:
+            finished += self.engine.collect()
+        self._pending -= len(finished)
+        return list(finished)
+
+    def release(self) -> None:
+        """Free the engine's sessions."""
+        self.engine.release()
+
+    def _request(self, episode: Episode) -> GenerationRequest:
+        return GenerationRequest(
+            session=episode.number,
+            prompt=episode.prompt,
+            max_tokens=episode.max_response_tokens,
+            temperature=0.0 if self.greedy else episode.temperature,
+            seed=episode.seed,
+        )
+
+    def _leave_out(self, episodes: Sequence[Episode]) -> None:
+        """Remove from the prompts the parts that the policy's greedy response depends on least."""
+        scores = occlusion_scores(
+            self.context.bundle,
+            self.engine,
+            [episode.prompt for episode in episodes],
+            [self.context.candidates(episode.conversation) for episode in episodes],
+            max_tokens=episodes[0].max_response_tokens,
+        )
+        for episode, candidate_scores in zip(episodes, scores, strict=True):
+            episode.prompt = self.context.narrow(episode.conversation, candidate_scores)
+
+
+@dataclass(kw_only=True, slots=True)
+class TextResponder(ABC):
+    """Base of responders that write their responses as text, one turn at a time."""
+
+    _written: list[tuple[int, str | None]] = field(init=False, default_factory=list)
+
+    @property
+    def samples(self) -> bool:
+        """Written responses have no temperature."""
+        return False
+
+    @abstractmethod
+    def respond(self, episode: Episode) -> str | None:
+        """Return the response to the present turn, in the episode's prompt format; None to stop."""
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        """Write the responses."""
+        self._written += [(episode.number, self.respond(episode)) for episode in episodes]
+
+    def collect(self) -> list[tuple[int, Response]]:
+        """Return the responses written since the last call."""
+        written, self._written = self._written, []
+        return list(written)
+
+    def release(self) -> None:
+        """Drop responses that were not collected."""
+        self._written.clear()
