@@ -21,8 +21,8 @@ from ragen_pl.run.checkpoints import EXPORTED
 from ragen_pl.run.weights import load_bundle
 
 log = logging.getLogger(__name__)
-_CODE_MODULES = ("configuration", "modeling", "vision", "processing")
-_PACKAGE = "ragen_pl.models.small_vlm"
+CODE_MODULES = ("configuration", "modeling", "vision", "processing")
+PACKAGE = "ragen_pl.models.small_vlm"
 
 # The `auto_map` entries that name the classes, by file and by the key in it ("" for its top level).
 _AUTO_MAPS = {
@@ -48,7 +48,7 @@ def export(cfg: DictConfig) -> Path:
     folder = Path(cfg.to).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     bundle.save(folder)
-    if type(bundle.model).__module__.startswith(_PACKAGE):
+    if type(bundle.model).__module__.startswith(PACKAGE):
         _copy_code(folder)
     settings = plain(cfg)
     exported = {
@@ -83,10 +83,10 @@ def _attention(settings: dict[str, Any]) -> dict[str, str]:
 
 def _copy_code(folder: Path) -> None:
     """Copy the small model's modules into the folder and register its classes there."""
-    for name in _CODE_MODULES:
-        source = Path(str(import_module(f"{_PACKAGE}.{name}").__file__)).read_text(encoding="utf-8")
+    for name in CODE_MODULES:
+        source = Path(str(import_module(f"{PACKAGE}.{name}").__file__)).read_text(encoding="utf-8")
         (folder / f"{name}.py").write_text(
-            source.replace(f"from {_PACKAGE}.", "from ."), encoding="utf-8"
+            source.replace(f"from {PACKAGE}.", "from ."), encoding="utf-8"
         )
     for name, maps in _AUTO_MAPS.items():
         file = folder / name

@@ -18,7 +18,7 @@ from ragen_pl.models.bundle import ModelBundle
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ragen_pl.models.small_vlm.configuration import DecoderSettings, VisionSettings
+    from ragen_pl.models.settings import DecoderSettings, VisionSettings
 
 
 @checked

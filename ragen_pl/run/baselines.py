@@ -1,4 +1,4 @@
-"""Baselines for the final summary: scripted policies, and the agent with its images blanked."""
+"""Baselines for the final summary: scripted policies, and the agent with blank images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def baseline_metrics(
 
     Args:
         components: objects of the run.
-        agent: agent to play with its images blanked.
+        agent: agent to play with blank images.
         device: device to play on. Lightning has moved the agent to the CPU.
     """
     validation = components.cfg.validation
@@ -30,7 +30,7 @@ def baseline_metrics(
         if policy
     }
     if validation.blank:
-        metrics["blanked"] = blank_image_metrics(components, agent.to(device))
+        metrics["blank images"] = blank_image_metrics(components, agent.to(device))
         agent.cpu()
     return metrics
 
@@ -47,7 +47,7 @@ def scripted_metrics(components: RunComponents, name: str, baseline: DictConfig)
 
 
 def blank_image_metrics(components: RunComponents, agent: AgentModule) -> dict[str, float]:
-    """Return the validation set's metrics of the agent when its images are blanked."""
+    """Return the validation set's metrics of the agent with blank images."""
     proxy = proxy_with(components, blank_images=True)
     agent.eval()
     engine = agent.rollout_engine()

@@ -32,7 +32,7 @@ def test_thirty_iterations_double_the_success_of_the_warm_start(tmp_path):
     assert metrics["random_policy/success"] < 0.3
     assert before < 0.35
     assert after > before + 0.25
-    assert metrics["blanked/success"] < metrics["random_policy/success"] + 0.1
+    assert metrics["blank_images/success"] < metrics["random_policy/success"] + 0.1
     assert metrics["val/think_accuracy"] > 0.9
     assert metrics["rollout/logprob_mismatch_max"] < 1e-3
 

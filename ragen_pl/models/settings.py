@@ -1,0 +1,39 @@
+"""Types of the small models' settings, which the config checks.
+
+They are not in `ragen_pl.models.small_vlm`: an exported folder contains its modules, which must work without
+this package.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict
+
+from annotated_types import Ge
+
+from ragen_pl.constraints import Count, DivisorOf, Positive
+
+
+class VisionSettings(TypedDict, total=False):
+    """Settings of the image encoder.
+
+    `patch_size` is in pixels, `width` is the size of its features, `depth` counts timm blocks, and `max_cells` is
+    the number of patches along a side that images may have.
+    """
+
+    patch_size: Count
+    width: Count
+    depth: Count
+    heads: Annotated[int, Ge(1), DivisorOf("width")]
+    mlp_ratio: Positive
+    max_cells: Count
+
+
+class DecoderSettings(TypedDict, total=False):
+    """Settings of the decoder that are checked early; others are those of its transformers config."""
+
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Annotated[int, Ge(1), DivisorOf("hidden_size")]
+    num_key_value_heads: Annotated[int, Ge(1), DivisorOf("num_attention_heads")]
+    max_position_embeddings: Count
