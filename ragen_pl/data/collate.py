@@ -1,10 +1,10 @@
-"""From trajectories to a TrajectoryBatch: which tokens share a sample, and what each of them is."""
+"""From trajectories to a TrajectoryBatch: the sample, turn and span of each token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,50 +18,50 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Sample:
-    """A sequence under construction: the ids of its last turn's prompt and response, and its turns."""
+class _Draft:
+    """A sample under construction: ids and images of its last turn, and the responses of its turns."""
 
     episode: int
     ids: np.ndarray
     images: list[np.ndarray]
     patches: list[np.ndarray] | None = None
-    responses: list[tuple[int, int, Turn]] = field(
-        default_factory=list
-    )  # (start, turn index, turn)
+    responses: list[_Response] = field(default_factory=list)
 
 
-def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Sample]:
+class _Response(NamedTuple):
+    start: int
+    turn_index: int
+    turn: Turn
+
+
+def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Draft]:
     """Join turns whose prompt continues the ids before it; a break starts a new sample.
 
-    Nothing is encoded here: a sample is what the engine was given and what it sampled, id for id.
+    Nothing is encoded here: a sample holds the ids that the engine was given and sampled.
     """
-    samples: list[_Sample] = []
+    drafts: list[_Draft] = []
     for number, turn in enumerate(trajectory.turns):
-        last = samples[-1] if samples else None
-        known = 0 if last is None else len(last.ids)
-        if (
-            last is None
-            or len(turn.prompt_ids) < known
-            or not np.array_equal(turn.prompt_ids[:known], last.ids)
-            or not _same_images(last, turn)
-        ):
-            last = _Sample(episode, turn.prompt_ids, [])
-            samples.append(last)
-        last.responses.append((len(turn.prompt_ids), number, turn))
-        last.ids = np.concatenate([turn.prompt_ids, turn.response_ids])
-        last.images, last.patches = turn.prompt_images, turn.prompt_patches
-    return samples
+        draft = drafts[-1] if drafts else None
+        if draft is None or not _continues(turn, draft):
+            draft = _Draft(episode, turn.prompt_ids, [])
+            drafts.append(draft)
+        draft.responses.append(_Response(len(turn.prompt_ids), number, turn))
+        draft.ids = np.concatenate([turn.prompt_ids, turn.response_ids])
+        draft.images, draft.patches = turn.prompt_images, turn.prompt_patches
+    return drafts
 
 
-def _same_images(sample: _Sample, turn: Turn) -> bool:
-    """Return whether a turn shows the sample's images, patch for patch, before its own: ids don't tell."""
-    count = len(sample.images)
-    if count and (sample.patches is None) != (turn.prompt_patches is None):
+def _continues(turn: Turn, draft: _Draft) -> bool:
+    """Return whether the ids, images and patches of a turn's prompt begin with those of the draft."""
+    length, images = len(draft.ids), len(draft.images)
+    if len(turn.prompt_ids) < length or not np.array_equal(turn.prompt_ids[:length], draft.ids):
         return False
-    pairs = [*zip(sample.images, turn.prompt_images[:count], strict=False)]
-    pairs += zip(sample.patches or [], (turn.prompt_patches or [])[:count], strict=False)
-    return len(turn.prompt_images) >= count and all(
-        one is other or np.array_equal(one, other) for one, other in pairs
+    if images and (draft.patches is None) != (turn.prompt_patches is None):
+        return False
+    pairs = [*zip(draft.images, turn.prompt_images[:images], strict=False)]
+    pairs += zip(draft.patches or [], (turn.prompt_patches or [])[:images], strict=False)
+    return len(turn.prompt_images) >= images and all(
+        first is second or np.array_equal(first, second) for first, second in pairs
     )
 
 
@@ -77,134 +77,113 @@ def collate(
     weights: Sequence[float] | None = None,
     observations: bool = False,
 ) -> TrajectoryBatch:
-    """Build the batch of these trajectories, those that are not `usable` left out.
+    """Build the batch of the `usable` trajectories.
 
     Args:
-        trajectories: to train on.
-        bundle: the model's tokenizer and processor.
-        weights: of the trajectories in the policy's loss; None for 1 each.
+        trajectories: trajectories to train on.
+        bundle: model with tokenizer and processor.
+        weights: factors of the trajectories in the policy's loss; None for 1 each.
         observations: label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
     """
-    given = weights if weights is not None else [1.0] * len(trajectories)
-    pairs = [pair for pair in zip(trajectories, given, strict=True) if usable(pair[0])]
+    all_weights = weights if weights is not None else [1.0] * len(trajectories)
+    pairs = [pair for pair in zip(trajectories, all_weights, strict=True) if usable(pair[0])]
     kept = [trajectory for trajectory, _ in pairs]
-    parts = [
-        sample
+    drafts = [
+        draft
         for number, trajectory in enumerate(kept)
-        for sample in split_into_samples(trajectory, number)
+        for draft in split_into_samples(trajectory, number)
     ]
-    image_store = _ImageStore()
-    samples = _samples(
-        parts, image_store, pad=bundle.pad_token_id, most=_most_patches(parts, bundle)
-    )
+    images = _ImageStore()
+    samples = _samples(drafts, images, bundle)
     if observations:
-        label_shown_text(
-            samples, [one.system_prompt_length for one in kept], banned=bundle.banned_token_ids
-        )
+        heads = [trajectory.system_prompt_length for trajectory in kept]
+        label_shown_text(samples, heads, banned=bundle.banned_token_ids)
     final = [
-        _Sample(
+        _Draft(
             number, trajectory.final_prompt_ids, trajectory.final_images, trajectory.final_patches
         )
         for number, trajectory in enumerate(kept)
         if trajectory.status is EpisodeStatus.TRUNCATED and trajectory.final_prompt_ids is not None
     ]
-    final_samples = (
-        _samples(final, image_store, pad=bundle.pad_token_id, most=_most_patches(final, bundle))
-        if final
-        else None
-    )
+    final_samples = _samples(final, images, bundle) if final else None
     return TrajectoryBatch(
         samples=samples,
         episodes=_episodes(kept, [weight for _, weight in pairs]),
-        pixel_values=bundle.pixel_values(image_store.arrays)
-        if image_store.arrays
-        else torch.zeros(0),
+        pixel_values=images.pixel_values(bundle),
         final=final_samples,
     )
 
 
 class _ImageStore:
-    """Numbers images, the same array always alike."""
+    """Numbers of images; the same array always has the same number."""
 
     def __init__(self) -> None:
-        self.arrays: list[np.ndarray] = []
+        self._arrays: list[np.ndarray] = []
         self._numbers: dict[int, int] = {}
 
     def number(self, image: np.ndarray) -> int:
         if id(image) not in self._numbers:
-            self._numbers[id(image)] = len(self.arrays)
-            self.arrays.append(image)
+            self._numbers[id(image)] = len(self._arrays)
+            self._arrays.append(image)
         return self._numbers[id(image)]
 
-
-def _most_patches(parts: Sequence[_Sample], bundle: ModelBundle) -> int:
-    """Return the patches of a whole image, 0 where no sample leaves any out."""
-    return max(
-        (
-            bundle.num_image_tokens(image)
-            for part in parts
-            if part.patches is not None
-            for image in part.images
-        ),
-        default=0,
-    )
+    def pixel_values(self, bundle: ModelBundle) -> Tensor:
+        """Return the images as the model's processor gives them; empty `[0]` without images."""
+        return bundle.pixel_values(self._arrays) if self._arrays else torch.zeros(0)
 
 
-def _patches(parts: Sequence[_Sample], images: int, most: int) -> Tensor:
-    """Mark the patches that samples show, `[rows, images, most]`."""
-    shown = torch.zeros(len(parts), images if most else 0, most, dtype=torch.bool)
-    for row, part in enumerate(parts):
-        for number in range(len(part.images) if most else 0):
-            if part.patches is None:
+def _patches(drafts: Sequence[_Draft], images: int, bundle: ModelBundle) -> Tensor:
+    """Mark the patches that samples show, bool `[rows, images, patches]`; `[rows, 0, 0]` if all are shown."""
+    partial = [draft for draft in drafts if draft.patches is not None]
+    counts = [bundle.num_image_tokens(image) for draft in partial for image in draft.images]
+    patches = max(counts, default=0)
+    shown = torch.zeros(len(drafts), images if patches else 0, patches, dtype=torch.bool)
+    for row, draft in enumerate(drafts if patches else ()):
+        for number in range(len(draft.images)):
+            if draft.patches is None:
                 shown[row, number] = True
             else:
-                shown[row, number, torch.from_numpy(part.patches[number])] = True
+                shown[row, number, torch.from_numpy(draft.patches[number])] = True
     return shown
 
 
-def _samples(parts: Sequence[_Sample], image_store: _ImageStore, *, pad: int, most: int) -> Samples:
-    rows, time = len(parts), max((len(part.ids) for part in parts), default=0)
-    most_images = max((len(part.images) for part in parts), default=0)
-    ids = np.full((rows, time), pad, dtype=np.int64)
-    images = np.full((rows, most_images), -1, dtype=np.int64)
-    sampled = np.zeros((rows, time), dtype=bool)
-    turn, token = (
-        np.full((rows, time), -1, dtype=np.int64),
-        np.full((rows, time), -1, dtype=np.int64),
-    )
-    spans = np.zeros((rows, time), dtype=np.int8)
-    logprobs, temperature = (
-        np.zeros((rows, time), dtype=np.float32),
-        np.ones((rows, time), dtype=np.float32),
-    )
+def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle) -> Samples:
+    rows, time = len(drafts), max((len(draft.ids) for draft in drafts), default=0)
+    most_images = max((len(draft.images) for draft in drafts), default=0)
+    shape, minus_one = (rows, time), np.full((rows, time), -1, dtype=np.int64)
+    ids = np.full(shape, bundle.pad_token_id, dtype=np.int64)
+    image_index = np.full((rows, most_images), -1, dtype=np.int64)
+    turn, token = minus_one.copy(), minus_one.copy()
+    spans = np.zeros(shape, dtype=np.int8)
+    logprobs, temperature = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
     count = 0
-    for row, part in enumerate(parts):
-        ids[row, : len(part.ids)] = part.ids
-        images[row, : len(part.images)] = [image_store.number(image) for image in part.images]
-        for start, number, response in part.responses:
-            place = slice(start, start + len(response.response_ids))
-            sampled[row, place], turn[row, place] = True, number
-            token[row, place] = np.arange(count, count + len(response.response_ids))
+    for row, draft in enumerate(drafts):
+        ids[row, : len(draft.ids)] = draft.ids
+        image_index[row, : len(draft.images)] = [images.number(image) for image in draft.images]
+        for start, number, response in draft.responses:
+            length = len(response.response_ids)
+            place = slice(start, start + length)
+            turn[row, place], token[row, place] = number, np.arange(count, count + length)
             spans[row, place], temperature[row, place] = response.spans, response.temperature
             logprobs[row, place] = response.response_logprobs
-            count += len(response.response_ids)
-    zeros = torch.zeros(rows, time)
-    mask = torch.from_numpy(sampled)
+            count += length
+    zeros = torch.zeros(shape)
+    sampled = torch.from_numpy(turn >= 0)
     return Samples(
         input_ids=torch.from_numpy(ids),
-        length=torch.tensor([len(part.ids) for part in parts], dtype=torch.int64),
-        loss_mask=mask,
-        loss_weight=mask.float(),
-        advantage_mask=mask.clone(),
-        kl_mask=mask.clone(),
+        length=torch.tensor([len(draft.ids) for draft in drafts], dtype=torch.int64),
+        loss_mask=sampled,
+        loss_weight=sampled.float(),
+        advantage_mask=sampled.clone(),
+        kl_mask=sampled.clone(),
         turn=torch.from_numpy(turn),
         token=torch.from_numpy(token),
         spans=torch.from_numpy(spans),
         behavior_logprobs=torch.from_numpy(logprobs),
         temperature=torch.from_numpy(temperature),
-        image_index=torch.from_numpy(images),
-        patches=_patches(parts, most_images, most),
-        episode=torch.tensor([part.episode for part in parts], dtype=torch.int64),
+        image_index=torch.from_numpy(image_index),
+        patches=_patches(drafts, most_images, bundle),
+        episode=torch.tensor([draft.episode for draft in drafts], dtype=torch.int64),
         weight=torch.ones(rows),
         advantages=zeros,
         returns=zeros.clone(),
@@ -213,12 +192,12 @@ def _samples(parts: Sequence[_Sample], image_store: _ImageStore, *, pad: int, mo
 
 
 def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence[int]) -> None:
-    """Make the text that a policy was shown part of the turn whose response follows it, and number all anew.
+    """Label shown text as part of the turn whose response follows it, and number all tokens anew.
 
-    Left out are the system prompt and tokens that the policy can't give, such as those of images.
+    The system prompt and tokens that the policy cannot sample, such as those of images, are left out.
 
     Args:
-        samples: a row is a whole episode; changed in place.
+        samples: samples that hold a whole episode each; changed in place.
         heads: length of each episode's system prompt.
         banned: tokens of probability 0.
 
@@ -231,38 +210,41 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence
             "context.window=all and a chat template that keeps its history as it was"
         )
     place = torch.arange(samples.input_ids.shape[1])[None, :]
-    after_head = place >= torch.tensor(heads, dtype=torch.int64)[samples.episode][:, None].clamp(
-        min=1
-    )
+    lengths = torch.tensor(heads, dtype=torch.int64)[samples.episode][:, None]
+    after_head = place >= lengths.clamp(min=1)
     allowed = ~torch.isin(samples.input_ids, torch.tensor(list(banned), dtype=torch.int64))
     shown = after_head & (place < samples.length[:, None]) & (samples.turn < 0) & allowed
-    # Read from the right, the turn that follows is the least turn met so far.
+    # Read from the right, the turn that follows is the smallest turn index so far.
     later = torch.where(samples.turn >= 0, samples.turn, samples.turn.max() + 1).flip(1)
     turn = torch.where(shown, later.cummin(1).values.flip(1), samples.turn)
     samples.spans[shown], samples.turn = int(Span.SHOWN), turn
-    on = turn >= 0
-    samples.token = torch.where(on, on.flatten().cumsum(0).view_as(on) - 1, -1)
+    labelled = turn >= 0
+    numbers = labelled.flatten().cumsum(0).view_as(labelled) - 1
+    samples.token = torch.where(labelled, numbers, -1)
 
 
 def as_dummy_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Return a batch that takes a rank through its steps and counts nowhere: no episode, rows of weight 0."""
+    """Turn a batch into a dummy batch: padding rows and no episode, for a rank without groups of its own.
+
+    With it, all ranks take the same number of steps.
+    """
     batch.samples.weight.zero_()
     none = torch.zeros(0, dtype=torch.int64)
-    columns = fields(batch.episodes)
-    batch.episodes = Episodes(
-        **{field.name: getattr(batch.episodes, field.name)[none] for field in columns}
-    )
+    empty = {column.name: getattr(batch.episodes, column.name)[none] for column in fields(Episodes)}
+    batch.episodes = Episodes(**empty)
     batch.final = None
     return batch
 
 
 def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
     most = max((len(trajectory.turns) for trajectory in kept), default=0)
-    rewards, cut = torch.zeros(len(kept), most), torch.zeros(len(kept), most, dtype=torch.bool)
+    rewards = torch.zeros(len(kept), most)
+    hit_length_limit = torch.zeros(len(kept), most, dtype=torch.bool)
     for row, trajectory in enumerate(kept):
         turns = trajectory.turns
         rewards[row, : len(turns)] = torch.tensor([turn.reward for turn in turns])
-        cut[row, : len(turns)] = torch.tensor([turn.hit_length_limit for turn in turns])
+        limits = [turn.hit_length_limit for turn in turns]
+        hit_length_limit[row, : len(turns)] = torch.tensor(limits)
 
     def column(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -272,7 +254,7 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
         turns=column([len(trajectory.turns) for trajectory in kept], torch.int64),
         group=column([trajectory.group for trajectory in kept], torch.int64),
         member=column([trajectory.member for trajectory in kept], torch.int64),
-        hit_length_limit=cut,
+        hit_length_limit=hit_length_limit,
         state=_states(kept, most),
         weight=torch.tensor(weights, dtype=torch.float32),
         truncated=column(
@@ -283,7 +265,7 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
 
 
 def _states(kept: Sequence[Trajectory], most: int) -> Tensor:
-    """Number the states that the turns began in, the same state always alike; -1 where it was not recorded."""
+    """Return the number of the state that each turn started in, -1 where it was not recorded."""
     numbers: dict[str, int] = {}
     state = torch.full((len(kept), most), -1, dtype=torch.int64)
     for row, trajectory in enumerate(kept):

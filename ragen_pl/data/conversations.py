@@ -1,4 +1,4 @@
-"""Written conversations as a TrajectoryBatch, for a policy that learns from text instead of from play."""
+"""Written conversations as a TrajectoryBatch, for supervised learning of a policy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Conversation = Sequence[Mapping[str, str]]
 def conversation_batch(
     conversations: Sequence[Conversation], context: ContextManager
 ) -> TrajectoryBatch:
-    """Encode conversations as the policy would meet them; the assistant's responses are what is trained on.
+    """Encode conversations as the policy reads them. The assistant's messages are trained on.
 
     Args:
-        conversations: what to learn.
-        context: the chat format and how many turns are shown; with `system_prompt="instructions"` each
-            conversation's own system message is used.
+        conversations: conversations to learn.
+        context: chat format and window; with `system_prompt="instructions"` each conversation's own system
+            message is used.
 
     Raises:
-        ValueError: roles that do not take turns.
+        ValueError: roles that do not alternate.
     """
     trajectories = [
         _trajectory(messages, context, number=number)
@@ -36,24 +36,24 @@ def conversation_batch(
 
 
 def _trajectory(messages: Conversation, context: ContextManager, *, number: int) -> Trajectory:
-    introduced = bool(messages) and messages[0]["role"] == "system"
-    system = messages[0]["content"] if introduced else ""
-    spoken = list(messages[1:] if introduced else messages)
-    roles = [message["role"] for message in spoken]
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    system = messages[0]["content"] if has_system else ""
+    dialogue = list(messages[1:] if has_system else messages)
+    roles = [message["role"] for message in dialogue]
     if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise ValueError(
             f"conversation {number}: found roles {[m['role'] for m in messages]}, expected user and assistant in "
             "turn, an assistant last, and at most one system message before them"
         )
     state, turns = context.start(system), []
-    for user, assistant in zip(spoken[::2], spoken[1::2], strict=True):
-        shown = Observation(text=user["content"])
-        prompt = context.observe(state, shown, max_turns=len(spoken) // 2)
+    for user, assistant in zip(dialogue[::2], dialogue[1::2], strict=True):
+        observation = Observation(text=user["content"])
+        prompt = context.observe(state, observation, max_turns=len(dialogue) // 2)
         ids = context.encode_response(assistant["content"])
         context.response(state, ids=ids, text=assistant["content"], actions=())
         turns.append(
             Turn(
-                observation=shown,
+                observation=observation,
                 prompt_ids=prompt.ids,
                 prompt_images=prompt.images,
                 response_ids=ids,

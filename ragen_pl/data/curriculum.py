@@ -1,4 +1,4 @@
-"""A curriculum in two stages: harder starts for part of the groups once the agent succeeds often enough."""
+"""A curriculum in two stages: harder initial states for a share of the groups after enough success."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ragen_pl.constraints import Count, Fraction, checked
 @checked
 @dataclass(kw_only=True)
 class Curriculum:
-    """From the iteration after mean sampled success first passes `above`, a share of groups starts harder.
+    """Give a share of the groups harder initial states after mean sampled success first exceeds `above`.
 
     Attributes:
-        above: mean success over the last `window` iterations that starts the second stage.
-        share: of the groups that start harder.
-        options: reset options of those groups, such as `{"min_distance": 3}`.
-        window: iterations averaged over.
+        above: mean success over the last `window` iterations; a higher one starts the second stage.
+        share: share of the groups with harder initial states.
+        options: reset options of these groups, such as `{"min_distance": 3}`.
+        window: number of iterations to average.
     """
 
     above: Fraction
@@ -30,7 +30,7 @@ class Curriculum:
         self.since: int | None = None
 
     def observe(self, success: float, *, iteration: int) -> None:
-        """Take note of an iteration's sampled success, the same figure on every rank."""
+        """Add an iteration's sampled success, which must be the same on every rank."""
         self.history = [*self.history, success][-self.window :]
         full = len(self.history) == self.window
         if self.since is None and full and sum(self.history) / self.window > self.above:
@@ -44,7 +44,7 @@ class Curriculum:
         return self.options if hard else None
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a resumed run needs to know."""
+        """Return the state that a resumed run needs."""
         return {"history": list(self.history), "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

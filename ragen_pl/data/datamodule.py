@@ -142,7 +142,7 @@ class RolloutDataModule(pl.LightningDataModule):
             trajectories += self._play(engine, iteration, attempt=attempt, progress=progress)
             self._measure(trajectories)
             choice = select_groups(
-                trajectories, self.group_filter, returns=lambda one: one.reward, most=self.groups
+                trajectories, self.group_filter, returns=lambda one: one.reward, limit=self.groups
             )
             if choice.groups >= self.groups:
                 break
@@ -187,7 +187,7 @@ class RolloutDataModule(pl.LightningDataModule):
         batch = collate(
             choice.trajectories, bundle, weights=choice.weights, observations=self.observations
         )
-        return as_dummy_batch(batch) if choice.filler else batch
+        return as_dummy_batch(batch) if choice.is_dummy else batch
 
     def has_buffer(self, iteration: int) -> bool:
         """Return whether the buffer holds this iteration's samples."""

@@ -1,7 +1,7 @@
-"""Which of an iteration's trajectories are trained on, and on which rank.
+"""Groups that this rank trains on.
 
-The filter judges the groups of all ranks together; what it keeps is dealt out anew, whole groups at a
-time, so that no rank is left without work where there is work for all.
+The filter judges the groups of all ranks together. The groups that it keeps are distributed over the ranks anew,
+whole groups at a time, so the ranks have about the same number of groups.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ Return = Callable[[Trajectory], float]
 
 @dataclass(slots=True)
 class GroupSelection:
-    """What this rank trains on."""
+    """Trajectories that this rank trains on."""
 
     trajectories: list[Trajectory]
-    weights: list[float]  # times the policy's loss, one a trajectory
-    metrics: dict[str, float]  # the same on every rank
-    groups: int  # kept over all ranks
-    filler: bool = False  # nothing fell to this rank: the one trajectory here must not count
+    weights: list[float]
+    """Factors of the policy's loss, one for each trajectory."""
+    metrics: dict[str, float]
+    """The same on every rank."""
+    groups: int
+    """Number of groups kept over all ranks."""
+    is_dummy: bool = False
+    """This rank has no group of its own: its one trajectory must not count."""
 
 
 def select_groups(
@@ -35,35 +39,37 @@ def select_groups(
     group_filter: GroupFilter,
     *,
     returns: Return,
-    most: int | None = None,
+    limit: int | None = None,
 ) -> GroupSelection:
     """Judge the groups of all ranks and return this rank's share of those kept.
 
-    Where none passes, the one whose returns differ most is kept, so that an update has a batch.
+    If no group passes, the group whose returns differ most is kept, so an update always has a batch.
 
     Args:
-        trajectories: of this rank; groups are whole on a rank.
-        group_filter: the rule.
-        returns: what a trajectory is judged by.
-        most: keep at most so many groups, the first of those that passed.
+        trajectories: trajectories of this rank; groups are whole on a rank.
+        group_filter: the filter.
+        returns: return of a trajectory.
+        limit: maximum number of groups to keep, the first of those that passed.
     """
-    local = [one for one in trajectories if usable(one)]
-    table = gather_over_ranks([(one.group, returns(one)) for one in local])
+    local = [trajectory for trajectory in trajectories if usable(trajectory)]
+    table = gather_over_ranks([(trajectory.group, returns(trajectory)) for trajectory in local])
     owner = {group: number for number, rows in enumerate(table) for group, _ in rows}
     judged = sorted(row for rows in table for row in rows)
     group = torch.tensor([row[0] for row in judged], dtype=torch.int64)
-    selection = group_filter(torch.tensor([row[1] for row in judged]), group)
-    weight = dict(zip(group.tolist(), selection.weight.tolist(), strict=True))
-    kept = torch.unique(group[selection.keep]).tolist()[:most]
-    metrics = {"kept_share": selection.share, "kept_deviation": selection.deviation}
+    result = group_filter(torch.tensor([row[1] for row in judged]), group)
+    weight = dict(zip(group.tolist(), result.weight.tolist(), strict=True))
+    kept = torch.unique(group[result.keep]).tolist()[:limit]
+    metrics = {"kept_share": result.share, "kept_deviation": result.deviation}
     if not kept:
-        kept = [_most_different(judged)]
+        kept = [_widest_group(judged)]
         weight[kept[0]] = 1.0
-    mine, filler = _deal(local, kept, owner)
-    return GroupSelection(mine, [weight[one.group] for one in mine], metrics, len(kept), filler)
+    own, is_dummy = _distribute(local, kept, owner)
+    weights = [weight[trajectory.group] for trajectory in own]
+    return GroupSelection(own, weights, metrics, len(kept), is_dummy)
 
 
-def _most_different(judged: list[tuple[int, float]]) -> int:
+def _widest_group(judged: list[tuple[int, float]]) -> int:
+    """Return the group with the largest range of returns, the first of equal ones."""
     spread: dict[int, float] = {}
     for group in {row[0] for row in judged}:
         members = [value for number, value in judged if number == group]
@@ -71,35 +77,35 @@ def _most_different(judged: list[tuple[int, float]]) -> int:
     return max(sorted(spread), key=spread.__getitem__)
 
 
-def _deal(
+def _distribute(
     local: list[Trajectory], kept: list[int], owner: dict[int, int]
 ) -> tuple[list[Trajectory], bool]:
-    """Return this rank's trajectories of the groups kept, each rank having as many groups give or take one."""
+    """Return this rank's trajectories and whether they are a dummy; the ranks differ by one group at most."""
     ranks = world_size()
-    where = _destinations(kept, owner, ranks=ranks)
-    stay = [one for one in local if where.get(one.group) == rank()]
-    moving = [one for one in local if where.get(one.group, rank()) != rank()]
-    if any(where[group] != owner[group] for group in kept):
-        arrived = [one for part in gather_over_ranks(moving) for one in part]
-        stay += [one for one in arrived if where[one.group] == rank()]
-        stay.sort(key=lambda one: (one.group, one.member))
+    target = _target_ranks(kept, owner, ranks=ranks)
+    own = [trajectory for trajectory in local if target.get(trajectory.group) == rank()]
+    moving = [trajectory for trajectory in local if target.get(trajectory.group, rank()) != rank()]
+    if any(target[group] != owner[group] for group in kept):
+        arrived = [trajectory for part in gather_over_ranks(moving) for trajectory in part]
+        own += [trajectory for trajectory in arrived if target[trajectory.group] == rank()]
+        own.sort(key=lambda trajectory: (trajectory.group, trajectory.member))
     if len(kept) >= ranks:
-        return stay, False
-    spare = [one for one in stay if one.group == kept[0]][:1]
-    spare = next(part for part in gather_over_ranks(spare) if part)
-    return (stay, False) if stay else (spare, True)
+        return own, False
+    dummy = [trajectory for trajectory in own if trajectory.group == kept[0]][:1]
+    dummy = next(part for part in gather_over_ranks(dummy) if part)
+    return (own, False) if own else (dummy, True)
 
 
-def _destinations(kept: list[int], owner: dict[int, int], *, ranks: int) -> dict[int, int]:
-    """Return the rank of each group: its own where that has room, else the first with room left."""
+def _target_ranks(kept: list[int], owner: dict[int, int], *, ranks: int) -> dict[int, int]:
+    """Return the rank of each group: its own if that has room, else the first with room left."""
     room = [len(kept) // ranks + (number < len(kept) % ranks) for number in range(ranks)]
-    where: dict[int, int] = {}
+    target: dict[int, int] = {}
     for group in kept:
         if room[owner[group]]:
-            where[group] = owner[group]
+            target[group] = owner[group]
             room[owner[group]] -= 1
     for group in kept:
-        if group not in where:
-            where[group] = next(number for number, free in enumerate(room) if free)
-            room[where[group]] -= 1
-    return where
+        if group not in target:
+            target[group] = next(number for number, free in enumerate(room) if free)
+            room[target[group]] -= 1
+    return target

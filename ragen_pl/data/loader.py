@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ragen_pl.data.batch import Minibatch, TrajectoryBatch
+from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.seeding import derive_seed
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -16,17 +16,17 @@ SumOverRanks = Callable[[Tensor], Tensor]
 class MinibatchLoader:
     """Yield `epochs x minibatches x accumulate` minibatches of a batch's samples.
 
-    In each epoch every sample appears once, in an order drawn from `seed_key`. A rank with fewer
-    samples than minibatches yields rows of weight 0, so that all ranks take as many steps.
+    Each epoch yields every sample once, in an order drawn from `seed_key`. A rank with fewer samples than
+    minibatches also yields padding rows, so all ranks take the same number of steps.
 
     Args:
         batch: the iteration's samples.
         epochs: passes over the samples.
-        minibatches: optimizer steps an epoch.
-        accumulate: loader steps an optimizer step (the Trainer's `accumulate_grad_batches`).
-        seed_key: what the order is drawn from: run seed, iteration, rank.
-        world_size: ranks whose gradients are averaged.
-        sum_over_ranks: adds a tensor up over all ranks; identity on one rank.
+        minibatches: optimizer steps of an epoch.
+        accumulate: minibatches of an optimizer step (the Trainer's `accumulate_grad_batches`).
+        seed_key: seed of the order: run seed, iteration, rank.
+        world_size: number of ranks whose gradients are averaged.
+        sum_over_ranks: sums a tensor over the ranks; identity on one rank.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MinibatchLoader:
         return len(self._plan)
 
     def __iter__(self) -> Iterator[Minibatch]:
-        # Lightning asks for no more than there are, so that nothing here runs after the last one
+        # Lightning stops at the last minibatch, so no code here runs after it
         first, self._start = self._start, 0
         self._position = first
         for number in range(first, len(self._plan)):
@@ -64,22 +64,23 @@ class MinibatchLoader:
             yield self._minibatch(number)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of minibatches given out."""
+        """Return the number of minibatches yielded so far."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the minibatches that were given out."""
+        """Continue after the minibatches that were yielded."""
         self._position = self._start = state["position"]
 
     def _count(self, sum_over_ranks: SumOverRanks) -> Tensor:
-        """Return what the losses of every optimizer step are divided by, over all ranks, `[steps, 4]`.
+        """Return the counts of every optimizer step over all ranks, float32 `[steps, 4]`.
 
-        The columns are trained tokens by their weights, tokens with credit, tokens held to the reference, samples.
+        The columns are the tokens in M_loss by their weights, the tokens in M_adv, the KL tokens, and the samples.
         """
         samples = self.batch.samples
-        real = samples.weight > 0
+        counted = samples.weight > 0
         masks = (samples.loss_weight, samples.advantage_mask, samples.kl_mask)
-        of_row = torch.stack([*(mask.sum(1) * real for mask in masks), real.long()], dim=1).float()
+        sums = [mask.sum(1) * counted for mask in masks]
+        of_row = torch.stack([*sums, counted.long()], dim=1).float()
         counts = torch.zeros(len(self._plan) // self.accumulate, of_row.shape[1])
         for number, rows in enumerate(self._plan):
             counts[number // self.accumulate] += of_row[rows].sum(0)
@@ -87,26 +88,16 @@ class MinibatchLoader:
 
     def _minibatch(self, number: int) -> Minibatch:
         rows, batch = self._plan[number], self.batch
-        filler = len(rows) == 0
-        samples = batch.samples.select(torch.zeros(1, dtype=torch.int64) if filler else rows)
-        if filler:
-            samples.weight.zero_()
-            samples.loss_weight = samples.loss_weight * 0
-            samples.loss_mask, samples.kl_mask = samples.loss_mask & False, samples.kl_mask & False
-        used, images = torch.unique(samples.image_index, return_inverse=True)
-        missing = int(bool(len(used) and used[0] < 0))
-        samples.image_index = images.view_as(samples.image_index) - missing
-        loss_tokens, advantage_tokens, kl_tokens, sequences = self._counts[
-            number // self.accumulate
-        ]
+        samples = batch.samples.select(rows) if len(rows) else _padding_row(batch.samples)
+        reference = batch.reference
+        if reference is not None:
+            reference = reference[samples.token[samples.turn >= 0]]
+        counts = self._counts[number // self.accumulate]
+        loss_tokens, advantage_tokens, kl_tokens, sequences = counts
         return Minibatch(
             samples=samples,
-            pixel_values=batch.pixel_values[used[missing:]]
-            if len(batch.pixel_values)
-            else batch.pixel_values,
-            reference=None
-            if batch.reference is None
-            else batch.reference[samples.token[samples.turn >= 0]],
+            pixel_values=_keep_own_images(samples, batch.pixel_values),
+            reference=reference,
             entropy=batch.entropy,
             loss_tokens=loss_tokens,
             advantage_tokens=advantage_tokens,
@@ -114,3 +105,19 @@ class MinibatchLoader:
             sequences=sequences,
             scale=float(self.world_size * self.accumulate),
         )
+
+
+def _padding_row(samples: Samples) -> Samples:
+    row = samples.select(torch.zeros(1, dtype=torch.int64))
+    row.weight.zero_()
+    row.loss_weight = row.loss_weight * 0
+    row.loss_mask, row.kl_mask = row.loss_mask & False, row.kl_mask & False
+    return row
+
+
+def _keep_own_images(samples: Samples, pixel_values: Tensor) -> Tensor:
+    """Return the images of these samples and number `image_index` accordingly."""
+    used, index = torch.unique(samples.image_index, return_inverse=True)
+    missing = int(bool(len(used) and used[0] < 0))
+    samples.image_index = index.view_as(samples.image_index) - missing
+    return pixel_values[used[missing:]] if len(pixel_values) else pixel_values

@@ -123,7 +123,7 @@ def test_aggregation_rejects_an_unknown_name_and_a_missing_or_unused_constant() 
     for settings_ in ({"aggregation": "constant"}, {"constant": 3.0}):
         with pytest.raises(ValueError, match="only with it"):
             PolicyLoss(**settings_)
-    with pytest.raises(ValueError, match="expected above 0"):
+    with pytest.raises(ValueError, match="above 0"):
         PolicyLoss(aggregation="constant", constant=0)
 
 

@@ -68,7 +68,7 @@ def choices(monkeypatch, make_trajectory, lm):
 
 
 def kept(choice):
-    return [] if choice.filler else [(one.group, one.member) for one in choice.trajectories]
+    return [] if choice.is_dummy else [(one.group, one.member) for one in choice.trajectories]
 
 
 GROUPS = {0: (0, 1), 1: (0, 0), 2: (0, 3), 3: (1, 1), 4: (0, 2), 5: (2, 2), 6: (0, 5), 7: (0, 4)}
@@ -91,9 +91,9 @@ def test_the_same_groups_stay_on_any_number_of_ranks(choices, ranks):
 
 def test_a_rank_that_nothing_falls_to_goes_through_its_steps_and_counts_nowhere(choices, lm):
     found = choices(3, GROUPS, GroupFilter(keep=TopFraction(fraction=0.01)))
-    assert [choice.filler for choice in found].count(True) == 2
+    assert [choice.is_dummy for choice in found].count(True) == 2
     assert [pair for choice in found for pair in kept(choice)] == [(6, 0), (6, 1)]
-    filler = next(choice for choice in found if choice.filler)
+    filler = next(choice for choice in found if choice.is_dummy)
     batch = as_dummy_batch(collate(filler.trajectories, lm))
     assert len(batch.samples) == 1 and float(batch.samples.weight.sum()) == 0
     assert len(batch.episodes.turns) == 0
@@ -107,7 +107,7 @@ def test_where_nothing_passes_one_group_goes_on(choices):
 
 
 def test_no_more_groups_than_wanted(choices):
-    [choice] = choices(1, GROUPS, GroupFilter(keep=AboveDeviation()), most=3)
+    [choice] = choices(1, GROUPS, GroupFilter(keep=AboveDeviation()), limit=3)
     assert kept(choice) == [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)] and choice.groups == 3
 
 
@@ -136,5 +136,5 @@ def test_weights_of_a_kept_share_and_of_deviation():
     "settings", [{"resample": 2}, {"resample": 1, "keep": TopFraction()}, {"reweight": -1.0}]
 )
 def test_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(ValueError, match=r"algorithm\.filter"):
+    with pytest.raises(ValueError, match=r"algorithm\.filter|GroupFilter: reweight"):
         GroupFilter(**settings)
