@@ -14,9 +14,9 @@ from ragen_pl.evaluation.settings import resolve_settings
 @hydra_main("evaluate", prepare=resolve_settings)
 def main(cfg: DictConfig) -> float:
     """Play the validation sets and return the policy's success on the first one, for sweeps."""
-    from ragen_pl.evaluation.checks import preflight
+    from ragen_pl.evaluation.checks import check_evaluation
 
-    preflight(cfg)
+    check_evaluation(cfg)
     from ragen_pl.evaluation.evaluator import evaluate
 
     return evaluate(cfg).first_success

@@ -1,6 +1,6 @@
 """`python -m ragen_pl.fit env=frozenlake_visual`: train an agent.
 
-Only the configuration is looked at here; what is heavy is imported once it is known to be sound.
+Heavy packages are imported after the configuration was checked.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ragen_pl.config import hydra_main
 
 @hydra_main("fit")
 def main(cfg: DictConfig) -> float | None:
-    """Run the job that the config describes; return the validation set's success, for sweeps to maximise."""
-    from ragen_pl.run.checks import preflight
+    """Run the job of the config and return the success on the validation set, the objective of sweeps."""
+    from ragen_pl.run.checks import check_run
 
-    preflight(cfg)
+    check_run(cfg)
     from ragen_pl.run.train import train
 
     return train(cfg).get("val/success")

@@ -14,9 +14,9 @@ from ragen_pl.evaluation.settings import resolve_settings
 @hydra_main("play", prepare=resolve_settings)
 def main(cfg: DictConfig) -> float:
     """Play one episode and return its return."""
-    from ragen_pl.viewing.checks import preflight
+    from ragen_pl.viewing.checks import check_play
 
-    preflight(cfg)
+    check_play(cfg)
     from ragen_pl.viewing.play import play
 
     return play(cfg).reward

@@ -6,7 +6,7 @@ Everything is in the credit layout: a row is one trajectory, its sampled tokens 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -102,6 +102,10 @@ class Advantages:
     returns: Tensor
 
 
+Scope = Literal["group", "batch"]
+"""Trajectories that share a shift and a scale of their returns."""
+
+
 class Estimator(Protocol):
     """Advantage estimator: a callable that a config names by class path.
 
@@ -117,6 +121,11 @@ class Estimator(Protocol):
     needs_values: ClassVar[bool] = False
     needs_states: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
+
+    @property
+    def standardizes(self) -> Scope | None:
+        """Trajectories over which the estimator standardizes returns, None if it does not."""
+        return None
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Estimate the advantages of a batch of trajectories.

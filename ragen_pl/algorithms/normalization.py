@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, group_std
+from ragen_pl.algorithms.credit import Scope
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.constraints import CountOrZero, PositiveFraction, checked
 
@@ -31,10 +32,15 @@ class Normalizer(Protocol):
     """Normalization rule.
 
     Attributes:
-        identity: the rule changes nothing.
+        scope: trajectories that share a shift and a scale, None if the rule changes nothing.
     """
 
-    identity: ClassVar[bool] = False
+    scope: ClassVar[Scope | None] = "batch"
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the rule compares the returns inside a group."""
+        return self.scope == "group"
 
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
@@ -61,7 +67,7 @@ class Normalizer(Protocol):
 class Raw(Normalizer):
     """Leave returns as they are (the first step of RAGEN's ladder, ARPO)."""
 
-    identity: ClassVar[bool] = True
+    scope: ClassVar[Scope | None] = None
 
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
@@ -73,6 +79,8 @@ class Raw(Normalizer):
 @dataclass(frozen=True, kw_only=True)
 class ByGroup(Normalizer):
     """Center and scale by the group's own returns (its start state's; GRPO's step of the ladder)."""
+
+    scope: ClassVar[Scope | None] = "group"
 
     scale_by_std: bool = True
 
@@ -155,6 +163,11 @@ class Schedule(Normalizer):
                 "numbers, the first 0; set algorithm.normalize.by.starts"
             )
 
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a stage compares the returns inside a group."""
+        return any(stage.needs_groups for stage in self.stages)
+
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
     ) -> Scale:
@@ -197,6 +210,16 @@ class RewardNormalizer:
             )
         self.iteration = 0
 
+    @property
+    def clips(self) -> bool:
+        """Whether normalized returns have a bound."""
+        return self.clip_low is not None or self.clip_high is not None
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the rule compares the returns inside a group."""
+        return self.by.needs_groups
+
     def __call__(
         self,
         turn_rewards: Tensor,
@@ -223,7 +246,7 @@ class RewardNormalizer:
         """
         iteration, self.iteration = self.iteration, self.iteration + 1
         bounded = self.clip_low is not None or self.clip_high is not None
-        if (self.by.identity and not bounded) or not turn_rewards.shape[1]:
+        if (self.by.scope is None and not bounded) or not turn_rewards.shape[1]:
             return turn_rewards
         returns = turn_rewards.sum(1)
         center, scale = self.by(returns, group, iteration=iteration, all_reduce=all_reduce)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
+from difflib import get_close_matches
 from types import FrameType
+from typing import Annotated, Literal, TypedDict, Unpack
 
 import lightning.pytorch as pl
 import torch
+from annotated_types import Ge
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from ragen_pl.constraints import CountOrZero, Positive, RunFacts, checked
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.metrics.rollout import RolloutStatistics
 
 
 class StopSignals:
@@ -67,6 +72,22 @@ class StopSignals:
         raise KeyboardInterrupt if self.received is signal.SIGINT else SIGTERMException
 
 
+class CheckpointSettings(TypedDict, total=False):
+    """Keyword arguments of Lightning's ModelCheckpoint."""
+
+    filename: str | None
+    monitor: str | None
+    mode: Literal["min", "max"]
+    auto_insert_metric_name: bool
+    every_n_epochs: CountOrZero | None
+    every_n_train_steps: CountOrZero | None
+    save_last: bool | Literal["link"] | None
+    save_top_k: Annotated[int, Ge(-1)]
+    save_on_train_epoch_end: bool | None
+    save_weights_only: bool
+    enable_version_counter: bool
+
+
 class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     """Save every few iterations, at the end of the run, and when SIGTERM or Ctrl-C ends it.
 
@@ -81,7 +102,10 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         settings: keyword arguments of Lightning's ModelCheckpoint.
     """
 
-    def __init__(self, *, grace_seconds: float = 25.0, **settings: object) -> None:
+    @checked
+    def __init__(
+        self, *, grace_seconds: Positive = 25.0, **settings: Unpack[CheckpointSettings]
+    ) -> None:
         defaults = {"save_last": True, "enable_version_counter": False}
         super().__init__(**(defaults | settings))  # type: ignore[arg-type]
         self.signals = StopSignals(grace_seconds=grace_seconds)
@@ -157,6 +181,16 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self._measured = False
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that the validation measures the metric."""
+        names = [f"val/{name}" for name in RolloutStatistics.metric_names]
+        if self.monitor not in names:
+            close = get_close_matches(str(self.monitor), names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it measures {', '.join(names)}"
+            raise ValueError(
+                f"callbacks.best.monitor={self.monitor}: the validation measures no such metric; {hint}"
+            )
 
     def forget(self) -> None:
         """Forget this iteration's metrics: the weights are no longer those that were validated."""

@@ -6,7 +6,9 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from ragen_pl.callbacks.access import callbacks_of, mlflow_loggers, run_folder
 from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
+from ragen_pl.constraints import Count, CountOrZero, Fraction, RunFacts, checked, shown
 from ragen_pl.files import atomic_write
 from ragen_pl.modules.agent import AgentModule
 
@@ -26,6 +29,7 @@ GOOD, EVENTS = "good.ckpt", "collapse.jsonl"
 _TAG_LENGTH = 5000
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
     """A limit on one reading of `Diagnostics`; exactly one of `below` and `above` is given.
@@ -41,15 +45,15 @@ class Alarm:
     reading: str
     below: float | None = None
     above: float | None = None
-    patience: int = 1
-    calm_above: float | None = None
+    patience: Count = 1
+    calm_above: Fraction | None = None
 
     def __post_init__(self) -> None:
         """Check that there is exactly one limit."""
-        if (self.below is None) == (self.above is None) or self.patience < 1:
+        if (self.below is None) == (self.above is None):
             raise ValueError(
-                f"alarm on {self.reading}: found below={self.below}, above={self.above}, "
-                f"patience={self.patience}; expected one of the two limits and a patience of at least 1"
+                f"alarm on {self.reading}: found below={shown(self.below)} and above={shown(self.above)}, "
+                "expected one of below and above; set the other to null"
             )
 
     def holds(self, readings: Mapping[str, float]) -> bool:
@@ -92,16 +96,17 @@ class CollapseMonitor(pl.Callback):
         max_rollbacks: number of rollbacks after which the run is stopped instead.
     """
 
+    @checked
     def __init__(
         self,
         *,
         alarms: Mapping[str, Alarm],
-        actions: Sequence[Action | str] = (Action.WARN,),
+        actions: Sequence[Action] = (Action.WARN,),
         mitigation: Mitigation | None = None,
-        grace: int = 2,
-        cooldown: int = 5,
-        good_every_n_iterations: int = 5,
-        max_rollbacks: int = 3,
+        grace: CountOrZero = 2,
+        cooldown: CountOrZero = 5,
+        good_every_n_iterations: Count = 5,
+        max_rollbacks: CountOrZero = 3,
     ) -> None:
         self.alarms = {name: alarm for name, alarm in alarms.items() if alarm is not None}
         self.actions = frozenset(Action(action) for action in actions)
@@ -116,6 +121,26 @@ class CollapseMonitor(pl.Callback):
         self.rollbacks = 0
         # Iteration of the state kept for a rollback.
         self.good: int | None = None
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check the alarms' readings and the mitigation's filter against the run."""
+        if not any(isinstance(callback, Diagnostics) for callback in facts.callbacks):
+            raise ValueError(
+                "callbacks.diagnostics=null: callbacks.collapse reads it; set callbacks.collapse=null too"
+            )
+        for name, alarm in self.alarms.items():
+            if not any(fnmatchcase(alarm.reading, pattern) for pattern in facts.readings):
+                close = get_close_matches(alarm.reading, facts.readings, n=1)
+                raise ValueError(
+                    f"callbacks.collapse.alarms.{name}.reading={alarm.reading}: no such reading; "
+                    + (f"did you mean {close[0]}?" if close else "docs/diagnostics.md lists them")
+                )
+        group_filter = self.mitigation.group_filter if Action.MITIGATE in self.actions else None
+        if group_filter is not None and group_filter.needs_groups and facts.group_size == 1:
+            raise ValueError(
+                "rollout.group_size=1: callbacks.collapse.mitigation.group_filter compares the episodes of a group; "
+                "set at least 2, or keep all groups"
+            )
 
     # ---- Lightning's hooks
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import lightning.pytorch as pl
+from annotated_types import Ge
 
 from ragen_pl.callbacks.access import mlflow_loggers, rollout_metrics_of
 from ragen_pl.callbacks.reasoning_probe import (
@@ -20,6 +21,7 @@ from ragen_pl.callbacks.reasoning_probe import (
     first_thoughts,
     probe_reasoning,
 )
+from ragen_pl.constraints import Count, CountOrZero, checked
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
 from ragen_pl.metrics.sums import ratio
@@ -85,22 +87,15 @@ class Diagnostics(RolloutCallback):
         window: number of earlier iterations whose median gradient norm a spike is measured against.
     """
 
+    @checked
     def __init__(
         self,
         *,
-        probe_every_n_iterations: int = 10,
-        prompts: int = 16,
-        first: int = 5,
-        window: int = 10,
+        probe_every_n_iterations: Count = 10,
+        prompts: CountOrZero = 16,
+        first: Count = 5,
+        window: Annotated[int, Ge(2)] = 10,
     ) -> None:
-        for name, value, minimum in (
-            ("probe_every_n_iterations", probe_every_n_iterations, 1),
-            ("prompts", prompts, 0),
-            ("first", first, 1),
-            ("window", window, 2),
-        ):
-            if value < minimum:
-                raise ValueError(f"diagnostics.{name}={value}: expected at least {minimum}")
         self.probe_every_n_iterations, self.prompts = probe_every_n_iterations, prompts
         self.first, self.window = first, window
         # Readings of the iteration that just ended.

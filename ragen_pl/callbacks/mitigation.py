@@ -7,7 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.callbacks.access import datamodule_of
+from ragen_pl.constraints import NonNegative, Positive, PositiveFraction, checked
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.modules.agent import AgentModule
 
@@ -20,6 +22,7 @@ _SWITCHES = (
 )
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Mitigation:
     """Settings to switch to; None leaves a setting as it is.
@@ -34,13 +37,13 @@ class Mitigation:
         group_filter: filter of the groups that are trained on, the DataModule's `group_filter`.
     """
 
-    clip_high: float | None = 0.28
-    kl_coefficient: float | None = None
-    entropy_target: float | None = None
-    entropy_rate: float = 0.01
-    entropy_most: float = 0.05
-    learning_rate_share: float | None = None
-    group_filter: Any = None
+    clip_high: Positive | None = 0.28
+    kl_coefficient: NonNegative | None = None
+    entropy_target: NonNegative | None = None
+    entropy_rate: NonNegative = 0.01
+    entropy_most: NonNegative = 0.05
+    learning_rate_share: PositiveFraction | None = None
+    group_filter: GroupFilter | None = None
 
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the run can switch to these settings.

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ragen_pl.callbacks.access import mlflow_loggers, rollout_metrics_of, run_folder, run_title
+from ragen_pl.constraints import Count, checked
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.viewing.plots import Row, draw_plots
@@ -32,9 +33,8 @@ class PlotRun(RolloutCallback):
         every_n_iterations: iterations between two drawings; the end of a run always draws.
     """
 
-    def __init__(self, *, every_n_iterations: int = 20) -> None:
-        if every_n_iterations < 1:
-            raise ValueError(f"every_n_iterations={every_n_iterations}: expected at least 1")
+    @checked
+    def __init__(self, *, every_n_iterations: Count = 20) -> None:
         self.every_n_iterations = every_n_iterations
         self.rows: list[Row] = []
         # Until when the time has been assigned to a phase, and the time of the run up to then, including

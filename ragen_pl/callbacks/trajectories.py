@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from ragen_pl.callbacks.access import datamodule_of, mlflow_loggers, run_folder, run_title
+from ragen_pl.constraints import Count, CountOrZero, checked
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
@@ -38,12 +39,10 @@ class LogTrajectories(RolloutCallback):
         traces: number of the kept episodes that become MLflow traces.
     """
 
-    def __init__(self, *, every_n_iterations: int = 10, count: int = 4, traces: int = 2) -> None:
-        if every_n_iterations < 1 or count < 0 or traces < 0:
-            raise ValueError(
-                f"every_n_iterations={every_n_iterations}, count={count} and traces={traces}: "
-                "expected at least 1, 0 and 0"
-            )
+    @checked
+    def __init__(
+        self, *, every_n_iterations: Count = 10, count: CountOrZero = 4, traces: CountOrZero = 2
+    ) -> None:
         self.every_n_iterations, self.count, self.traces = every_n_iterations, count, traces
 
     def on_rollout_end(

@@ -70,7 +70,9 @@ def hydra_main(
 
             @functools.wraps(task)
             def checked(cfg: DictConfig) -> object:
-                check_config(cfg)
+                # values that a sweeper draws are known here only
+                if traceback_wanted or args.multirun:
+                    check_config(cfg)
                 return task(cfg)
 
             job = checked if traceback_wanted else one_line_errors(checked)

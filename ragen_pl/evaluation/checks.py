@@ -1,4 +1,4 @@
-"""What can be known of an evaluation before anything heavy is imported."""
+"""Checks of an evaluation before heavy packages are imported."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.evaluation.validation_sets import validation_settings
-from ragen_pl.run.checks import check_environment, check_folder
+from ragen_pl.run.checks import check_folder
+from ragen_pl.run.environment_check import make_environment
 from ragen_pl.run.tracking import check_reachable, known_run
 
-_MEND = "give a folder that can be written"
+_HINT = "give a folder that can be written"
 _NO_WEIGHTS = (
     "ckpt has no value; give a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, "
     "best or last; or "
 )
 
 
-def preflight(cfg: DictConfig) -> None:
-    """Check weights, validation sets, sampling and tracking; takes a fraction of a second.
+def check_evaluation(cfg: DictConfig) -> None:
+    """Check weights, validation sets, sampling and tracking.
 
     Raises:
-        ConfigError: on the first thing that can't be done.
+        ConfigError: with the first thing that is wrong.
     """
     check_source(cfg)
     validation_sets = validation_settings(cfg)
     if not validation_sets:
-        raise ConfigError("validation sets is empty; give one, such as validation_sets=held_out")
+        raise ConfigError("validation_sets is empty; give one, such as validation_sets=held_out")
     for validation_set in validation_sets:
         try:
-            check_environment(OmegaConf.create(validation_set.env))
+            make_environment(OmegaConf.create(validation_set.env))
         except ConfigError as error:
             raise ConfigError(f"validation_sets.{validation_set.name}: {error}") from error
     pass_ks(cfg)
@@ -39,14 +40,14 @@ def preflight(cfg: DictConfig) -> None:
     if run is not None:
         check_reachable(run["tracking_uri"])
     if cfg.to is not None:
-        check_folder(Path(cfg.to).expanduser().absolute(), said=f"to={cfg.to}", hint=_MEND)
+        check_folder(Path(cfg.to).expanduser().absolute(), place=f"to={cfg.to}", hint=_HINT)
 
 
 def check_export(cfg: DictConfig) -> None:
     """Check weights and the folder to write.
 
     Raises:
-        ConfigError: on the first thing that can't be done.
+        ConfigError: with the first thing that is wrong.
     """
     check_source(cfg)
     if cfg.to is None:
@@ -58,14 +59,14 @@ def check_export(cfg: DictConfig) -> None:
         )
     if cfg.source.checkpoint and Path(cfg.source.checkpoint) == folder.absolute():
         raise ConfigError(f"to={cfg.to}: the weights are read from there; give another folder")
-    check_folder(folder.absolute(), said=f"to={cfg.to}", hint=_MEND)
+    check_folder(folder.absolute(), place=f"to={cfg.to}", hint=_HINT)
 
 
 def is_greedy(cfg: DictConfig) -> bool:
-    """Return whether the most probable tokens are taken: by default where there is one sample a start.
+    """Return whether decoding is greedy, by default where each episode is played once.
 
     Raises:
-        ConfigError: several greedy samples are asked for.
+        ConfigError: greedy decoding with several samples.
     """
     if cfg.greedy and cfg.samples > 1:
         raise ConfigError(
@@ -75,10 +76,10 @@ def is_greedy(cfg: DictConfig) -> bool:
 
 
 def pass_ks(cfg: DictConfig) -> list[int]:
-    """Return the k of pass@k: by default the powers of two up to the samples, none for one sample.
+    """Return the k of pass@k, by default the powers of two up to `samples`, none for one sample.
 
     Raises:
-        ConfigError: a k is above the samples of a start.
+        ConfigError: a k is above `samples`.
     """
     samples: int = cfg.samples
     if cfg.pass_at is None:
@@ -92,7 +93,7 @@ def pass_ks(cfg: DictConfig) -> list[int]:
 
 
 def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
-    """Return `run_id` and `tracking_uri` of the training run in MLflow, None where there is none."""
+    """Return `run_id` and `tracking_uri` of the training run in MLflow, None without one."""
     if not cfg.mlflow or cfg.source.run is None:
         return None
     return known_run(Path(cfg.source.run)) or None

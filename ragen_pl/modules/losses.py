@@ -54,6 +54,11 @@ class ReferenceKL:
     place: KLPlace = KLPlace.LOSS
     reference: Reference = field(default_factory=FrozenCopy)
 
+    @property
+    def changes_rewards(self) -> bool:
+        """Whether the penalty is taken from the rewards."""
+        return self.place is KLPlace.REWARD and self.coefficient > 0
+
 
 @dataclass(slots=True)
 class LossResult:

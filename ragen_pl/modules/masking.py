@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.masks import above_quantile, sampled, top_in_turn
-from ragen_pl.constraints import PositiveFraction, checked
+from ragen_pl.constraints import PositiveFraction, RunFacts, checked
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
@@ -74,6 +75,61 @@ class Masks:
                 "algorithm.masks.importance: scores choose among sampled tokens, and observations=true trains on "
                 "text that was shown; set one of them off"
             )
+        if _weights(self.advantage).dtype != torch.bool:
+            raise ValueError(
+                f"algorithm.masks.advantage={_name(self.advantage)}: a token is a step of credit or is not, it "
+                "cannot be part of one; set weights in algorithm.masks.loss"
+            )
+        shown = [mask for mask in (self.loss, self.advantage) if _weight(mask, Span.SHOWN)]
+        if self.observations and not shown:
+            raise ValueError(
+                "algorithm.masks.observations=true: neither mask holds text that was shown; set "
+                "algorithm.masks.loss._target_=ragen_pl.algorithms.masks.all_text, or observations=false"
+            )
+        if shown and not self.observations:
+            raise ValueError(
+                f"algorithm.masks.observations=false: {_name(shown[0])} would hold sampled tokens only; set "
+                "algorithm.masks.observations=true"
+            )
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check the masks against the context and the form of responses."""
+        if self.observations and facts.window != "all":
+            raise ValueError(
+                f"context.window={facts.window}: masks over text that was shown need the trajectory as one "
+                "undivided sequence, else a text is trained on once for each turn that shows it; "
+                "set context.window=all"
+            )
+        if self.observations and facts.left_out_turns:
+            raise ValueError(
+                f"context.leave_out.turns={facts.left_out_turns}: algorithm.masks.observations=true trains on the "
+                "trajectory as one undivided sequence; set turns=0"
+            )
+        for key, mask in (("loss", self.loss), ("advantage", self.advantage)):
+            singles_out_thoughts = _weight(mask, Span.THINK) != _weight(mask, Span.OTHER)
+            if singles_out_thoughts and "think" not in facts.blocks:
+                raise ValueError(
+                    f"algorithm.masks.{key}={_name(mask)}: env.prompt_format={facts.prompt_format} has no "
+                    "reasoning; set another mask"
+                )
+
+
+# a turn with a token of each kind
+_LABELS = (Span.SHOWN, Span.THINK, Span.OTHER, Span.ACTION, Span.END)
+
+
+def _weights(mask: Mask) -> Tensor:
+    return mask(torch.tensor([_LABELS]), torch.zeros(1, len(_LABELS), dtype=torch.int64))
+
+
+def _weight(mask: Mask, label: Span) -> float:
+    """Return what a mask gives a token of this label, beside tokens of other labels."""
+    return float(_weights(mask)[0, _LABELS.index(label)])
+
+
+def _name(mask: Mask) -> str:
+    function = mask.func if isinstance(mask, partial) else mask
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragen_pl.constraints import Count, Positive, checked
+from ragen_pl.constraints import Count, Positive, RunFacts, checked
 from ragen_pl.trajectory import Turn
 
 
@@ -43,15 +43,11 @@ class AdaptiveTemperature:
                 f"rollout.adaptive_temperature.low={self.low}: expected at most high={self.high}; change one of them"
             )
 
-    def check_base(self, base: float) -> None:
-        """Check that a base temperature can be reached.
-
-        Raises:
-            ValueError: it is outside the bounds.
-        """
-        if not self.low <= base <= self.high:
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that the base temperature is inside the bounds."""
+        if not self.low <= facts.temperature <= self.high:
             raise ValueError(
-                f"rollout.temperature={base}: outside rollout.adaptive_temperature's low={self.low} and "
+                f"rollout.temperature={facts.temperature}: outside rollout.adaptive_temperature's low={self.low} and "
                 f"high={self.high}, which would never use it; set one between them"
             )
 

@@ -1,4 +1,4 @@
-"""Whether an environment keeps the protocol, found out by playing its first turn before a model is built."""
+"""Checks of an environment before a model is built: it is made, and its first turn is played."""
 
 from __future__ import annotations
 
@@ -8,148 +8,186 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.error import Error
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.rollout.environments import EnvironmentManager, EnvironmentSlot, EpisodeSpec
+from ragen_pl.config.errors import ConfigError, config_errors, in_one_line
+from ragen_pl.rollout.environments import (
+    EnvironmentManager,
+    EnvironmentSlot,
+    EpisodeSpec,
+    environment_maker,
+)
 from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.trajectory import Observation
 
 _SEED = 0
-_LOOKS = 32  # of a player, which may play in several ways by chance
-_RESERVED = ("||", "<", ">")  # of the response's form
+# of each scripted policy: it may choose by chance
+_ACTIONS = 32
+# marks of a response's form
+_RESERVED = ("||", "<", ">")
 
 
-def probe(cfg: DictConfig) -> None:
-    """Make the config's environment, begin an episode, let every player look at it and take a step.
+def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
+    """Make an environment from the node `env` of a config.
 
     Raises:
-        ConfigError: it breaks the protocol; with what was found, what is expected and the mend.
+        ConfigError: it does not exist or does not take its settings.
     """
+    kwargs = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
+    assert isinstance(kwargs, dict)
+    hint = (
+        "give a gymnasium id such as envs:ragen/FrozenLake-v0, or a class path such as "
+        "my_package.my_module.MyEnv"
+    )
+    with config_errors(f"env.target={env.target}", hint=hint):
+        make = environment_maker(str(env.target))
+    try:
+        return make(**{str(name): value for name, value in kwargs.items()})
+    except (Error, ImportError) as error:
+        raise ConfigError(f"env.target={env.target}: {in_one_line(error)}; {hint}") from error
+    except Exception as error:  # whatever an environment's own constructor raises
+        text = str(error).split(" was raised from the environment creator")[0]
+        raise ConfigError(f"env.kwargs of {env.target}: {text}") from error
+
+
+def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
+    """Make the config's environment, play its first turn and return it unwrapped.
+
+    Scripted policies choose actions in it, and the curriculum's options are tried.
+
+    Raises:
+        ConfigError: it breaks the protocol; with what was found, what was expected and the remedy.
+    """
+    place = f"env.target={cfg.env.target}"
+    env = make_environment(cfg.env)
+    _check_members(env, place=place)
     settings = OmegaConf.to_container(cfg.env, resolve=True)
     assert isinstance(settings, dict)
-    managed = {str(key): value for key, value in settings.items() if key not in ("name", "visual")}
-    manager = EnvironmentManager(**managed)
-    said = f"env.target={cfg.env.target}"
-    slots = [manager.make() for _ in range(2)]
-    for env in slots:
-        _check_members(env, said=said)
-    first, again = (_begin(manager, env, said=said) for env in slots)
-    if not _same(first.observation, again.observation):
+    manager = EnvironmentManager(
+        **{str(key): value for key, value in settings.items() if key not in ("name", "visual")}
+    )
+    first, second = (_reset(manager, env, place=place) for _ in range(2))
+    if not _same(first.observation, second.observation):
         raise ConfigError(
-            f"{said}: two resets with seed {_SEED} began differently; draw from self.np_random only"
+            f"{place}: two resets with seed {_SEED} began differently; draw from self.np_random only"
         )
-    _check_images(first, cfg, said=said)
-    _check_state_key(first, cfg, said=said)
-    for key, scripted_policy in _players(cfg):
-        _check_player(first, scripted_policy, key=key)
-    _check_step(manager, first, said=said)
-    for slot in (first, again):
-        slot.env.close()
+    _check_images(first, cfg, place=place)
+    _check_state_key(first, cfg, place=place)
+    for key, policy in _scripted_policies(cfg):
+        _check_scripted_policy(first, policy, key=key)
+    _check_step(manager, first, place=place)
+    _check_options(env, OmegaConf.select(cfg, "curriculum.options"))
+    env.close()
+    return env.unwrapped
 
 
-def _check_members(env: object, *, said: str) -> None:
+def _check_members(env: object, *, place: str) -> None:
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(
-            f"{said}: found a {type(env).__name__}, expected a gymnasium.Env; derive it from that"
+            f"{place}: found a {type(env).__name__}, expected a gymnasium.Env; derive it from that"
         )
     environment: Any = env.unwrapped
     space = getattr(environment, "action_space", None)
     if not isinstance(space, spaces.Discrete):
-        raise ConfigError(f"{said}: found action_space={space}, expected Discrete(n); set it")
+        raise ConfigError(f"{place}: found action_space={space}, expected Discrete(n); set it")
     names = getattr(environment, "action_names", None)
     if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != space.n:
         raise ConfigError(
-            f"{said}: found action_names={names!r}, expected a name for each of {space.n} actions; "
+            f"{place}: found action_names={names!r}, expected a name for each of {space.n} actions; "
             'set action_names = ("Up", …)'
         )
     plain = [str(name).strip().casefold() for name in names]
     if len(set(plain)) < len(plain) or not all(plain):
         raise ConfigError(
-            f"{said}: found action_names={tuple(names)!r}, expected names that differ; case does not count"
+            f"{place}: found action_names={tuple(names)!r}, expected names that differ; case does not count"
         )
     if any(mark in name for name in plain for mark in _RESERVED):
         raise ConfigError(
-            f"{said}: found action_names={tuple(names)!r}, expected none of {', '.join(_RESERVED)} in them"
+            f"{place}: found action_names={tuple(names)!r}, expected none of {', '.join(_RESERVED)} in them"
         )
 
 
-def _begin(
-    manager: EnvironmentManager, env: gymnasium.Env[Any, Any], *, said: str
+def _reset(
+    manager: EnvironmentManager, env: gymnasium.Env[Any, Any], *, place: str
 ) -> EnvironmentSlot:
-    with config_errors(f"{said}: reset(seed={_SEED}, options=None) raised"):
-        found: Any = env.reset(seed=_SEED, options=None)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+    with config_errors(f"{place}: reset(seed={_SEED}, options=None) raised"):
+        result: Any = env.reset(seed=_SEED, options=None)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise ConfigError(
-            f"{said}: reset returned {_kind(found)}, expected (observation, info); return both"
+            f"{place}: reset returned {_kind(result)}, expected (observation, info); return both"
         )
-    slot = EnvironmentSlot(env=env, spec=EpisodeSpec(group=0, member=0, seed=_SEED))
-    with config_errors(said):
-        manager.observe(slot, found[0])
-    if not isinstance(slot.state_description, str | None):
-        raise ConfigError(
-            f"{said}: describe() returned {_kind(slot.state_description)}, expected a str"
-        )
+    slot = EnvironmentSlot(env=env, start=EpisodeSpec(group=0, member=0, seed=_SEED))
+    with config_errors(place):
+        manager.look(slot, result[0])
+    if not isinstance(slot.truth, str | None):
+        raise ConfigError(f"{place}: describe() returned {_kind(slot.truth)}, expected a str")
     return slot
 
 
-def _check_images(slot: EnvironmentSlot, cfg: DictConfig, *, said: str) -> None:
+def _check_images(slot: EnvironmentSlot, cfg: DictConfig, *, place: str) -> None:
     shows = bool(slot.observation and slot.observation.images)
     if shows != bool(cfg.env.get("visual", shows)):
         found, value = ("an image", "true") if shows else ("no image", "false")
         raise ConfigError(
-            f"{said}: found {found} in its observation; set env.visual={value} "
+            f"{place}: found {found} in its observation; set env.visual={value} "
             f"model={'small_vlm' if shows else 'small_lm'}"
         )
 
 
-def _check_state_key(slot: EnvironmentSlot, cfg: DictConfig, *, said: str) -> None:
+def _check_state_key(slot: EnvironmentSlot, cfg: DictConfig, *, place: str) -> None:
     if not OmegaConf.select(cfg, "validation.held_out"):
         return
     key = getattr(slot.env.unwrapped, "state_key", None)
     if key is None or not isinstance(key(), str):
         raise ConfigError(
-            f"{said}: has no state_key() that returns a str, which validation.held_out=true needs; "
+            f"{place}: has no state_key() that returns a str, which validation.held_out=true needs; "
             "write one, or set validation.held_out=false"
         )
 
 
-def _players(cfg: DictConfig) -> list[tuple[str, DictConfig]]:
-    found = OmegaConf.select(cfg, "validation.baselines") or {}
-    scripted_policies = [
-        (f"validation.baselines.{name}", scripted_policy)
-        for name, scripted_policy in found.items()
-        if scripted_policy
+def _scripted_policies(cfg: DictConfig) -> list[tuple[str, DictConfig]]:
+    baselines = OmegaConf.select(cfg, "validation.baselines") or {}
+    policies = [
+        (f"validation.baselines.{name}", policy) for name, policy in baselines.items() if policy
     ]
     if OmegaConf.select(cfg, "warm_start.enabled"):
-        scripted_policies.append(("warm_start.demonstrator", cfg.warm_start.demonstrator))
-    return scripted_policies
+        policies.append(("warm_start.demonstrator", cfg.warm_start.demonstrator))
+    return policies
 
 
-def _check_player(slot: EnvironmentSlot, scripted_policy: DictConfig, *, key: str) -> None:
-    with config_errors(
-        key, hint=f"give the environment what it asks for, or another player ({key}=…)"
-    ):
-        chooser, rng = instantiate(scripted_policy), np.random.default_rng(_SEED)
-        actions = [chooser.act(slot.env, rng) for _ in range(_LOOKS)]
+def _check_scripted_policy(slot: EnvironmentSlot, settings: DictConfig, *, key: str) -> None:
+    hint = f"give the environment what it asks for, or choose another policy ({key}=…)"
+    with config_errors(key, hint=hint):
+        policy, rng = instantiate(settings), np.random.default_rng(_SEED)
+        actions = [policy.act(slot.env, rng) for _ in range(_ACTIONS)]
         last = len(slot.action_names) - 1
         if wrong := [action for action in actions if not 0 <= action <= last]:
             raise ValueError(f"chose action {wrong[0]}, expected 0 to {last}")
 
 
-def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, said: str) -> None:
-    with config_errors(f"{said}: step(0) raised"):
-        found: Any = slot.env.step(0)
-    if not (isinstance(found, tuple) and len(found) == 5 and isinstance(found[4], dict)):
+def _check_options(env: gymnasium.Env[Any, Any], options: DictConfig | None) -> None:
+    """Check that the environment takes the curriculum's reset options."""
+    if not options:
+        return
+    plain: Any = OmegaConf.to_container(options, resolve=True)
+    with config_errors(f"curriculum.options={plain}"):
+        env.reset(seed=_SEED, options=plain)
+
+
+def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: str) -> None:
+    with config_errors(f"{place}: step(0) raised"):
+        output: Any = slot.env.step(0)
+    if not (isinstance(output, tuple) and len(output) == 5 and isinstance(output[4], dict)):
         raise ConfigError(
-            f"{said}: step returned {_kind(found)}, expected (observation, reward, terminated, "
+            f"{place}: step returned {_kind(output)}, expected (observation, reward, terminated, "
             "truncated, info)"
         )
     slot.env.reset(seed=_SEED, options=None)
     result = manager.step([slot], [ParsedResponse(actions=[0])])[0]
     if result.error:
-        raise ConfigError(f"{said}: {result.error.partition(': ')[2]}")
+        raise ConfigError(f"{place}: {result.error.partition(': ')[2]}")
 
 
 def _same(one: Observation | None, other: Observation | None) -> bool:
@@ -161,5 +199,5 @@ def _same(one: Observation | None, other: Observation | None) -> bool:
 
 def _kind(value: object) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
+        return f"({', '.join(type(item).__name__ for item in value)})"
     return f"a {type(value).__name__}"

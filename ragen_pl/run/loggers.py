@@ -53,6 +53,11 @@ class RunLogger(MLFlowLogger):
         ConfigError: the server cannot be reached or returns an error.
     """
 
+    @classmethod
+    def check_settings(cls, settings: Mapping[str, Any], *, root: str) -> None:
+        """Check that the tracking server can be reached."""
+        check_reachable(tracking_uri(root, uri=settings.get("uri")))
+
     def __init__(
         self,
         *,

@@ -1,4 +1,4 @@
-"""What can be known of an episode to play before anything heavy is imported."""
+"""Checks of an episode to play before heavy packages are imported."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from omegaconf import DictConfig
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.evaluation.checks import check_source
-from ragen_pl.run.checks import check_environment
+from ragen_pl.run.environment_check import make_environment
 
 FORMATS = (".gif", ".png")
 
 
-def preflight(cfg: DictConfig) -> None:
+def check_play(cfg: DictConfig) -> None:
     """Check policy, environment and the file to save.
 
     Raises:
-        ConfigError: on the first thing that can't be done.
+        ConfigError: with the first thing that is wrong.
     """
     if cfg.policy == "agent":
         check_source(cfg, instead="policy=human, random or optimal, which need none")
     elif cfg.policy != "human" and not (cfg.validation.baselines or {}).get(cfg.policy):
         raise ConfigError(
-            f"policy={cfg.policy}: validation.baselines has no player of that name for this environment; "
+            f"policy={cfg.policy}: validation.baselines has no policy of that name for this environment; "
             "use policy=human or policy=agent"
         )
-    check_environment(cfg.env)
+    make_environment(cfg.env)
     if cfg.save is not None:
         file = Path(cfg.save).expanduser()
         if file.suffix.lower() not in FORMATS:

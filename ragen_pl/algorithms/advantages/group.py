@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, Scope, broadcast
 from ragen_pl.algorithms.whitening import AllReduce
 
 
@@ -107,6 +107,11 @@ class GroupRelative(Estimator):
 
     needs_groups: ClassVar[bool] = True
     scale_by_std: bool = True
+
+    @property
+    def standardizes(self) -> Scope | None:
+        """The group, where its deviation divides."""
+        return "group" if self.scale_by_std else None
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `grpo` or `dr_grpo` to the returns."""

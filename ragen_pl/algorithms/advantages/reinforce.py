@@ -11,6 +11,7 @@ from ragen_pl.algorithms.credit import (
     Advantages,
     Credit,
     Estimator,
+    Scope,
     broadcast,
     finish,
 )
@@ -125,6 +126,11 @@ class RawReturn(Estimator):
 @dataclass(frozen=True, kw_only=True)
 class BatchRelative(Estimator):
     """Returns standardized over the whole batch, all ranks included (BRPO)."""
+
+    @property
+    def standardizes(self) -> Scope | None:
+        """The batch."""
+        return "batch"
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `batch` to the returns."""
