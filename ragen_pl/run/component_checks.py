@@ -20,7 +20,8 @@ from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.readings import declared_readings
 from ragen_pl.constraints import ChecksRun, ChecksSettings, RunFacts
-from ragen_pl.modules.losses import LossSettings, Masks
+from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.modules.masking import Masks
 from ragen_pl.rollout.formats import PromptFormat
 from ragen_pl.run.build import build_callbacks
 
@@ -31,7 +32,7 @@ class Components:
 
     estimator: Estimator
     masks: Masks
-    loss: LossSettings
+    loss: UpdateLoss
     normalizer: RewardNormalizer | None
     group_filter: GroupFilter | None
     rewards: dict[str, Any]

@@ -96,7 +96,7 @@ class Unhelpful(Sound):
 
 
 class ThirdResetRaises(Sound):
-    """Sound while it is looked at; every later reset fails."""
+    """Sound while it is checked; every later reset fails."""
 
     made = 0
 
@@ -105,6 +105,6 @@ class ThirdResetRaises(Sound):
         type(self).made += 1
 
     def reset(self, *, seed=None, options=None):
-        if type(self).made > 3:
+        if type(self).made > 1:
             raise ConnectionError("the simulator has gone")
         return super().reset(seed=seed)

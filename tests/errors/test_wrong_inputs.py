@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from ragen_pl.config import ConfigError, config_dir
-from ragen_pl.run.checks import preflight
+from ragen_pl.run.checks import check_run
 
 HERE = Path(__file__).parent
 
@@ -97,14 +97,14 @@ def test_a_environment_that_breaks_the_protocol_is_refused(
     monkeypatch.syspath_prepend(str(HERE))
     custom.env.target, custom.paths.root = f"broken_environments.{environment}", str(tmp_path)
     with pytest.raises(ConfigError, match=told) as error:
-        preflight(custom)
+        check_run(custom)
     assert "\n" not in str(error.value)
 
 
 def test_a_sound_environment_passes(custom, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(HERE))
     custom.env.target, custom.paths.root = "broken_environments.Sound", str(tmp_path)
-    preflight(custom)
+    check_run(custom)
 
 
 def test_a_environment_that_fails_later_on_is_told(fit):

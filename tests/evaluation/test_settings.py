@@ -15,7 +15,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
-from ragen_pl.evaluation.checks import check_export, is_greedy, pass_ks, preflight
+from ragen_pl.evaluation.checks import check_evaluation, check_export, is_greedy, pass_ks
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.run.checkpoints import find_checkpoint
@@ -157,7 +157,7 @@ def test_validation_sets_change_the_environment_and_count_held_out_states(root: 
         # The maps of the run are as large as those of `largest`.
         "held_out": 20, "short": 20, "largest": 20,
     }  # fmt: skip
-    preflight(cfg)
+    check_evaluation(cfg)
 
 
 def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
@@ -213,7 +213,7 @@ def test_wrong_arguments_are_rejected_in_one_line(
     if not any(one.startswith("paths.root") for one in filled):
         filled.append(f"paths.root={root}")
     with pytest.raises(Exception, match=message) as caught:
-        preflight(checked(*filled))
+        check_evaluation(checked(*filled))
     assert isinstance(caught.value, ConfigError)
     assert "\n" not in str(caught.value)
 

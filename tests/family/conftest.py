@@ -15,6 +15,8 @@ import envs  # noqa: F401
 from ragen_pl.config import check_config, config_dir
 from ragen_pl.rewards.shaping import Gather
 from ragen_pl.run.build import assemble, build_agent, build_datamodule
+from ragen_pl.run.component_checks import check_components
+from ragen_pl.run.environment_check import check_environment
 from ragen_pl.trajectory import Span, Trajectory
 
 torch.set_num_threads(1)
@@ -61,6 +63,7 @@ def compose_config(*overrides: str):
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose("fit", overrides=[*TINY, *overrides])
     check_config(cfg)
+    check_components(cfg, check_environment(cfg))
     return cfg
 
 

@@ -170,12 +170,12 @@ def test_trico_with_nothing_discounted_and_the_same_masks_is_starpo(run) -> None
 REFUSED = [
     ("grpo rollout.group_size=1", "GroupRelative compares"),
     ("gigpo rollout.group_size=1", "GroupInGroup compares"),
-    ("starpo_s rollout.group_size=1", "judges a group by how its returns differ"),
-    (f"starpo rollout.group_size=1 {BY}.ByGroup", "would make every return 0"),
+    ("starpo_s rollout.group_size=1", r"GroupFilter \(algorithm.filter\) compares"),
+    (f"starpo rollout.group_size=1 {BY}.ByGroup", r"RewardNormalizer \(algorithm.normalize\) compares"),
     ("starpo algorithm.filter.resample=1", "does not judge each group by itself"),
     ("starpo_s algorithm.filter.resample=1", "TopFraction does not judge"),
-    (f"grpo {BY}.ByGroup", "standardises returns itself"),
-    (f"brpo {BY}.ByBatch", "standardises returns itself"),
+    (f"grpo {BY}.ByGroup", "standardizes returns itself"),
+    (f"brpo {BY}.ByBatch", "standardizes returns itself"),
     ("starpo algorithm.critic=none", "MaskedGAE needs values"),
     ("rico context.window=1", "one undivided sequence"),
     ("starpo context.window=all algorithm.masks.observations=true", "neither mask holds text"),
@@ -186,12 +186,12 @@ REFUSED = [
     ("starpo algorithm.loss.entropy_target=1.0", "no entropy bonus to steer"),
     ("grpo algorithm.critic=shared", "asks no critic for values"),
     ("grpo env.turn_limit_bootstraps=true", "no values to bootstrap from"),
-    (f"starpo rollout.group_size=1 {BY}.Schedule", "by=Schedule would make every return 0"),
+    (f"starpo rollout.group_size=1 {BY}.Schedule", r"RewardNormalizer \(algorithm.normalize\) compares"),
     ("starpo algorithm.filter.rescale=linear", "the share is 1"),
     (
         "starpo rollout.group_size=1 callbacks.collapse.actions=[mitigate] callbacks.collapse.mitigation.group_filter="
         "{keep:{_target_:ragen_pl.algorithms.group_filter.AboveDeviation}}",
-        "callbacks.collapse.mitigation.group_filter judges a group",
+        "callbacks.collapse.mitigation.group_filter compares",
     ),
     (f"starpo env.prompt_format=no_think {MASK}.think_span", "has no reasoning"),
     (

@@ -1,0 +1,127 @@
+"""Checks of a run before its model is built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.run.checks import check_run
+from ragen_pl.run.environment_check import make_environment
+
+FROZEN_LAKE = "envs:ragen/FrozenLake-v0"
+
+
+def config(root: Path, **changes: object) -> DictConfig:
+    return OmegaConf.create(
+        {
+            "env": {"name": "lake", "target": FROZEN_LAKE, "kwargs": {"size": 4}},
+            "paths": {"root": str(root), "run_dir": None},
+            "ckpt_path": None,
+            "logger": {"_target_": "ragen_pl.run.loggers.RunLogger"},
+            **changes,
+        }
+    )
+
+
+def env(target: str, **kwargs: object) -> DictConfig:
+    return OmegaConf.create({"target": target, "kwargs": kwargs})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (env(FROZEN_LAKE, size=1), "size: found 1, expected a whole number"),
+        (env(FROZEN_LAKE, sise=4), "unexpected keyword argument 'sise'"),
+        (env("envs:ragen/FrozenLak-v0"), "env.target=envs:ragen/FrozenLak-v0: .*FrozenLake"),
+        (env("no_such_package.Env"), "env.target=no_such_package.Env: .*no_such_package"),
+        (env("envs.frozen_lake.FrozenPond"), "FrozenPond"),
+        (env("FrozenPond"), "env.target=FrozenPond: "),
+    ],
+)
+def test_environment_that_cannot_be_made_is_refused(settings: DictConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_environment(settings)
+
+
+def test_ids_and_class_paths_make_environments() -> None:
+    make_environment(env(FROZEN_LAKE, size=5))
+    make_environment(env("envs.frozen_lake.FrozenLake", size=5))
+
+
+def test_missing_run_to_resume_is_refused(tmp_path: Path) -> None:
+    check_run(config(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError, match="ckpt_path=last: there is no run in"):
+        check_run(config(tmp_path, ckpt_path="last"))
+
+
+def test_unreachable_server_is_refused_where_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        check_run(config(tmp_path))
+    check_run(config(tmp_path, logger=None))
+
+
+def test_environment_check_imports_no_torch() -> None:
+    code = (
+        "import sys, ragen_pl.run.checks, ragen_pl.run.environment_check as p\n"
+        "from omegaconf import OmegaConf\n"
+        f"p.make_environment(OmegaConf.create({{'target': {FROZEN_LAKE!r}, 'kwargs': {{}}}}))\n"
+        "print(sorted({'torch', 'lightning', 'transformers', 'mlflow'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def fit_config(root: Path, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", overrides=["env=frozenlake", "logger=none", *overrides])
+    cfg.paths.root = str(root)
+    return cfg
+
+
+WEIGHT = "algorithm.rewards.world_model.grounding_weight=0.5"
+ALARM = "callbacks.collapse.alarms.entropy"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (f"{WEIGHT}", "set env.prompt_format=grounding or grounding_worldmodeling"),
+        (f"{WEIGHT} env.prompt_format=worldmodeling", "grounding_weight=0.5: .* has no such block"),
+        (f"{WEIGHT} env.prompt_format=grounding env=bandit", "Bandit has no relations()"),
+        (f"{WEIGHT} env.prompt_format=grounding", None),
+        ("callbacks.diagnostics=null", "callbacks.diagnostics=null: callbacks.collapse reads it"),
+        (f"{ALARM}.below=null", "expected one of below and above"),
+        (f"{ALARM}.reading=entropy_rato", "did you mean entropy_ratio?"),
+        (f"{ALARM}=null", None),
+        ("callbacks.collapse=null", None),
+        ("callbacks.best.monitor=banana", "monitor=banana: the validation measures no such metric"),
+        ("callbacks.best.monitor=val/sucess", "did you mean val/success?"),
+        ("callbacks.best.monitor=val/return", None),
+        (
+            "curriculum.options.min_detour=many",
+            "curriculum.options={'min_detour': 'many'}: min_detour: found",
+        ),
+    ],
+)
+def test_components_are_checked_against_the_run(
+    tmp_path, overrides: str, message: str | None
+) -> None:
+    cfg = fit_config(tmp_path, *overrides.split())
+    if message is None:
+        check_run(cfg)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_run(cfg)
