@@ -177,7 +177,8 @@ class GroupFilter:
             al., 2025); for rules that judge each group by itself.
 
     Raises:
-        ValueError: `rescale` with a rule that keeps all groups, or `resample` with a rule that ranks groups against each other.
+        ValueError: `rescale` with a rule that keeps all groups, or `resample` with a rule that ranks groups
+            against each other.
     """
 
     keep: Filter = field(default_factory=KeepAll)
@@ -188,7 +189,7 @@ class GroupFilter:
     def __post_init__(self) -> None:
         if self.rescale is not Rescale.NONE and not self.keep.needs_groups:
             raise ValueError(
-                f"algorithm.filter.rescale={self.rescale}: all groups are kept and the kept share is 1; "
+                f"algorithm.filter.rescale={self.rescale}: all groups are kept, and the share is 1; "
                 "set rescale=none, or another rule to keep groups by"
             )
         if self.resample and not self.keep.judges_alone:

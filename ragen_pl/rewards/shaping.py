@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from ragen_pl.constraints import Count, CountOrZero, NonNegative, checked
+from ragen_pl.constraints import Count, CountOrZero, NonNegative, RunFacts, checked
 from ragen_pl.trajectory import Span, Trajectory, Turn
 
 Gather = Callable[[list[Any]], Sequence[list[Any]]]
@@ -84,6 +84,14 @@ class ThinkLength:
             raise ValueError(
                 f"algorithm.rewards.think_length: found low={self.low} and high={self.high}, "
                 "expected low < high; change one of them"
+            )
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that responses have a reasoning."""
+        if self.amount and "think" not in facts.blocks:
+            raise ValueError(
+                f"algorithm.rewards.think_length.amount={self.amount}: env.prompt_format={facts.prompt_format} has "
+                "no reasoning; set 0"
             )
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ragen_pl.constraints import NonNegative, PositiveFraction, checked
+from ragen_pl.constraints import NonNegative, PositiveFraction, RunFacts, checked
 from ragen_pl.rewards.shaping import Gather, turns_of
 from ragen_pl.rollout.formats import OBSERVATION, PREDICTION
 from ragen_pl.rollout.spatial_relations import Claim, Claims, read_claims, true_claims
@@ -101,6 +101,24 @@ class WorldModelReward:
     grounding_weight: NonNegative = 0.0
     worldmodeling_weight: NonNegative = 0.0
     judge: StateJudge = field(default_factory=RelationJudge)
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that responses have the statements, and that the environment tells its relations."""
+        for key, block, weight in (
+            ("grounding", OBSERVATION, self.grounding_weight),
+            ("worldmodeling", PREDICTION, self.worldmodeling_weight),
+        ):
+            setting = f"algorithm.rewards.world_model.{key}_weight"
+            if weight and block not in facts.blocks:
+                raise ValueError(
+                    f"{setting}={weight}: a response in env.prompt_format={facts.prompt_format} has no such block; "
+                    f"set env.prompt_format={key} or grounding_worldmodeling"
+                )
+            if weight and "relations" not in facts.environment_members:
+                raise ValueError(
+                    f"{setting}={weight}: {facts.environment} has no relations() to compare statements with; give "
+                    f"it one, or set {setting}=0"
+                )
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
         """Score the statements of a rollout and add the weighted scores."""

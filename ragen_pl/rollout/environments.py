@@ -360,7 +360,7 @@ def environment_maker(target: str) -> Callable[..., gymnasium.Env[Any, Any]]:
         return get_class(target)
     except Exception as error:
         raise ValueError(
-            f"env.target={target!r} names no environment ({error}); give a gymnasium id or a class path such as "
+            f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
             "'envs.frozen_lake.FrozenLake'"
         ) from error
 

@@ -35,7 +35,9 @@ def baseline_metrics(
     return metrics
 
 
-def scripted_metrics(components: RunComponents, name: str, baseline: DictConfig) -> dict[str, float]:
+def scripted_metrics(
+    components: RunComponents, name: str, baseline: DictConfig
+) -> dict[str, float]:
     """Return the validation set's metrics of a scripted policy."""
     # "player" is part of the seed
     trajectories = proxy_with(components).rollout(

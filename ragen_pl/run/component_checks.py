@@ -22,8 +22,9 @@ from ragen_pl.config.readings import declared_readings
 from ragen_pl.constraints import ChecksRun, ChecksSettings, RunFacts
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
+from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.formats import PromptFormat
-from ragen_pl.run.build import build_callbacks
+from ragen_pl.run.build import build_callbacks, build_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Components:
     loss: UpdateLoss
     normalizer: RewardNormalizer | None
     group_filter: GroupFilter | None
-    rewards: dict[str, Any]
+    rewards: list[RewardFunction]
     adaptive_temperature: Any
     callbacks: list[pl.Callback]
 
@@ -60,7 +61,7 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         for component in (
             components.masks,
             components.adaptive_temperature,
-            *components.rewards.values(),
+            *components.rewards,
             *components.callbacks,
         ):
             if isinstance(component, ChecksRun):
@@ -82,11 +83,7 @@ def build_components(cfg: DictConfig) -> Components:
             loss=instantiate(algorithm.loss, _convert_="all"),
             normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
             group_filter=instantiate(algorithm.get("filter"), _convert_="all"),
-            rewards={
-                str(name): instantiate(reward, _convert_="all")
-                for name, reward in (algorithm.get("rewards") or {}).items()
-                if reward
-            },
+            rewards=build_rewards(cfg),
             adaptive_temperature=instantiate(
                 cfg.rollout.get("adaptive_temperature"), _convert_="all"
             ),
@@ -162,8 +159,8 @@ def _check_groups(cfg: DictConfig, components: Components) -> None:
     ):
         if component is not None and component.needs_groups:
             raise ConfigError(
-                f"rollout.group_size=1: {type(component).__name__} ({key}) compares the episodes of a group; "
-                "set at least 2, or change it"
+                f"rollout.group_size=1: {type(component).__name__} compares the episodes of a group; "
+                f"set at least 2, or change {key}"
             )
 
 

@@ -37,16 +37,15 @@ def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
     """
     kwargs = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
     assert isinstance(kwargs, dict)
-    hint = (
-        "give a gymnasium id such as envs:ragen/FrozenLake-v0, or a class path such as "
-        "my_package.my_module.MyEnv"
-    )
-    with config_errors(f"env.target={env.target}", hint=hint):
+    with config_errors(f"env.target={env.target}"):
         make = environment_maker(str(env.target))
     try:
         return make(**{str(name): value for name, value in kwargs.items()})
     except (Error, ImportError) as error:
-        raise ConfigError(f"env.target={env.target}: {in_one_line(error)}; {hint}") from error
+        raise ConfigError(
+            f"env.target={env.target}: {in_one_line(error)}; give a gymnasium id such as "
+            "envs:ragen/FrozenLake-v0, or a class path such as my_package.my_module.MyEnv"
+        ) from error
     except Exception as error:  # whatever an environment's own constructor raises
         text = str(error).split(" was raised from the environment creator")[0]
         raise ConfigError(f"env.kwargs of {env.target}: {text}") from error
@@ -118,11 +117,12 @@ def _reset(
         raise ConfigError(
             f"{place}: reset returned {_kind(result)}, expected (observation, info); return both"
         )
-    slot = EnvironmentSlot(env=env, start=EpisodeSpec(group=0, member=0, seed=_SEED))
+    slot = EnvironmentSlot(env=env, spec=EpisodeSpec(group=0, member=0, seed=_SEED))
     with config_errors(place):
-        manager.look(slot, result[0])
-    if not isinstance(slot.truth, str | None):
-        raise ConfigError(f"{place}: describe() returned {_kind(slot.truth)}, expected a str")
+        manager.observe(slot, result[0])
+    if not isinstance(slot.state_description, str | None):
+        kind = _kind(slot.state_description)
+        raise ConfigError(f"{place}: describe() returned {kind}, expected a str")
     return slot
 
 
