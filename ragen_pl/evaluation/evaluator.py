@@ -11,7 +11,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -34,7 +33,13 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.build import build_environments, engine_factory, plain, rollout_settings
+from ragen_pl.run.build import (
+    build_environments,
+    device_named,
+    engine_factory,
+    plain,
+    rollout_settings,
+)
 from ragen_pl.run.weights import load_bundle, load_weights
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.page import PAGE, write_page
@@ -72,7 +77,7 @@ class PlayedSet:
 
 
 class Evaluator:
-    """Player of validation sets with one model.
+    """Evaluation of one model on validation sets.
 
     Args:
         cfg: settings of `conf/evaluate.yaml`.
@@ -260,16 +265,3 @@ def output_folder(cfg: DictConfig) -> Path:
         number += 1
         folder = stem.with_name(f"{stem.name}_{number}")
     return folder
-
-
-def device_named(name: str) -> torch.device:
-    """Return a device by its name; `auto` is the GPU if there is one.
-
-    Raises:
-        ConfigError: torch finds no CUDA device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch finds no CUDA device; set device=cpu")
-    return torch.device(name)

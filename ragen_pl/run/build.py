@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
-from ragen_pl.config.errors import config_errors
+from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import ValidationSet
@@ -220,6 +220,19 @@ def choose_accelerator(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_named(name: str) -> torch.device:
+    """Return a device by its name; `auto` is the GPU if there is one.
+
+    Raises:
+        ConfigError: torch finds no CUDA device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch finds no CUDA device; set device=cpu")
+    return torch.device(name)
 
 
 def check_optimizer(settings: DictConfig, *, key: str) -> None:

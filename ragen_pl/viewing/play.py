@@ -19,7 +19,13 @@ from ragen_pl.rollout.formats import format_response
 from ragen_pl.rollout.proxy import AgentProxy, OnTurn
 from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, TextResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.build import build_environments, engine_factory, plain, rollout_settings
+from ragen_pl.run.build import (
+    build_environments,
+    device_named,
+    engine_factory,
+    plain,
+    rollout_settings,
+)
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.film import save_episode
@@ -102,7 +108,6 @@ def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
 
 def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
     """Play with a trained model, which samples as in an evaluation."""
-    from ragen_pl.evaluation.evaluator import device_named
     from ragen_pl.modules.policy import PolicyModule
     from ragen_pl.rollout.context import ContextManager
     from ragen_pl.run.weights import load_bundle
