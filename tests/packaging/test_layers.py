@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "modules": BASE | {"algorithms", "data", "metrics", "models", "rollout"},
     "loops": BASE,
     "viewing": BASE | {"data", "metrics"},
-    "callbacks": BASE | {"data", "loops", "metrics", "modules", "viewing"},
+    "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "modules", "viewing"},
     "config": {"constraints"},
     "run": BASE | LEARNING | {"callbacks", "config"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
