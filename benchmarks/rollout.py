@@ -1,10 +1,10 @@
-"""Time the rollout engine against `model.generate` called afresh every turn on the whole history.
+"""Time the rollout engine against `model.generate` on the whole history of every turn.
 
-Both sides play the same dialogue with the same model: as many environments, turns and tokens a response (the end
-of a turn can't be sampled), the whole history shown, sampled at temperature 1. Then the engine alone
-plays longer and longer dialogues: the exponent of their cost in the number of turns.
+Both sides play the same dialogue with the same model, number of environments, turns and response tokens. The whole
+history is shown, the temperature is 1 and the end of a turn cannot be sampled. Then the engine alone plays dialogues of
+4 to 32 turns, for the exponent of the cost in the number of turns.
 
-Run as `python benchmarks/rollout.py`; `--clock cpu` counts this process's own seconds on a busy machine.
+Run as `python benchmarks/rollout.py`; `--clock cpu` counts the process's own seconds on a busy machine.
 """
 
 from __future__ import annotations
@@ -45,42 +45,40 @@ MODELS: dict[str, Callable[[], ModelBundle]] = {
     "larger, text": partial(build_small_lm, text=LARGER),
     "larger, images": partial(build_small_vlm, text=LARGER),
 }
-WORLDS = {
-    False: "ragen/FrozenLake-v0",
-    True: "ragen/FrozenLakeVisual-v0",
-}  # by whether a model sees
+# by whether the model sees images
+ENVIRONMENTS = {False: "ragen/FrozenLake-v0", True: "ragen/FrozenLakeVisual-v0"}
 TARGET_SPEEDUP, TARGET_EXPONENT = 5.0, 1.2
 TURNS_OF_FIT = (4, 8, 16, 32)
 Response = Callable[[int, list[Prompt]], list[np.ndarray]]
-"""(turn, a prompt an environment) → the sampled ids of each environment's response."""
+"""(turn, prompt of each environment) → sampled ids of each environment's response."""
 
 
 class Endless(ModelBundle):
-    """A bundle whose policy can't end a response before its limit."""
+    """A bundle whose policy cannot end a response before its length limit."""
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids that can't be sampled, the ends of a turn among them."""
+        """Ids that are never sampled, with those that end a response."""
         return tuple(sorted({*super().banned_token_ids, *self.eos_token_ids}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
-    """What both sides are shown: an environment's rules or nothing, then an observation a turn."""
+    """The dialogue that both sides play: optionally an environment's rules, then one observation in each turn."""
 
-    slots: int
+    num_envs: int
     turns: int
     rules: bool
 
     def play(self, bundle: ModelBundle, response: Response) -> None:
-        """Play it with the whole history shown; images differ by environment and turn, words by turn only."""
+        """Play it with the whole history shown. Images differ by environment and turn, text by turn only."""
         system = "instructions" if self.rules else None
         context = ContextManager(bundle, window="all", system_prompt=system, max_tokens=10**6)
-        name = WORLDS[bundle.image_token_id is not None]
+        name = ENVIRONMENTS[bundle.image_token_id is not None]
         rules = gymnasium.make(name).unwrapped.instructions
-        conversations = [context.start(rules) for _ in range(self.slots)]
+        conversations = [context.start(rules) for _ in range(self.num_envs)]
         for turn in range(self.turns):
-            text, images = observations(name, turn, self.slots)
+            text, images = observations(name, turn, self.num_envs)
             prompts = []
             for slot, conversation in enumerate(conversations):
                 seen = Observation(text=text, images=images[slot : slot + 1])
@@ -90,22 +88,22 @@ class Dialogue:
 
 
 @cache
-def observations(world_id: str, turn: int, slots: int) -> tuple[str, list[np.ndarray]]:
-    """Return one text for all environments of a turn, and each environment's image; drawn once, outside all timing."""
-    environment: Any = gymnasium.make(world_id).unwrapped
+def observations(env_id: str, turn: int, num_envs: int) -> tuple[str, list[np.ndarray]]:
+    """Return a turn's text and the image of each environment. Cached, so that drawing is not timed."""
+    environment: Any = gymnasium.make(env_id).unwrapped
     first = 1000 * turn
     shown = environment.reset(seed=first)[0]
     if isinstance(shown, str):
         return shown, []
     return shown["text"], [
-        environment.reset(seed=first + slot)[0]["image"] for slot in range(slots)
+        environment.reset(seed=first + slot)[0]["image"] for slot in range(num_envs)
     ]
 
 
 def engine_response(
     engine: RolloutEngine, tokens: int, turn: int, prompts: list[Prompt]
 ) -> list[np.ndarray]:
-    """Response with the engine, its caches kept between turns."""
+    """Return the engine's responses; its caches are kept between turns."""
     requests = [
         GenerationRequest(
             session=slot, prompt=prompt, max_tokens=tokens, temperature=1.0,
@@ -120,7 +118,7 @@ def engine_response(
 def generate_response(
     bundle: ModelBundle, tokens: int, turn: int, prompts: list[Prompt]
 ) -> list[np.ndarray]:
-    """Response with transformers' own `generate` on the whole history."""
+    """Return the responses of transformers' `generate` on the whole history."""
     ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts]))
     images = [image for prompt in prompts for image in prompt.images]
     pixels = {"pixel_values": bundle.pixel_values(images)} if images else {}
@@ -133,7 +131,7 @@ def generate_response(
 
 
 def seconds_of(action: Callable[[], None], clock: Clock, *, rounds: int = 1) -> float:
-    """Return the seconds of the quickest of some rounds."""
+    """Return the seconds of the fastest round."""
     times = []
     for _ in range(rounds):
         began = clock()
@@ -145,31 +143,34 @@ def seconds_of(action: Callable[[], None], clock: Clock, *, rounds: int = 1) -> 
 def compare(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
     """Print the row of one model: engine, generate, ratio."""
     larger = name.startswith("larger")
-    slots, rounds = (max(1, args.slots // 16), 1) if larger else (args.slots, args.rounds)
+    num_envs, rounds = (args.num_envs, args.rounds)
+    if larger:
+        num_envs, rounds = max(1, num_envs // 16), 1
     engine = TransformersEngine(PolicyModule(bundle))
     tokens = args.response_tokens
-    dialogue = Dialogue(slots=slots, turns=args.turns, rules=args.rules)
+    dialogue = Dialogue(num_envs=num_envs, turns=args.turns, rules=args.rules)
 
-    def ours() -> None:
+    def with_engine() -> None:
         engine.load_weights(0)
         dialogue.play(bundle, partial(engine_response, engine, tokens))
 
-    def theirs() -> None:
+    def with_generate() -> None:
         dialogue.play(bundle, partial(generate_response, bundle, tokens))
 
-    ours()  # a first round, not counted, draws the observations
-    both = [
-        [seconds_of(side, CLOCKS[args.clock]) for side in (ours, theirs)] for _ in range(rounds)
-    ]
-    mine, other = (min(side) for side in zip(*both, strict=True))
-    responses = slots * args.turns
+    # a first round that is not counted draws the observations
+    with_engine()
+    sides = (with_engine, with_generate)
+    seconds = [[seconds_of(side, CLOCKS[args.clock]) for side in sides] for _ in range(rounds)]
+    engine_seconds, generate_seconds = (min(side) for side in zip(*seconds, strict=True))
+    ratio, responses = generate_seconds / engine_seconds, num_envs * args.turns
     verdict = ""
     if name.startswith("default"):
-        verdict = "met" if other / mine >= TARGET_SPEEDUP else "missed"
+        verdict = "met" if ratio >= TARGET_SPEEDUP else "missed"
     print(
-        f"{name:<18}{bundle.parameter_count() / 1e6:>7.1f}{slots:>7}"
-        f"{responses * tokens / mine:>12,.0f}{responses / mine:>9,.1f}"
-        f"{responses * tokens / other:>12,.0f}{responses / other:>9,.1f}{other / mine:>8.1f}  {verdict}",
+        f"{name:<18}{bundle.parameter_count() / 1e6:>7.1f}{num_envs:>7}"
+        f"{responses * tokens / engine_seconds:>12,.0f}{responses / engine_seconds:>9,.1f}"
+        f"{responses * tokens / generate_seconds:>12,.0f}{responses / generate_seconds:>9,.1f}"
+        f"{ratio:>8.1f}  {verdict}",
         flush=True,
     )
 
@@ -182,14 +183,16 @@ def fit(name: str, bundle: ModelBundle, args: argparse.Namespace) -> None:
         def action(turns: int = turns) -> None:
             engine.load_weights(0)
             response = partial(engine_response, engine, args.response_tokens)
-            Dialogue(slots=args.fit_num_envs, turns=turns, rules=args.rules).play(bundle, response)
+            Dialogue(num_envs=args.fit_num_envs, turns=turns, rules=args.rules).play(
+                bundle, response
+            )
 
         action()
         seconds.append(seconds_of(action, CLOCKS[args.clock], rounds=args.rounds))
-    found = exponent(TURNS_OF_FIT, seconds)
+    slope = exponent(TURNS_OF_FIT, seconds)
     row = "".join(f"{value:>9.3f}" for value in seconds)
     print(
-        f"{name:<18}{row}{found:>10.2f}  {'met' if found <= TARGET_EXPONENT else 'missed'}",
+        f"{name:<18}{row}{slope:>10.2f}  {'met' if slope <= TARGET_EXPONENT else 'missed'}",
         flush=True,
     )
 
@@ -204,15 +207,15 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--environments", type=int, default=128, help="a sixteenth of them with the larger model"
+        "--num-envs", type=int, default=128, help="one sixteenth of them with the larger model"
     )
     parser.add_argument(
-        "--fit-environments", type=int, default=8, help="environments of the second table"
+        "--fit-num-envs", type=int, default=8, help="environments of the second table"
     )
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--response-tokens", type=int, default=13)
     parser.add_argument("--rules", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--rounds", type=int, default=3, help="the quickest counts")
+    parser.add_argument("--rounds", type=int, default=3, help="the fastest counts")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
@@ -220,12 +223,12 @@ def main() -> None:
     use_threads(args.threads)
     built = {}
     for name in args.models:
-        made = MODELS[name]()
-        built[name] = Endless(made.model, made.tokenizer, made.processor)
+        bundle = MODELS[name]()
+        built[name] = Endless(bundle.model, bundle.tokenizer, bundle.processor)
     print(f"{args.turns} turns, {args.response_tokens} tokens a response, {args.clock} seconds")
     print(f"\n{'':<18}{'':>14}{'engine':>21}{'generate':>21}")
     print(
-        f"{'model':<18}{'M':>7}{'environments':>7}{'tokens/s':>12}{'turns/s':>9}{'tokens/s':>12}{'turns/s':>9}{'ratio':>8}"
+        f"{'model':<18}{'M':>7}{'envs':>7}{'tokens/s':>12}{'turns/s':>9}{'tokens/s':>12}{'turns/s':>9}{'ratio':>8}"
     )
     for name, bundle in built.items():
         compare(name, bundle, args)

@@ -80,15 +80,12 @@ class InPlaceLayer(DynamicLayer):
         self.values = self.value_buffer[:, :, :length]
 
     def _reserve(self, like: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-        """Return the buffers, grown to `needed` slots at least."""
-        if (
-            self.key_buffer is None
-            or self.value_buffer is None
-            or needed > self.key_buffer.shape[2]
-        ):
-            self.key_buffer = self._grown(self.key_buffer, like, needed)
-            self.value_buffer = self._grown(self.value_buffer, like, needed)
-        return self.key_buffer, self.value_buffer
+        """Return the buffers with room for `needed` slots."""
+        keys, values = self.key_buffer, self.value_buffer
+        if keys is None or values is None or needed > keys.shape[2]:
+            keys, values = self._grown(keys, like, needed), self._grown(values, like, needed)
+            self.key_buffer, self.value_buffer = keys, values
+        return keys, values
 
     def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
         rows, capacity = (like.shape[0], 0) if buffer is None else (len(buffer), buffer.shape[2])

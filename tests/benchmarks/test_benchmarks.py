@@ -56,7 +56,7 @@ def test_both_engines_generate_the_same_dialogue(images):
             assert not set(np.concatenate(responses).tolist()) & set(bundle.eos_token_ids)
             return responses
 
-        rollout.Dialogue(slots=3, turns=3, rules=True).play(bundle, watched)
+        rollout.Dialogue(num_envs=3, turns=3, rules=True).play(bundle, watched)
         shapes.append(seen)
     assert shapes[0] == shapes[1]
     assert [images for _, images in shapes[0]] == [[t * images] * 3 for t in (1, 2, 3)]
@@ -89,7 +89,7 @@ def test_stopwatch_accumulates_and_resets():
 def test_rollout_benchmark_prints_both_tables(monkeypatch, capsys):
     monkeypatch.setattr(rollout, "TURNS_OF_FIT", (1, 2))
     monkeypatch.setattr(rollout, "MODELS", {"default, text": partial(build_small_lm, text=TEXT)})
-    arguments = "rollout.py --environments 2 --turns 2 --response-tokens 3 --rounds 1"
+    arguments = "rollout.py --num-envs 2 --fit-num-envs 2 --turns 2 --response-tokens 3 --rounds 1"
     monkeypatch.setattr(sys, "argv", arguments.split())
     rollout.main()
     printed = capsys.readouterr().out

@@ -98,7 +98,7 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         )
 
     def _with_features(self, input_ids: Tensor, embeds: Tensor, pixel_values: Tensor) -> Tensor:
-        features = self.get_image_features(pixel_values).pooler_output.flatten(0, 1)
+        features = self.get_image_features(pixel_values)["pooler_output"].flatten(0, 1)
         slots = input_ids == self.config.image_token_id
         if int(slots.sum()) != len(features):
             raise ValueError(
