@@ -1,0 +1,34 @@
+"""Preparation of a batch: the log-probs that the update's ratios refer to."""
+
+from __future__ import annotations
+
+import torch
+
+from ragen_pl.algorithms.masks import all_text
+from ragen_pl.data.collate import collate
+from ragen_pl.modules.masking import Masks
+from ragen_pl.trajectory import Span
+
+
+def test_shown_text_takes_the_log_probs_before_the_update(make) -> None:
+    agent = make.agent(masks=Masks(loss=all_text, advantage=all_text, observations=True))
+    trajectories = make.play(agent, window="all")
+    raw = collate(trajectories, agent.policy.bundle, observations=True)
+    shown = raw.samples.spans == Span.SHOWN
+    assert shown.any() and not raw.samples.behavior_logprobs[shown].any()
+    engine_logprobs = raw.samples.behavior_logprobs.clone()
+
+    batch = agent.prepare(raw)
+    samples = batch.samples
+    with torch.no_grad():
+        scores = agent.policy(samples, batch.pixel_values)
+    assert samples.loss_mask[shown].all()
+    torch.testing.assert_close(samples.behavior_logprobs[shown], scores.logprobs[shown])
+    assert samples.behavior_logprobs[shown].max() < 0
+    sampled = (samples.turn >= 0) & ~shown
+    assert torch.equal(samples.behavior_logprobs[sampled], engine_logprobs[sampled])
+
+    # before the first step, all ratios of the policy's loss are 1
+    agent.training_step(make.minibatch(batch), 0)
+    sums = agent.statistics.totals()
+    assert sums["approx_kl"] < 1e-6 and sums["clipped_low"] == sums["clipped_high"] == 0
