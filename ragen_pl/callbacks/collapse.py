@@ -161,7 +161,7 @@ class CollapseMonitor(pl.Callback):
             agent = cast(AgentModule, pl_module)
             self.mitigation.switch_on(trainer, agent)
             if self.mitigation.entropy_target is not None:
-                agent.adjust_loss(entropy_coefficient=self.entropy_coefficient)
+                agent.loss.adjust(entropy_coefficient=self.entropy_coefficient)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the iteration's readings with the alarms and act."""

@@ -65,11 +65,7 @@ class Mitigation:
                 f"mitigation.clip_high={self.clip_high:g}: the loss's own bound is {bound:g}, expected a value "
                 "somewhat above it; set a bound of that size, or null"
             )
-        if self.kl_coefficient and pl_module.loss.kl is None:
-            raise ValueError(
-                f"mitigation.kl_coefficient={self.kl_coefficient:g}: this run keeps no reference policy; "
-                "set algorithm.loss.kl.coefficient=0.0 instead of algorithm.loss.kl=null"
-            )
+        pl_module.loss.require_reference("mitigation.kl_coefficient", self.kl_coefficient)
         datamodule = datamodule_of(trainer)
         if self.group_filter is not None and not isinstance(datamodule, RolloutDataModule):
             raise ValueError(
@@ -78,7 +74,7 @@ class Mitigation:
 
     def switch_on(self, trainer: pl.Trainer, agent: AgentModule) -> dict[str, str]:
         """Switch the settings and return the changes as `before -> after` by setting."""
-        changes = agent.adjust_loss(clip_high=self.clip_high, kl_coefficient=self.kl_coefficient)
+        changes = agent.loss.adjust(clip_high=self.clip_high, kl_coefficient=self.kl_coefficient)
         datamodule = datamodule_of(trainer)
         if self.group_filter is not None and isinstance(datamodule, RolloutDataModule):
             changes["group_filter"] = (datamodule.group_filter, self.group_filter)
@@ -106,5 +102,5 @@ class Mitigation:
             return coefficient
         moved = coefficient + self.entropy_rate * (self.entropy_target - entropy)
         moved = min(max(moved, 0.0), self.entropy_most)
-        agent.adjust_loss(entropy_coefficient=moved)
+        agent.loss.adjust(entropy_coefficient=moved)
         return moved

@@ -30,7 +30,7 @@ from ragen_pl.trajectory import Trajectory
 
 
 class RollsOut(Protocol):
-    """What the DataModule asks of the module that it collects for."""
+    """Module that the DataModule collects trajectories for."""
 
     @property
     def global_step(self) -> int:
@@ -42,7 +42,7 @@ class RollsOut(Protocol):
         ...
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Assign credit: fill masks, values, advantages and returns."""
+        """Fill in masks, values, advantages and returns."""
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -50,17 +50,17 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Args:
         proxy: plays training episodes.
-        validation sets: validation validation sets, the main one first.
-        groups: starts an iteration, over all ranks.
-        group_size: episodes from each start.
+        validation_sets: validation sets, the main one first.
+        groups: number of groups of an iteration over all ranks.
+        group_size: number of episodes of a group, all from the same initial state.
         epochs: passes over an iteration's samples in its update.
-        minibatches: optimizer steps a pass.
-        seed: of the run.
-        held_out: keep the first validation set's start states out of training.
-        curriculum: harder starts later on, None for none.
+        minibatches: optimizer steps of a pass.
+        seed: seed of the run.
+        held_out: keep the initial states of the first validation set out of training.
+        curriculum: harder initial states later on, None for none.
         rewards: reward functions, applied in order to each rollout.
-        observations: label the text that was shown too, so that masks can hold it (RICO).
         group_filter: chooses the groups that are trained on; None for all.
+        observations: label the text between responses, which lets masks include it (RICO).
     """
 
     @checked
@@ -95,10 +95,10 @@ class RolloutDataModule(pl.LightningDataModule):
         self._iteration = -1
 
     def setup(self, stage: str) -> None:
-        """Find the validation set's start states, which training must not draw."""
+        """Exclude the initial states of the first validation set from training."""
         if self.held_out and self.validation_sets and not self.proxy.environments.held_out:
             keys = frozenset(self.validation_sets[0].state_keys())
-            # copies, for the validation set may play in the same environments
+            # copies, since the validation set may play in the same environments
             self.proxy = copy.copy(self.proxy)
             self.proxy.environments = copy.copy(self.proxy.environments)
             self.proxy.environments.held_out = keys
@@ -107,8 +107,8 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return this rank's episodes of an iteration: every world_size-th group, whole.
 
         Args:
-            iteration: counted from 0.
-            attempt: rollouts that the iteration has had before; their groups have the lower numbers.
+            iteration: number of the iteration, from 0.
+            attempt: number of earlier rollouts of the iteration; their groups have the lower numbers.
         """
         specs = []
         for number in range(rank(), self.groups, world_size()):
@@ -133,7 +133,7 @@ class RolloutDataModule(pl.LightningDataModule):
     ) -> list[Trajectory]:
         """Roll out this rank's share of an iteration and fill the buffer; return the trajectories.
 
-        What the filter drops is returned and counted too, but not trained on.
+        Trajectories that the filter drops are returned and counted too, but not trained on.
         """
         engine = module.rollout_engine()
         engine.load_weights(module.global_step)
@@ -141,16 +141,19 @@ class RolloutDataModule(pl.LightningDataModule):
         for attempt in range(1 + self.group_filter.resample):
             trajectories += self._play(engine, iteration, attempt=attempt, progress=progress)
             self._measure(trajectories)
-            choice = select_groups(
-                trajectories, self.group_filter, returns=lambda one: one.reward, limit=self.groups
+            selection = select_groups(
+                trajectories,
+                self.group_filter,
+                returns=lambda trajectory: trajectory.reward,
+                limit=self.groups,
             )
-            if choice.groups >= self.groups:
+            if selection.groups >= self.groups:
                 break
         if self.group_filter != GroupFilter():
-            self.metrics |= choice.metrics | {"attempts": attempt + 1.0}
+            self.metrics |= selection.metrics | {"attempts": attempt + 1.0}
         if self.curriculum is not None:
             self.curriculum.observe(self.metrics["success"], iteration=iteration)
-        self.buffer = module.prepare(self._collated(choice))
+        self.buffer = module.prepare(self._collated(selection))
         self._iteration = iteration
         return trajectories
 
@@ -179,22 +182,25 @@ class RolloutDataModule(pl.LightningDataModule):
         statistics.update(trajectories)
         self.metrics = statistics.compute()
         if self.metrics["failed"] == 1.0:
-            first = next((one.error for one in trajectories), None)
-            raise RolloutError(f"every episode of the iteration failed; the first said: {first}")
+            first = next((trajectory.error for trajectory in trajectories), None)
+            raise RolloutError(f"every episode of the iteration failed; the first with {first}")
 
-    def _collated(self, choice: GroupSelection) -> TrajectoryBatch:
+    def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle
         batch = collate(
-            choice.trajectories, bundle, weights=choice.weights, observations=self.observations
+            selection.trajectories,
+            bundle,
+            weights=selection.weights,
+            observations=self.observations,
         )
-        return as_dummy_batch(batch) if choice.is_dummy else batch
+        return as_dummy_batch(batch) if selection.is_dummy else batch
 
     def has_buffer(self, iteration: int) -> bool:
         """Return whether the buffer holds this iteration's samples."""
         return self.buffer is not None and self._iteration == iteration
 
     def drop_buffer(self) -> None:
-        """Forget the samples."""
+        """Drop the samples."""
         self.buffer = None
 
     def train_dataloader(self) -> MinibatchLoader:
@@ -215,11 +221,11 @@ class RolloutDataModule(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> list[ValidationLoader]:
-        """Return a loader for each panel."""
+        """Return a loader for each validation set."""
         return [ValidationLoader(validation_set) for validation_set in self.validation_sets]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume needs; all ranks must call it, for each has its own buffer."""
+        """Return the state that an exact resume needs. All ranks must call it: each has its own buffer."""
         return {
             "iteration": self._iteration,
             "metrics": self.metrics,
@@ -228,14 +234,14 @@ class RolloutDataModule(pl.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore `state_dict`; a buffer only where the environment size is the one that it was made for."""
+        """Restore `state_dict`; the buffer only if the number of ranks is the same."""
         self._iteration, self.metrics = state_dict["iteration"], state_dict["metrics"]
         if self.curriculum is not None and state_dict["curriculum"] is not None:
             self.curriculum.load_state_dict(state_dict["curriculum"])
         buffers = state_dict["buffers"]
         if len(buffers) != world_size() and buffers[0] is not None:
             raise ValueError(
-                f"the checkpoint was written inside an update on {len(buffers)} ranks and can't go on with "
+                f"the checkpoint was written inside an update on {len(buffers)} ranks and cannot continue on "
                 f"{world_size()}; resume on as many, or from a checkpoint written at an iteration's end"
             )
         own = buffers[rank()] if len(buffers) == world_size() else None

@@ -27,11 +27,11 @@ class DemonstrationDataModule(pl.LightningDataModule):
     Args:
         proxy: plays the demonstrations.
         policy: chooses their actions.
-        episodes: demonstrations, over all ranks.
-        batch_size: samples of an optimizer step, over all ranks.
-        steps: optimizer steps.
-        gamma: discount of a turn's return, the critic's target.
-        seed: of the run.
+        episodes: number of demonstrations over all ranks.
+        batch_size: number of samples of an optimizer step over all ranks.
+        steps: number of optimizer steps.
+        gamma: discount per turn of the critic's target.
+        seed: seed of the run.
     """
 
     @checked
@@ -71,7 +71,7 @@ class DemonstrationDataModule(pl.LightningDataModule):
         self.statistics = statistics.compute()
         if self.statistics["failed"] == 1.0:
             raise RolloutError(
-                f"every demonstration failed; the first said: {trajectories[0].error}"
+                f"every demonstration failed; the first with {trajectories[0].error}"
             )
         self.batch = collate(trajectories, self.proxy.context.bundle)
         set_discounted_returns(self.batch, gamma=self.gamma)
@@ -79,7 +79,7 @@ class DemonstrationDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> MinibatchLoader:
         """Return the loader over all demonstrated samples."""
         assert self.batch is not None
-        # counted over all ranks: episodes differ in length, and ranks must take as many steps
+        # over all ranks: episodes differ in length, and all ranks take the same number of steps
         samples = int(sum_over_ranks(torch.tensor(len(self.batch.samples))))
         minibatches = max(1, -(-samples // self.batch_size))
         return MinibatchLoader(

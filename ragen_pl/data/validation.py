@@ -14,16 +14,16 @@ from ragen_pl.seeding import derive_seed
 
 
 class ValidationSet:
-    """A named list of episodes and what plays them.
+    """A named list of episodes and the proxy that plays them.
 
     Args:
-        name: of the validation set; the first validation set's metrics are logged as `val/…`, others as `val_<name>/…`.
+        name: name; the metrics of the first set are logged as `val/…`, those of others as `val_<name>/…`.
         proxy: plays the episodes (its environments may show blanked images, larger maps …).
-        episodes: number of episodes.
-        key: what the episodes' seeds are drawn from; validation sets of one key play the same starts.
-        members: episodes from each start, for pass@k of a sampled panel.
+        episodes: number of initial states.
+        key: part of the episodes' seeds; sets with the same key play the same initial states.
+        members: number of episodes from each initial state, for pass@k with sampled responses.
         greedy: take the most probable tokens.
-        options: passed to every reset.
+        options: reset options of every episode.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class ValidationSet:
         options: dict[str, object] | None = None,
     ) -> None:
         self.name, self.proxy, self.greedy = name, proxy, greedy
+        # "panel" is part of the seed: another word would give other episodes
         self.episode_specs = [
             EpisodeSpec(
                 group=number, member=member, seed=derive_seed("panel", key, number), options=options
@@ -47,11 +48,11 @@ class ValidationSet:
         ]
 
     def state_keys(self) -> list[str]:
-        """Return the start state of every episode, for training to leave out.
+        """Return the initial state of every episode. Training leaves these states out.
 
         Raises:
-            RuntimeError: a start can't be reset to.
-            ValueError: the environment can't name its state.
+            RolloutError: a reset failed.
+            ValueError: the environment has no `state_key()`.
         """
         slots = self.proxy.environments.open(self.episode_specs)
         self.proxy.environments.close(slots)
@@ -69,21 +70,21 @@ class ValidationSet:
         return [str(key) for key in keys]
 
     def digest(self) -> str:
-        """Return a hash of the seeds, to be logged beside the metrics."""
+        """Return a hash of the seeds, which is logged with the metrics."""
         return hashlib.sha256(
             repr([(spec.seed, spec.member) for spec in self.episode_specs]).encode()
         ).hexdigest()[:16]
 
 
 class ValidationChunk:
-    """Some of a validation set's episodes: what one validation step plays."""
+    """Episodes of one validation step."""
 
     def __init__(self, validation_set: ValidationSet, episode_specs: list[EpisodeSpec]) -> None:
         self.validation_set, self.episode_specs = validation_set, episode_specs
 
 
 class ValidationLoader:
-    """Yield this rank's share of a validation set in chunks of as many episodes as are played at once."""
+    """Yield this rank's share of a validation set in chunks of `num_envs` episodes."""
 
     def __init__(self, validation_set: ValidationSet) -> None:
         self.validation_set = validation_set
@@ -93,8 +94,7 @@ class ValidationLoader:
         return max(1, -(-len(self._episode_specs) // self.validation_set.proxy.num_envs))
 
     def __iter__(self) -> Iterator[ValidationChunk]:
-        slots = self.validation_set.proxy.num_envs
+        size = self.validation_set.proxy.num_envs
         for chunk in range(len(self)):
-            yield ValidationChunk(
-                self.validation_set, self._episode_specs[chunk * slots : (chunk + 1) * slots]
-            )
+            episode_specs = self._episode_specs[chunk * size : (chunk + 1) * size]
+            yield ValidationChunk(self.validation_set, episode_specs)

@@ -188,20 +188,6 @@ class AgentModule(pl.LightningModule):
                 self.gradient_norms.get(group["name"], 0.0), float(norm)
             )
 
-    def adjust_loss(
-        self,
-        *,
-        clip_high: float | None = None,
-        kl_coefficient: float | None = None,
-        entropy_coefficient: float | None = None,
-    ) -> dict[str, tuple[float, float]]:
-        """Change settings of the loss during training, see `UpdateLoss.adjust`."""
-        return self.loss.adjust(
-            clip_high=clip_high,
-            kl_coefficient=kl_coefficient,
-            entropy_coefficient=entropy_coefficient,
-        )
-
     # ---- metrics
 
     def on_train_epoch_end(self) -> None:
@@ -223,7 +209,7 @@ class AgentModule(pl.LightningModule):
     def validation_step(
         self, batch: ValidationChunk, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Play some of a validation set's episodes."""
+        """Play a chunk of a validation set's episodes."""
         validation_set = batch.validation_set
         if validation_set.name not in self.validation_statistics:
             self.validation_statistics[validation_set.name] = RolloutStatistics().to(self.device)

@@ -112,7 +112,7 @@ class UpdateLoss:
         clip_high: float | None = None,
         kl_coefficient: float | None = None,
         entropy_coefficient: float | None = None,
-    ) -> dict[str, tuple[float, float]]:
+    ) -> dict[str, tuple[object, object]]:
         """Change settings during training, from the next step on; None keeps a setting.
 
         Checkpoints do not hold these settings. Apply the change again after resuming.
@@ -147,7 +147,7 @@ class UpdateLoss:
         if coefficient and self.kl is None:
             raise ValueError(
                 f"{key}={coefficient:g}: this run keeps no reference policy; "
-                "set algorithm.loss.kl.coefficient=0.0 rather than algorithm.loss.kl=null"
+                "set algorithm.loss.kl.coefficient=0.0 instead of algorithm.loss.kl=null"
             )
 
     def _adjustable(self) -> dict[str, float]:

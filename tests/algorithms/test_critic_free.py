@@ -17,13 +17,13 @@ members = st.lists(
 
 
 @pytest.mark.parametrize("function", [grpo, dr_grpo, rloo])
-def test_a_group_of_one_or_of_equals_gets_exactly_zero(function) -> None:
+def test_groups_of_one_or_of_equal_returns_get_exactly_zero(function) -> None:
     """0.1 three times has a rounded mean; the noise must not be divided by a tiny deviation."""
     returns = torch.tensor([0.1, 0.1, 0.1, 7.3])
     assert function(returns, torch.tensor([5, 5, 5, 2])).tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_groups_by_hand() -> None:
+def test_group_baselines_by_hand() -> None:
     returns, group = torch.tensor([1.0, 2.0, 6.0, 10.0]), torch.tensor([3, 3, 3, 0])
     assert dr_grpo(returns, group).tolist() == [-2.0, -1.0, 3.0, 0.0]
     assert rloo(returns, group).tolist() == [-3.0, -1.5, 4.5, 0.0]
@@ -32,7 +32,7 @@ def test_groups_by_hand() -> None:
 
 @maths
 @given(members, st.randoms(use_true_random=False))
-def test_group_baselines_follow_the_members_whatever_their_order(pairs, random) -> None:
+def test_group_baselines_do_not_depend_on_the_order_of_members(pairs, random) -> None:
     order = list(range(len(pairs)))
     random.shuffle(order)
     returns, group = torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
@@ -50,7 +50,7 @@ def test_raw_and_batch_ignore_groups() -> None:
     assert batch(torch.tensor([4.0])).tolist() == [0.0]
 
 
-def test_discounting_counts_tokens_of_the_mask_only() -> None:
+def test_discounts_count_tokens_of_the_mask_only() -> None:
     mask = torch.tensor([[True, False, False, True, True]])
     rewards = torch.tensor([[0.0, 5.0, 5.0, 0.0, 1.0]])
     assert discounted_returns(rewards, mask, gamma=0.5).tolist() == [[0.25, 0.0, 0.0, 0.5, 1.0]]
@@ -58,7 +58,7 @@ def test_discounting_counts_tokens_of_the_mask_only() -> None:
 
 @maths
 @given(st.lists(st.floats(-5, 5, width=32), min_size=3, max_size=30), st.integers(1, 2))
-def test_whitening_two_ranks_is_whitening_the_whole(numbers, cut) -> None:
+def test_whitening_over_two_ranks_equals_whitening_the_whole(numbers, cut) -> None:
     x = torch.tensor(numbers) + 100.0
     mask = torch.arange(len(x)) % 3 != 1
     parts, masks = (x[:cut], x[cut:]), (mask[:cut], mask[cut:])
@@ -80,7 +80,7 @@ def test_whitening_two_ranks_is_whitening_the_whole(numbers, cut) -> None:
         torch.testing.assert_close(alone, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_moments_leave_padding_out_and_survive_empty_masks() -> None:
+def test_moments_ignore_padding_and_accept_empty_masks() -> None:
     x, mask = torch.tensor([2.0, 4.0, float("nan")]), torch.tensor([True, True, False])
     assert [m.item() for m in masked_moments(x, mask)] == [3.0, 2.0]
     assert [m.item() for m in masked_moments(x, mask & False)] == [0.0, 0.0]
@@ -133,6 +133,6 @@ def test_filters_break_ties_by_group_index() -> None:
         lambda: TopMass(share=1.5),
     ],
 )
-def test_filters_check_their_settings(make) -> None:
+def test_filters_reject_wrong_settings(make) -> None:
     with pytest.raises(ValueError, match=r": \w+=.*: expected"):
         make()

@@ -42,7 +42,7 @@ def credit(**changes: Tensor | None) -> Credit:
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=repr)
-def test_every_loss_token_gets_its_turn_s_advantage(estimator) -> None:
+def test_every_loss_token_gets_the_advantage_of_its_turn(estimator) -> None:
     given = credit()
     found = estimator(given).advantages
     assert found.dtype == torch.float32 and found.shape == given.rewards.shape
@@ -60,7 +60,7 @@ def test_returns_are_zero_off_the_advantage_mask(estimator) -> None:
     assert not estimator(given).returns[~given.advantage_mask].any()
 
 
-def test_masked_gae_passes_its_parameters_and_the_bootstrap() -> None:
+def test_masked_gae_class_passes_its_parameters_and_the_bootstrap() -> None:
     given = credit(bootstrap=torch.tensor([0.0, 2.0]))
     found = MaskedGAE(gamma=0.9, lam=0.8)(given)
     expected, returns = masked_gae(
@@ -77,7 +77,7 @@ def test_masked_gae_passes_its_parameters_and_the_bootstrap() -> None:
     assert not torch.equal(found.returns, MaskedGAE(gamma=0.9, lam=0.8)(credit()).returns)
 
 
-def test_bilevel_parameters_are_not_exchanged() -> None:
+def test_bilevel_gae_by_hand_with_four_different_parameters() -> None:
     """By hand on two turns of two tokens, values 1, rewards 0 then 3.
 
     Turn ends: A_1 = 3 - 1 = 2 and A_0 = 0.5 - 1 + 0.5 * 0.2 * 2 = -0.3; inside, every delta is
@@ -98,7 +98,7 @@ def test_bilevel_parameters_are_not_exchanged() -> None:
     assert found.advantages[0].tolist() == pytest.approx([-0.32, -0.3, 0.6, 2.0])
 
 
-def test_a_token_between_takes_the_next_advantage_and_one_after_the_last() -> None:
+def test_tokens_outside_the_mask_take_the_next_advantage_or_the_last() -> None:
     mask = torch.tensor([[0, 1, 0, 1, 0, 0, 1]]).bool()
     found = spread_to_loss_tokens(
         torch.tensor([[9.0, 1.0, 9.0, 2.0, 9.0, 9.0, 3.0]]),
@@ -109,7 +109,7 @@ def test_a_token_between_takes_the_next_advantage_and_one_after_the_last() -> No
     assert found.tolist() == [[1.0, 1.0, 2.0, 2.0, 2.0, 0.0, 3.0]]
 
 
-def test_critic_free_estimators_take_no_values() -> None:
+def test_only_estimators_that_need_values_require_them() -> None:
     for estimator in ALL:
         if estimator.needs_values:
             with pytest.raises(ValueError, match=type(estimator).__name__):
@@ -137,7 +137,7 @@ def test_group_relative_by_hand() -> None:
         ({"turn": torch.tensor([[1, 1, 1, 0, 0, 0, -1], [0] * 4 + [-1] * 3])}, "fall along a row"),
     ],
 )
-def test_credit_refuses_what_would_fail_in_silence(changes, message) -> None:
+def test_credit_rejects_inconsistent_tensors(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         credit(**changes)
 
@@ -146,6 +146,6 @@ def test_credit_refuses_what_would_fail_in_silence(changes, message) -> None:
     "make",
     [lambda: MaskedGAE(gamma=1.1), lambda: BilevelGAE(lam_token=-0.1), lambda: TurnGAE(lam=2)],
 )
-def test_parameters_are_checked_at_construction(make) -> None:
+def test_estimators_reject_parameters_outside_their_range(make) -> None:
     with pytest.raises(ValueError, match="expected a number, at least 0 and at most 1"):
         make()

@@ -70,7 +70,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @maths
 @given(st.lists(st.tuples(number, st.floats(0, 1, width=32)), min_size=1, max_size=40))
-def test_reverse_scan_is_the_plain_recurrence(pairs) -> None:
+def test_reverse_scan_equals_the_plain_recurrence(pairs) -> None:
     total, expected = 0.0, []
     for x, decay in reversed(pairs):
         total = x + decay * total
@@ -81,7 +81,7 @@ def test_reverse_scan_is_the_plain_recurrence(pairs) -> None:
 
 @maths
 @given(batches(), unit, unit)
-def test_masked_gae_is_gae_over_the_tokens_of_the_mask(batch, gamma, lam) -> None:
+def test_masked_gae_equals_gae_over_the_tokens_of_the_mask(batch, gamma, lam) -> None:
     rewards, values, turn, bootstrap = batch
     mask = turn >= 0
     found, returns = masked_gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
@@ -95,7 +95,9 @@ def test_masked_gae_is_gae_over_the_tokens_of_the_mask(batch, gamma, lam) -> Non
 
 @maths
 @given(batches(), unit, unit, unit, unit)
-def test_bilevel_gae_is_the_plain_loop(batch, gamma_turn, lam_turn, gamma_token, lam_token) -> None:
+def test_bilevel_gae_equals_the_plain_loop(
+    batch, gamma_turn, lam_turn, gamma_token, lam_token
+) -> None:
     rewards, values, turn, bootstrap = batch
     parameters = {
         "gamma_turn": gamma_turn,
@@ -113,7 +115,7 @@ def test_bilevel_gae_is_the_plain_loop(batch, gamma_turn, lam_turn, gamma_token,
 
 @maths
 @given(batches())
-def test_bilevel_at_all_ones_is_masked_gae(batch) -> None:
+def test_bilevel_gae_with_all_parameters_one_equals_masked_gae(batch) -> None:
     rewards, values, turn, bootstrap = batch
     ones = {"gamma_turn": 1.0, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
     found, _ = bilevel_gae(rewards, values, turn, bootstrap=bootstrap, **ones)
@@ -124,7 +126,7 @@ def test_bilevel_at_all_ones_is_masked_gae(batch) -> None:
 
 @maths
 @given(batches(), unit)
-def test_bilevel_without_inner_decay_has_a_closed_form(batch, gamma) -> None:
+def test_bilevel_gae_without_inner_decay_has_a_closed_form(batch, gamma) -> None:
     """`A_j = sum_k gamma^{k-t} r_k + gamma^{K-t} V_boot - V_j` for token j of turn t."""
     rewards, values, turn, bootstrap = batch
     found, _ = bilevel_gae(
@@ -181,21 +183,21 @@ class TestLaws:
 
     @maths
     @given(batches())
-    def test_rows_do_not_see_each_other(self, estimate, batch) -> None:
+    def test_rows_are_independent(self, estimate, batch) -> None:
         whole = estimate(*batch)
         for i in range(len(batch[0])):
             for a, b in zip(estimate(*(x[i : i + 1] for x in batch)), whole, strict=True):
                 assert torch.equal(a[0], b[i])
 
 
-def test_a_turn_without_reward_is_a_turn() -> None:
+def test_turn_without_reward_counts_as_a_turn() -> None:
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3)
     half = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
     found, _ = bilevel_gae(rewards, values, torch.tensor([[0, 1, 2]]), **half)
     assert found.tolist() == [[0.25, 0.5, 1.0]]
 
 
-def test_a_cut_trajectory_bootstraps_at_the_turn_level() -> None:
+def test_truncated_trajectory_bootstraps_at_the_turn_level() -> None:
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
     half = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
     boot = torch.tensor([4.0])
@@ -220,6 +222,6 @@ def test_turn_gae_reads_the_value_before_the_turn() -> None:
     assert returns.tolist() == [[2.25, 2.25, 4.0, 4.0]]
 
 
-def test_turn_ends_are_indices_not_gaps() -> None:
+def test_turn_ends_follow_turn_indices() -> None:
     turn = torch.tensor([[-1, 0, -1, 0, 1, 2, 2, -1], [0, 0, 0, 0, 0, 0, 0, 0]])
     assert turn_ends(turn).nonzero().tolist() == [[0, 3], [0, 4], [0, 6], [1, 7]]

@@ -37,7 +37,7 @@ def test_surrogate_by_hand() -> None:
     assert loss.approx_kl.item() == pytest.approx(by_hand, rel=1e-5)
 
 
-def test_held_tokens_get_no_gradient_and_free_ones_do() -> None:
+def test_clipped_tokens_get_no_gradient() -> None:
     loss, logprobs = surrogate([1.5, 0.5, 1.1], [1.0, -1.0, 1.0], [1, 1, 1])
     loss.losses.sum().backward()
     assert logprobs.grad[0].tolist() == pytest.approx([0.0, 0.0, -1.1])
@@ -62,7 +62,7 @@ def test_tokens_off_the_mask_have_ratio_one_and_no_gradient() -> None:
     assert logprobs.grad[0].tolist() == pytest.approx([-1.1, 0.0, 0.0])
 
 
-def test_an_enormous_ratio_stays_finite() -> None:
+def test_large_ratio_gives_a_finite_loss() -> None:
     far = torch.full((1, 1), 500.0)
     found = clipped_surrogate(far, -far, -torch.ones(1, 1), far > 0, clip_low=0.2, clip_high=0.2)
     assert found.losses.isfinite().all()
@@ -142,7 +142,7 @@ def test_value_loss_by_hand() -> None:
         value_loss(values, returns, mask, clip=0.5)
 
 
-def test_kl_estimators_agree_with_the_full_sum_in_expectation() -> None:
+def test_kl_estimators_equal_the_full_sum_in_expectation() -> None:
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     exact = full_kl(policy.log(), reference.log()).item()
     by_hand = sum(p * math.log(p / q) for p, q in ((0.5, 0.2), (0.3, 0.2), (0.2, 0.6)))
@@ -152,7 +152,7 @@ def test_kl_estimators_agree_with_the_full_sum_in_expectation() -> None:
         assert (policy * terms).sum().item() == pytest.approx(exact, rel=1e-5)
 
 
-def test_full_kl_of_forbidden_tokens_is_finite_in_value_and_gradient() -> None:
+def test_full_kl_of_banned_tokens_is_finite_in_value_and_gradient() -> None:
     logits = torch.tensor([0.3, -0.2, -math.inf], requires_grad=True)
     reference = torch.tensor([0.0, 0.0, -math.inf]).log_softmax(-1)
     for first, second in ((reference, logits.log_softmax(-1)), (logits.log_softmax(-1), reference)):
@@ -162,7 +162,7 @@ def test_full_kl_of_forbidden_tokens_is_finite_in_value_and_gradient() -> None:
     assert full_kl(reference, reference).item() == 0.0
 
 
-def test_k3_is_bounded_where_the_ratio_explodes() -> None:
+def test_k3_is_bounded_for_large_ratios() -> None:
     found = kl_estimate(torch.tensor([-50.0]), torch.tensor([0.0]), how=KLEstimator.K3)
     assert found.item() == 10.0
     assert kl_estimate(torch.tensor([1.0]), torch.tensor([3.0]), how="k1").item() == -2.0

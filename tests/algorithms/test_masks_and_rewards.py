@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_pl.algorithms import masks
-from ragen_pl.algorithms.credit import place_turn_rewards
+from ragen_pl.algorithms.credit import carry_into_mask, place_turn_rewards
 
 maths = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 MASKS = [
@@ -41,12 +41,12 @@ def test_masks_by_hand(mask, first_turn) -> None:
     assert on(mask(LABELS, TURN)) == [*first_turn, 8, 9]
 
 
-def test_an_empty_turn_may_stay_empty() -> None:
+def test_empty_turn_stays_empty_without_fill_empty() -> None:
     assert on(masks.action_span(LABELS, TURN, fill_empty=False)) == [4, 5]
     assert on(masks.until_action(LABELS, TURN, fill_empty=False)) == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_action_does_not_reach_into_the_turn_before() -> None:
+def test_until_action_stays_within_its_turn() -> None:
     labels, turn = torch.tensor([[1, 4, 2, 4]]), torch.tensor([[0, 0, 1, 1]])
     assert on(masks.until_action(labels, turn, fill_empty=False)) == [2]
 
@@ -85,9 +85,23 @@ def test_rewards_sit_on_the_last_token_of_the_mask() -> None:
     assert placed[0, [5, 9]].tolist() == pytest.approx([0.5, -0.1])
 
 
-def test_a_swallowed_reward_is_an_error() -> None:
+def test_reward_of_a_turn_outside_the_mask_is_an_error() -> None:
     kept = masks.action_span(LABELS, TURN, fill_empty=False)
     with pytest.raises(ValueError, match=r"found reward -0.1 in turn 1 of trajectory 0"):
         place_turn_rewards(torch.tensor([[0.5, -0.1]]), TURN, kept)
     with pytest.raises(ValueError, match="found turn index 1"):
         place_turn_rewards(torch.tensor([[0.5]]), TURN, kept)
+
+
+def test_penalty_of_a_token_outside_the_mask_moves_inside() -> None:
+    values = torch.tensor([[1.0, 2.0, 0.0, 4.0, 8.0, 16.0]])
+    inside = torch.tensor([[False, True, False, True, False, False]])
+    carried = carry_into_mask(values, inside, torch.tensor([[0, 0, -1, 1, 1, 1]]))
+    assert carried.tolist() == [[0.0, 3.0, 0.0, 28.0, 0.0, 0.0]]
+
+
+def test_masks_without_special_tokens_and_with_weights() -> None:
+    labels, turn = torch.tensor([[1, 3, 2, 4, 7]]), torch.zeros(1, 5, dtype=torch.int64)
+    assert masks.sampled(labels, turn).tolist() == [[True, True, True, True, False]]
+    assert masks.no_special(labels, turn).tolist() == [[True, False, True, False, False]]
+    assert masks.think_weighted(labels, turn, think=0.5).tolist() == [[0.5, 1.0, 1.0, 1.0, 0.0]]

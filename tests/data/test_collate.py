@@ -18,7 +18,7 @@ from ragen_pl.trajectory import EpisodeStatus
 LENGTHS = [[3, 5, -4], [2], [4, -1, 3, 2]]
 
 
-def test_the_training_sequence_is_what_was_shown_and_what_was_sampled(lm, make_trajectory):
+def test_training_sequence_is_prompts_and_responses(lm, make_trajectory):
     trajectory = make_trajectory(lm, [3, -4, 2])
     samples = collate([trajectory], lm).samples
     last = trajectory.turns[-1]
@@ -55,13 +55,13 @@ def test_masks_are_exactly_the_sampled_tokens(lm, make_trajectory):
     ("window", "turns"),
     [("all", [[0, 1, 2, 3]]), (1, [[0], [1], [2], [3]]), (2, [[0, 1], [2], [3]])],
 )
-def test_a_break_of_the_prefix_starts_a_new_sample(lm, make_trajectory, window, turns):
+def test_changed_prefix_starts_a_new_sample(lm, make_trajectory, window, turns):
     samples = collate([make_trajectory(lm, [2, 3, 2, 3], window=window)], lm).samples
     assert [sorted(set(row[row >= 0].tolist())) for row in samples.turn] == turns
     assert samples.token[samples.token >= 0].tolist() == list(range(10))  # each once, in order
 
 
-def test_a_changed_token_far_back_is_a_break_too(lm, make_trajectory):
+def test_changed_early_token_starts_a_new_sample(lm, make_trajectory):
     trajectory = make_trajectory(lm, [3, 3])
     changed = trajectory.turns[1].prompt_ids.copy()
     changed[len(trajectory.turns[0].prompt_ids)] += 1
@@ -78,12 +78,12 @@ def test_failed_and_empty_trajectories_are_left_out(lm, make_trajectory):
     assert batch.episodes.turn_rewards.tolist() == [[0.5, 1.0]] and batch.final is None
 
 
-def test_a_rank_without_a_sound_trajectory_has_an_empty_batch(lm, make_trajectory):
+def test_rank_without_usable_trajectories_has_an_empty_batch(lm, make_trajectory):
     batch = collate([make_trajectory(lm, [2], status=EpisodeStatus.FAILED)], lm)
     assert len(batch.samples) == 0 and len(batch.episodes.turns) == 0
 
 
-def test_truncated_episodes_bring_the_state_after_their_last_turn(lm, make_trajectory):
+def test_truncated_episodes_have_a_final_prompt(lm, make_trajectory):
     batch = collate(
         [
             make_trajectory(lm, [2], status=EpisodeStatus.TURN_LIMIT),
@@ -99,7 +99,7 @@ def test_truncated_episodes_bring_the_state_after_their_last_turn(lm, make_traje
 
 
 @pytest.mark.parametrize("window", ["all", 1, 2])
-def test_images_are_held_once_and_go_with_their_turns(vlm, make_trajectory, window):
+def test_images_are_stored_once_and_belong_to_their_turns(vlm, make_trajectory, window):
     trajectory = make_trajectory(
         vlm, [2, 2, 2], window=window, images=True, status=EpisodeStatus.TRUNCATED
     )
@@ -156,7 +156,7 @@ def credited(bundle, make, window, *, estimator, masks, values, lengths=LENGTHS,
         BilevelGAE(gamma_turn=0.9, gamma_token=0.95, lam_turn=0.8, lam_token=0.7),
     ],
 )
-def test_every_layout_gives_a_sampled_token_the_same_credit(
+def test_credit_of_a_token_does_not_depend_on_the_layout(
     lm, make_trajectory, estimator, mask, whiten
 ):
     values = torch.randn(40, generator=torch.Generator().manual_seed(3))
@@ -204,7 +204,7 @@ def test_hand_computed_credit_across_two_samples(lm, make_trajectory):
     assert (batch.samples.advantages[~sampled_] == 0).all()
 
 
-def test_rows_of_weight_zero_take_no_part_in_credit(lm, make_trajectory):
+def test_padding_rows_take_no_part_in_credit(lm, make_trajectory):
     batch = collate([make_trajectory(lm, [2, 3], window=1)], lm)
     double = batch.samples.select(torch.tensor([0, 1, 1]))
     double.weight[2] = 0
@@ -216,7 +216,7 @@ def test_rows_of_weight_zero_take_no_part_in_credit(lm, make_trajectory):
 # ---- parts and copies
 
 
-def test_select_takes_rows_and_cuts_them_to_the_longest(lm, make_trajectory):
+def test_select_shortens_rows_to_the_longest(lm, make_trajectory):
     samples = collate(
         [make_trajectory(lm, length, seed=1) for length in ([9, 9], [2], [3])], lm
     ).samples
@@ -230,7 +230,7 @@ def test_select_takes_rows_and_cuts_them_to_the_longest(lm, make_trajectory):
 
 
 @pytest.mark.parametrize("status", [EpisodeStatus.TERMINATED, EpisodeStatus.TRUNCATED])
-def test_a_batch_survives_being_taken_apart(vlm, make_trajectory, tmp_path, status):
+def test_batch_survives_a_checkpoint(vlm, make_trajectory, tmp_path, status):
     batch = collate([make_trajectory(vlm, [2, 3], images=True, status=status)], vlm)
     batch.reference = torch.randn(5)
     torch.save(batch.state_dict(), tmp_path / "batch.pt")

@@ -75,7 +75,7 @@ GROUPS = {0: (0, 1), 1: (0, 0), 2: (0, 3), 3: (1, 1), 4: (0, 2), 5: (2, 2), 6: (
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_same_groups_stay_on_any_number_of_ranks(choices, ranks):
+def test_kept_groups_do_not_depend_on_the_number_of_ranks(choices, ranks):
     found = choices(ranks, GROUPS, GroupFilter(keep=TopFraction(fraction=0.5)))
     everything = sorted(pair for choice in found for pair in kept(choice))
     assert everything == [(group, member) for group in (2, 4, 6, 7) for member in (0, 1)]
@@ -89,7 +89,7 @@ def test_the_same_groups_stay_on_any_number_of_ranks(choices, ranks):
         }
 
 
-def test_a_rank_that_nothing_falls_to_goes_through_its_steps_and_counts_nowhere(choices, lm):
+def test_rank_without_groups_gets_a_dummy_batch(choices, lm):
     found = choices(3, GROUPS, GroupFilter(keep=TopFraction(fraction=0.01)))
     assert [choice.is_dummy for choice in found].count(True) == 2
     assert [pair for choice in found for pair in kept(choice)] == [(6, 0), (6, 1)]
@@ -99,19 +99,19 @@ def test_a_rank_that_nothing_falls_to_goes_through_its_steps_and_counts_nowhere(
     assert len(batch.episodes.turns) == 0
 
 
-def test_where_nothing_passes_one_group_goes_on(choices):
+def test_one_group_is_kept_if_none_passes(choices):
     flat = dict.fromkeys(range(4), (1, 1))
     for choice in choices(1, flat, GroupFilter(keep=AboveDeviation())):
         assert kept(choice) == [(0, 0), (0, 1)] and choice.weights == [1.0, 1.0]
         assert choice.metrics["kept_share"] == 0.0
 
 
-def test_no_more_groups_than_wanted(choices):
+def test_limit_bounds_the_number_of_groups(choices):
     [choice] = choices(1, GROUPS, GroupFilter(keep=AboveDeviation()), limit=3)
     assert kept(choice) == [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)] and choice.groups == 3
 
 
-def test_failed_episodes_are_not_judged(make_trajectory, lm):
+def test_failed_episodes_are_ignored(make_trajectory, lm):
     good = [make_trajectory(lm, [3], member=member, rewards=[member]) for member in range(2)]
     failed = replace(good[0], group=1, status=EpisodeStatus.FAILED)
     choice = group_selection.select_groups(
@@ -120,7 +120,7 @@ def test_failed_episodes_are_not_judged(make_trajectory, lm):
     assert choice.trajectories == good
 
 
-def test_weights_of_a_kept_share_and_of_deviation():
+def test_weights_by_kept_share_and_by_deviation():
     returns, group = torch.tensor([0.0, 2, 0, 6, 1, 1]), torch.tensor([0, 0, 1, 1, 2, 2])
     weights = {
         rescale: GroupFilter(keep=AboveDeviation(), rescale=rescale)(returns, group).weight
@@ -135,6 +135,6 @@ def test_weights_of_a_kept_share_and_of_deviation():
 @pytest.mark.parametrize(
     "settings", [{"resample": 2}, {"resample": 1, "keep": TopFraction()}, {"reweight": -1.0}]
 )
-def test_settings_that_make_no_sense_are_refused(settings):
+def test_meaningless_settings_are_rejected(settings):
     with pytest.raises(ValueError, match=r"algorithm\.filter|GroupFilter: reweight"):
         GroupFilter(**settings)

@@ -30,7 +30,7 @@ def episodes(minibatch) -> list[int]:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4))
-def test_every_sample_is_given_once_an_epoch(batch, epochs, minibatches, accumulate):
+def test_every_sample_is_yielded_once_an_epoch(batch, epochs, minibatches, accumulate):
     loader = loader_of(batch, epochs=epochs, minibatches=minibatches, accumulate=accumulate)
     steps = list(loader)
     assert len(steps) == len(loader) == epochs * minibatches * accumulate
@@ -43,7 +43,7 @@ def test_every_sample_is_given_once_an_epoch(batch, epochs, minibatches, accumul
     assert all(len(step.samples) > 0 for step in steps)
 
 
-def test_the_order_comes_from_the_key_and_differs_between_epochs(batch):
+def test_order_depends_on_the_seed_key_and_the_epoch(batch):
     def order(**changes):
         return [episodes(step) for step in loader_of(batch, **changes)]
 
@@ -64,7 +64,7 @@ def test_resuming_goes_on_after_what_was_given_out(batch, position):
     assert [episodes(step) for step in resumed] == whole  # the next pass is a whole one
 
 
-def test_a_reader_that_asks_for_no_more_than_there_are_finds_all_again(batch):
+def test_loader_can_be_read_again_after_all_minibatches(batch):
     """Lightning never asks a sized loader for the batch after its last."""
     loader = MinibatchLoader(batch, epochs=1, minibatches=3)
     counts = []
@@ -76,11 +76,11 @@ def test_a_reader_that_asks_for_no_more_than_there_are_finds_all_again(batch):
     assert len(list(loader)) == 0 and len(list(loader)) == 3
 
 
-def test_rows_that_only_make_numbers_even_weigh_nothing(batch):
+def test_padding_rows_have_weight_zero(batch):
     steps = list(loader_of(batch, epochs=1, minibatches=9))
-    fillers = [step for step in steps if not episodes(step)]
-    assert len(steps) == 9 and len(fillers) == 2
-    for step in fillers:
+    padding = [step for step in steps if not episodes(step)]
+    assert len(steps) == 9 and len(padding) == 2
+    for step in padding:
         assert len(step.samples) == 1 and step.samples.weight.tolist() == [0.0]
         assert not step.samples.loss_mask.any() and not step.samples.kl_mask.any()
         assert (step.loss_tokens, step.sequences) == (1, 1)  # never a division by 0
@@ -89,7 +89,7 @@ def test_rows_that_only_make_numbers_even_weigh_nothing(batch):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_denominators_count_the_whole_optimizer_step(batch, accumulate):
+def test_counts_cover_the_whole_optimizer_step(batch, accumulate):
     steps = list(loader_of(batch, epochs=1, minibatches=2, accumulate=accumulate, world_size=3))
     totals = []
     for first in range(0, len(steps), accumulate):
@@ -102,7 +102,7 @@ def test_denominators_count_the_whole_optimizer_step(batch, accumulate):
     assert sum(totals) == 35
 
 
-def test_denominators_count_all_ranks(batch):
+def test_counts_cover_all_ranks(batch):
     seen = []
 
     def sum_over_ranks(
@@ -119,7 +119,7 @@ def test_denominators_count_all_ranks(batch):
     assert len(seen) == 1
 
 
-def test_rows_of_weight_zero_are_not_counted(lm, make_trajectory):
+def test_padding_rows_are_not_counted(lm, make_trajectory):
     made = collate([make_trajectory(lm, [3]), make_trajectory(lm, [4], seed=1)], lm)
     made.samples.weight[1] = 0
     (step,) = loader_of(made, epochs=1, minibatches=1)
@@ -127,7 +127,7 @@ def test_rows_of_weight_zero_are_not_counted(lm, make_trajectory):
 
 
 @pytest.mark.parametrize("minibatches, accumulate", [(1, 1), (3, 1), (2, 3), (9, 1)])
-def test_a_sum_of_token_losses_does_not_depend_on_the_split(batch, minibatches, accumulate):
+def test_sum_of_token_losses_does_not_depend_on_the_split(batch, minibatches, accumulate):
     """Loss of a token: its log-prob. Trainer's mean over accumulated steps undoes the scale."""
     loader = loader_of(batch, epochs=1, minibatches=minibatches, accumulate=accumulate)
     weighed = 0.0

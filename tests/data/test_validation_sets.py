@@ -45,7 +45,7 @@ class Module:
 # ---- validation sets
 
 
-def test_a_validation_is_a_fixed_list_of_episodes(lm):
+def test_validation_set_is_a_fixed_list_of_episodes(lm):
     validation_set = ValidationSet("held_out", proxy_of(lm), episodes=5)
     again = ValidationSet("other", proxy_of(lm, blank_images=True), episodes=5)
     assert [start.seed for start in validation_set.episode_specs] == [
@@ -60,7 +60,7 @@ def test_a_validation_is_a_fixed_list_of_episodes(lm):
     assert ValidationSet("x", proxy_of(lm), episodes=5, key="k").digest() != validation_set.digest()
 
 
-def test_members_of_a_validation_share_their_start(lm):
+def test_members_share_their_initial_state(lm):
     validation_set = ValidationSet("pass_at", proxy_of(lm), episodes=3, members=2, greedy=False)
     assert [(start.group, start.member) for start in validation_set.episode_specs] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
@@ -69,7 +69,7 @@ def test_members_of_a_validation_share_their_start(lm):
     assert keys[::2] == keys[1::2] and len(set(keys)) == 3
 
 
-def test_a_validation_needs_environments_that_can_name_their_state(lm):
+def test_validation_set_requires_state_keys(lm):
     import gymnasium
 
     class Nameless(gymnasium.Env):
@@ -86,7 +86,7 @@ def test_a_validation_needs_environments_that_can_name_their_state(lm):
         ).state_keys()
 
 
-def test_a_validation_whose_environments_fail_says_why(lm):
+def test_failed_resets_are_reported(lm):
     broken = ValidationSet("held_out", proxy_of(lm), episodes=2, options={"min_distance": 99})
     with pytest.raises(
         RuntimeError, match=r"2 of 2 episodes of validation set 'held_out' failed.*min_distance"
@@ -94,7 +94,7 @@ def test_a_validation_whose_environments_fail_says_why(lm):
         broken.state_keys()
 
 
-def test_training_never_draws_a_validation_sets_start_by_content(lm):
+def test_training_never_starts_in_an_initial_state_of_the_validation_set(lm):
     validation_set = ValidationSet("held_out", proxy_of(lm), episodes=60)
     held_out = set(validation_set.state_keys())
 
@@ -115,7 +115,7 @@ def test_training_never_draws_a_validation_sets_start_by_content(lm):
 # ---- starts
 
 
-def test_starts_derive_from_seed_iteration_and_group(lm):
+def test_episode_specs_depend_on_seed_iteration_and_group(lm):
     def starts(iteration, seed=0, groups=4):
         return RolloutDataModule(
             proxy_of(lm), groups=groups, group_size=3, seed=seed
@@ -130,7 +130,7 @@ def test_starts_derive_from_seed_iteration_and_group(lm):
     assert not {s.seed for s in first} & {s.seed for s in starts(0, seed=1)}
 
 
-def test_every_rank_plays_whole_groups_of_its_own(lm, monkeypatch):
+def test_ranks_play_whole_groups(lm, monkeypatch):
     data = RolloutDataModule(proxy_of(lm), groups=5, group_size=2)
     alone = data.episode_specs(3)
     monkeypatch.setattr("ragen_pl.data.datamodule.world_size", lambda: 2)
@@ -145,7 +145,7 @@ def test_every_rank_plays_whole_groups_of_its_own(lm, monkeypatch):
 # ---- curriculum
 
 
-def test_the_curriculum_starts_after_a_full_window_of_success():
+def test_curriculum_starts_after_a_full_window_of_success():
     course = Curriculum(above=0.5, share=0.5, options={"min_distance": 3}, window=3)
     for iteration, success in enumerate([1.0, 1.0]):
         course.observe(success, iteration=iteration)
@@ -162,14 +162,14 @@ def test_the_curriculum_starts_after_a_full_window_of_success():
     assert hard(8) == [True, True, False, False]  # it never goes back
 
 
-def test_the_mean_must_pass_the_bound_not_meet_it():
+def test_curriculum_needs_a_mean_above_the_bound():
     course = Curriculum(above=0.5, share=0.5, options={}, window=2)
     course.observe(0.5, iteration=0)
     course.observe(0.5, iteration=1)
     assert course.since is None
 
 
-def test_a_resumed_curriculum_goes_on_alike():
+def test_resumed_curriculum_continues_identically():
     course = Curriculum(above=0.5, share=0.5, options={}, window=3)
     for iteration in range(2):
         course.observe(0.9, iteration=iteration)
@@ -195,9 +195,9 @@ def test_hard_groups_get_the_options(lm):
 # ---- the DataModule's memory
 
 
-def test_a_saved_iteration_comes_back_with_buffer_metrics_and_curriculum(lm):
+def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     def make():
-        course = Curriculum(above=-1.0, share=0.5, options={}, window=1)
+        course = Curriculum(above=0.0, share=0.5, options={}, window=1)
         return RolloutDataModule(proxy_of(lm), groups=3, group_size=2, curriculum=course)
 
     data, module = make(), Module(lm)
@@ -217,7 +217,7 @@ def test_a_saved_iteration_comes_back_with_buffer_metrics_and_curriculum(lm):
     assert not other.has_buffer(4)
 
 
-def test_an_iteration_of_broken_environments_stops_the_run(lm):
+def test_iteration_of_failed_episodes_stops_the_run(lm):
     data = RolloutDataModule(proxy_of(lm, held_out=_Everything()), groups=2)
     with pytest.raises(RuntimeError, match=r"every episode of the iteration failed.*held out"):
         data.collect(0, Module(lm))
@@ -256,7 +256,7 @@ def test_demonstrations_are_served_in_steps_of_the_batch_size(lm):
     assert sum(sizes) == len(samples) and max(sizes) <= 8
 
 
-def test_a_demonstrated_turns_target_is_its_discounted_return(lm):
+def test_target_of_a_demonstrated_turn_is_its_discounted_return(lm):
     data = demonstrations(lm)
     samples = data.batch.samples
     for row in range(len(samples)):
@@ -267,7 +267,7 @@ def test_a_demonstrated_turns_target_is_its_discounted_return(lm):
         assert (samples.returns[row][~sampled] == 0).all()
 
 
-def test_ranks_with_different_numbers_of_samples_take_as_many_steps(lm, monkeypatch):
+def test_ranks_with_different_numbers_of_samples_take_the_same_number_of_steps(lm, monkeypatch):
     name = "ragen_pl.data.demonstrations"
     monkeypatch.setattr(f"{name}.world_size", lambda: 2)
     ranks = []

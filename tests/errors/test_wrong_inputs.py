@@ -110,7 +110,7 @@ def test_a_sound_environment_passes(custom, monkeypatch, tmp_path):
 def test_a_environment_that_fails_later_on_is_told(fit):
     line = fit("env=custom", "env.target=broken_environments.ThirdResetRaises").refused()
     assert line == (
-        "every demonstration failed; the first said: ConnectionError: the simulator has gone"
+        "every demonstration failed; the first with ConnectionError: the simulator has gone"
     )
 
 

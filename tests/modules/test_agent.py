@@ -21,7 +21,7 @@ KL = UpdateLoss(kl=ReferenceKL(coefficient=0.1))
 
 
 @pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])
-def test_value_and_logprob_of_a_token_are_read_at_the_position_before_it(make, own_critic):
+def test_value_and_logprob_of_a_token_are_read_one_position_earlier(make, own_critic):
     agent = make.agent(own_critic=own_critic)
     samples = make.batch(agent, window="all").samples
     trunk = agent.critic.backbone if own_critic else agent.policy.bundle
@@ -41,7 +41,7 @@ def test_value_and_logprob_of_a_token_are_read_at_the_position_before_it(make, o
             assert float(samples.behavior_logprobs[row, t]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_sampled_token_does_not_change_its_own_value(make):
+def test_value_of_a_token_does_not_depend_on_the_token(make):
     agent = make.agent()
     samples = make.batch(agent).samples
     t = int((samples.turn[0] >= 0).nonzero()[2])
@@ -58,7 +58,7 @@ def test_a_sampled_token_does_not_change_its_own_value(make):
     assert abs(float(before[t + 1] - after[t + 1])) > 1e-4
 
 
-def test_what_was_sampled_and_what_is_trained_agree(make):
+def test_trainer_and_engine_log_probs_agree(make):
     for changes in ({}, {"images": True}):
         for window in (1, "all"):
             agent = make.agent(**changes)
@@ -69,7 +69,7 @@ def test_what_was_sampled_and_what_is_trained_agree(make):
 
 
 @pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])
-def test_only_an_episode_cut_from_outside_is_bootstrapped(make, own_critic):
+def test_only_truncated_episodes_are_bootstrapped(make, own_critic):
     agent = make.agent(
         own_critic=own_critic,
         estimator=BilevelGAE(gamma_turn=0.9, lam_turn=1.0),
@@ -102,7 +102,7 @@ def test_only_an_episode_cut_from_outside_is_bootstrapped(make, own_critic):
     assert gain == pytest.approx(0.9 * value, abs=1e-5)
 
 
-def test_the_reference_is_a_frozen_copy(make):
+def test_reference_is_a_frozen_copy(make):
     agent = make.agent(loss=KL)
     agent.train()
     assert agent.policy.training and not agent.reference.training
@@ -118,7 +118,7 @@ def test_the_reference_is_a_frozen_copy(make):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_a_penalty_can_be_switched_on_where_a_reference_is_kept(make):
+def test_penalty_can_be_switched_on_with_a_reference(make):
     agent = make.agent(loss=UpdateLoss(kl=ReferenceKL(coefficient=0.0)))
     reference = {name: value.clone() for name, value in agent.reference.state_dict().items()}
     batch = make.batch(agent)
@@ -126,25 +126,25 @@ def test_a_penalty_can_be_switched_on_where_a_reference_is_kept(make):
     optimizer = agent.configure_optimizers()["optimizer"]
     agent.training_step(make.minibatch(batch), 0).backward()
     optimizer.step()
-    assert agent.adjust_loss(kl_coefficient=0.5) == {"kl_coefficient": (0.0, 0.5)}
+    assert agent.loss.adjust(kl_coefficient=0.5) == {"kl_coefficient": (0.0, 0.5)}
     minibatch = make.minibatch(make.batch(agent))
     with_penalty = agent.training_step(minibatch, 0)
-    agent.adjust_loss(kl_coefficient=0.0)
+    agent.loss.adjust(kl_coefficient=0.0)
     assert with_penalty > agent.training_step(minibatch, 0)
     after = agent.reference.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in reference.items())
 
 
-def test_without_a_reference_a_penalty_can_not_be_switched_on(make):
+def test_penalty_without_a_reference_is_rejected(make):
     agent = make.agent(loss=UpdateLoss(kl=None))
-    assert agent.reference is None and agent.adjust_loss(kl_coefficient=0.0) == {}
+    assert agent.reference is None and agent.loss.adjust(kl_coefficient=0.0) == {}
     with pytest.raises(
         ValueError, match=r"kl_coefficient=0.5: .* set algorithm.loss.kl.coefficient=0.0"
     ):
-        agent.adjust_loss(kl_coefficient=0.5)
+        agent.loss.adjust(kl_coefficient=0.5)
 
 
-def test_the_optimizer_has_a_group_for_policy_and_one_for_the_critic(make):
+def test_optimizer_has_a_group_for_policy_and_critic(make):
     agent = make.agent(loss=KL, critic_learning_rate_scale=3.0, learning_rate_end=0.5)
     made = agent.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
@@ -164,7 +164,7 @@ def test_the_optimizer_has_a_group_for_policy_and_one_for_the_critic(make):
     assert rates[10] == pytest.approx([0.5e-3, 1.5e-3])
 
 
-def test_groups_are_clipped_each_by_its_own_norm(make):
+def test_parameter_groups_are_clipped_by_their_own_norm(make):
     agent = make.agent()
     optimizer = agent.configure_optimizers()["optimizer"]
 
@@ -189,7 +189,7 @@ def test_groups_are_clipped_each_by_its_own_norm(make):
     assert agent.gradient_norms == pytest.approx({"policy": 10.0, "critic": 0.5}, rel=1e-4)
 
 
-def test_an_estimator_of_values_needs_a_critic(make):
+def test_estimator_that_needs_values_requires_a_critic(make):
     bundle = make.bundle()
     settings = {
         "masks": Masks(),
@@ -204,7 +204,7 @@ def test_an_estimator_of_values_needs_a_critic(make):
     assert agent.critic is None  # not trained on noise where nothing reads it
 
 
-def test_sums_of_an_unfinished_update_go_through_a_checkpoint(make):
+def test_checkpoint_restores_the_sums_of_an_unfinished_update(make):
     agent, other = make.agent(), make.agent()
     agent.training_step(make.minibatch(make.batch(agent)), 0)
     agent.gradient_norms = {"policy": 2.0, "critic": 0.5}

@@ -20,7 +20,7 @@ from ragen_pl.trajectory import Span
     tokens=st.integers(1, 12),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_top_in_turn_is_what_sorting_each_turn_gives(seed, share, tokens) -> None:
+def test_top_in_turn_equals_sorting_each_turn(seed, share, tokens) -> None:
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 4, (3, tokens), generator=draw).float()  # many ties
     turn = torch.randint(-1, 3, (3, tokens), generator=draw)
@@ -37,7 +37,7 @@ def test_top_in_turn_is_what_sorting_each_turn_gives(seed, share, tokens) -> Non
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_the_score_is_the_change_when_a_position_fades(make, images) -> None:
+def test_saliency_equals_the_change_when_an_embedding_fades(make, images) -> None:
     agent = make.agent(images=images)
     batch = collate(make.play(agent, groups=2, members=1), agent.policy.bundle)
     samples = batch.samples
@@ -66,7 +66,7 @@ def test_the_score_is_the_change_when_a_position_fades(make, images) -> None:
 
 
 @pytest.mark.parametrize("window", [1, "all"])
-def test_the_masks_keep_actions_and_the_share_and_no_turn_is_emptied(make, window) -> None:
+def test_masks_keep_actions_and_the_share_of_each_turn(make, window) -> None:
     importance = Importance(loss=0.25, advantage=0.5)
     agent = make.agent(masks=Masks(importance=importance))
     trajectories = make.play(agent, window=window)
@@ -93,7 +93,7 @@ def test_the_masks_keep_actions_and_the_share_and_no_turn_is_emptied(make, windo
     assert metrics["score_share_text"] > 0
 
 
-def test_all_kept_is_as_without(make) -> None:
+def test_shares_of_one_change_nothing(make) -> None:
     trajectories = make.play(make.agent())
     plain, whole = make.agent(), make.agent(masks=Masks(importance=Importance()))
     ours = plain.prepare(collate(trajectories, plain.policy.bundle)).samples
@@ -102,14 +102,14 @@ def test_all_kept_is_as_without(make) -> None:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
-def test_a_rank_that_no_group_fell_to_has_nothing_to_choose(make) -> None:
+def test_importance_masks_accept_a_dummy_batch(make) -> None:
     agent = make.agent(masks=Masks(importance=Importance(loss=0.5)))
     batch = as_dummy_batch(collate(make.play(agent), agent.policy.bundle))
     assert not agent.prepare(batch).samples.weight.any()
 
 
 @pytest.mark.parametrize("wrong", [{"loss": 0.0}, {"advantage": 1.5}])
-def test_wrong_shares_are_refused(wrong) -> None:
+def test_wrong_shares_are_rejected(wrong) -> None:
     with pytest.raises(ValueError, match="above 0"):
         Importance(**wrong)
     with pytest.raises(ValueError, match="observations"):

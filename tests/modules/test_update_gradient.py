@@ -45,7 +45,7 @@ def assert_close(one, other, *, tolerance=1e-5):
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 @pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])
-def test_however_a_step_is_accumulated(make, aggregation, own_critic):
+def test_gradient_does_not_depend_on_accumulation(make, aggregation, own_critic):
     agent = make.agent(loss=loss_settings(aggregation), own_critic=own_critic)
     batch = make.batch(agent)
     nudge(agent)
@@ -59,7 +59,7 @@ def test_however_a_step_is_accumulated(make, aggregation, own_critic):
 
 
 @pytest.mark.parametrize("aggregation", [Aggregation.TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM])
-def test_however_samples_are_spread_over_ranks(make, aggregation):
+def test_gradient_does_not_depend_on_the_split_over_ranks(make, aggregation):
     """DDP averages the ranks' gradients; one rank has a sample more than it needs, another too few."""
     agent = make.agent(loss=loss_settings(aggregation))
     batch = make.batch(agent)
@@ -103,7 +103,7 @@ def test_however_samples_are_spread_over_ranks(make, aggregation):
     assert_close(whole, (mean_loss, mean))
 
 
-def test_whole_conversations_and_single_turns_of_images(make):
+def test_gradient_with_images_does_not_depend_on_accumulation(make):
     for window in (1, "all"):
         agent = make.agent(loss=loss_settings(), images=True)
         batch = make.batch(agent, window=window, groups=3)
@@ -145,7 +145,7 @@ def test_padding_has_no_influence(make):
     assert_close(before, make.gradient(agent, [minibatch]), tolerance=1e-9)
 
 
-def test_rows_of_weight_zero_have_no_influence(make):
+def test_padding_rows_have_no_influence(make):
     agent = make.agent(loss=loss_settings(entropy_coefficient=0.1))
     minibatch = make.minibatch(make.batch(agent))
     nudge(agent)
@@ -167,7 +167,7 @@ def test_rows_of_weight_zero_have_no_influence(make):
     assert metrics["tokens"] == 2 * int(without.samples.loss_mask.sum())
 
 
-def test_the_value_loss_is_of_the_advantage_mask(make):
+def test_value_loss_covers_the_advantage_mask(make):
     agent = make.agent(masks=Masks(advantage=until_action))
     minibatch = make.minibatch(make.batch(agent))
     samples = minibatch.samples
@@ -192,7 +192,7 @@ def test_the_value_loss_is_of_the_advantage_mask(make):
 
 
 @pytest.mark.parametrize("estimator", ["full", "k1", "k2", "k3"])
-def test_divergence_is_zero_at_the_start_and_frees_the_action(make, estimator):
+def test_divergence_is_zero_at_first_and_ignores_the_action(make, estimator):
     loss = UpdateLoss(kl=ReferenceKL(coefficient=1.0, estimator=estimator))
     agent = make.agent(loss=loss)
     minibatch = make.minibatch(make.batch(agent))

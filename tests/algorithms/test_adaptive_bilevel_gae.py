@@ -30,7 +30,7 @@ def credit(seed: int = 0, rows: int = 4, turns: int = 5) -> Credit:
     seed=st.integers(0, 1000), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), token=st.floats(0.5, 1)
 )
 @settings(max_examples=30, deadline=None)
-def test_without_beta_it_is_bilevel_gae_to_the_bit(seed, gamma, lam, token) -> None:
+def test_beta_zero_equals_bilevel_gae_bit_for_bit(seed, gamma, lam, token) -> None:
     given = credit(seed)
     same = {"gamma_turn": gamma, "lam_turn": lam, "gamma_token": token, "lam_token": lam}
     ours = AdaptiveBilevelGAE(beta=0.0, low=0.0, high=1.0, **same)(given)
@@ -39,7 +39,7 @@ def test_without_beta_it_is_bilevel_gae_to_the_bit(seed, gamma, lam, token) -> N
     assert torch.equal(ours.returns, plain.returns)
 
 
-def test_three_turns_by_hand() -> None:
+def test_adaptive_gae_by_hand_on_three_turns() -> None:
     # one token a turn, V = 0.5 0.75 0.25, r = 0 0.5 1; window 1, feedback 1:
     # progress = 0, 0.25 + 0, -0.5 + 0.5 → gamma = 0.9, 0.9 + 0.2 * 0.25 = 0.95, 0.9
     one = torch.ones(1, 3, dtype=torch.bool)
@@ -58,14 +58,14 @@ def test_three_turns_by_hand() -> None:
     assert found == pytest.approx([first, second, last], abs=1e-6)
 
 
-def test_progress_looks_back_over_the_window_alone() -> None:
+def test_progress_is_averaged_over_the_window() -> None:
     values = torch.tensor([[0.0, 1.0, 3.0, 6.0, 6.0]])
     turn = torch.tensor([[0, 1, 2, 4, -1]])  # turn 3 has no token
     found = turn_progress(torch.zeros(1, 5), values, turn, window=2, feedback=1.0)
     assert found.tolist() == [[0.0, 1.0, 1.5, 2.5, 0.0]]
 
 
-def test_a_discount_knows_nothing_of_what_comes_later() -> None:
+def test_discount_does_not_depend_on_later_turns() -> None:
     given, changed = credit(), credit()
     later = given.turn >= 3
     changed.values = torch.where(later, 9.0, given.values)
@@ -94,6 +94,6 @@ def test_discounts_rise_after_success_and_stay_inside_their_bounds() -> None:
     ("wrong", "said"),
     [({"low": 0.97}, "gamma_turn"), ({"high": 1.5}, "high"), ({"window": 0}, "window")],
 )
-def test_wrong_settings_are_refused(wrong, said) -> None:
+def test_wrong_settings_are_rejected(wrong, said) -> None:
     with pytest.raises(ValueError, match=said):
         AdaptiveBilevelGAE(**wrong)

@@ -128,7 +128,9 @@ def shown(value: object) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "switch", "figure"), SWITCHES, ids=shown)
-def test_no_switch_is_dead(run, base: str, switch: str, figure: str | None) -> None:
+def test_setting_changes_its_metric_and_the_weights(
+    run, base: str, switch: str, figure: str | None
+) -> None:
     overrides = f"algorithm={base}".split()
     before, after = run(*overrides), run(*overrides, *switch.split())
     if figure is None:  # the default, said aloud
@@ -140,14 +142,16 @@ def test_no_switch_is_dead(run, base: str, switch: str, figure: str | None) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "switch", "figure"), LATER, ids=shown)
-def test_no_switch_of_later_iterations_is_dead(run, base: str, switch: str, figure: str) -> None:
+def test_setting_changes_later_iterations(
+    run, base: str, switch: str, figure: str
+) -> None:
     before = run(f"algorithm={base}", iterations=2)
     after = run(f"algorithm={base}", *switch.split(), iterations=2)
     assert before.metrics[figure] != pytest.approx(after.metrics[figure], rel=1e-5)
     assert not torch.allclose(before.weights, after.weights, rtol=0, atol=1e-6)
 
 
-def test_no_preset_is_an_alias(run) -> None:
+def test_presets_lead_to_different_weights(run) -> None:
     assert len(PRESETS) >= 13
     ends = {name: run(f"algorithm={name}").weights for name in PRESETS}
     start = run("algorithm=starpo", "optimizer.lr=0").weights
@@ -158,7 +162,7 @@ def test_no_preset_is_an_alias(run) -> None:
         assert not same, f"{one} is {other}"
 
 
-def test_trico_with_nothing_discounted_and_the_same_masks_is_starpo(run) -> None:
+def test_trico_without_discounts_and_with_the_same_masks_equals_starpo(run) -> None:
     names = ("gamma_turn", "lam_turn", "gamma_token", "lam_token")
     ones = [f"algorithm.estimator.{name}=1.0" for name in names]
     trico = run("algorithm=trico", *ones, f"{CREDIT}.sampled")
@@ -211,6 +215,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "reason"), REFUSED, ids=shown)
-def test_pairs_without_a_meaning_are_refused_with_the_reason(config_of, overrides, reason) -> None:
+def test_meaningless_combinations_are_rejected_with_the_reason(
+    config_of, overrides, reason
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         config_of(*f"algorithm={overrides}".split())

@@ -90,7 +90,7 @@ def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: type(one).__name__)
-def test_one_sample_an_episode_a_window_and_one_a_turn(bundle, estimator) -> None:
+def test_credit_does_not_depend_on_the_window(bundle, estimator) -> None:
     whole = credited(bundle, window="all", estimator=estimator)
     assert len(whole.samples) == 6
     for window in (1, 2):
@@ -103,7 +103,7 @@ def test_one_sample_an_episode_a_window_and_one_a_turn(bundle, estimator) -> Non
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: type(one).__name__)
-def test_the_order_of_episodes_does_not_matter(bundle, estimator) -> None:
+def test_credit_does_not_depend_on_the_order_of_episodes(bundle, estimator) -> None:
     order = [5, 2, 0, 4, 1, 3]
     one = credited(bundle, window=1, estimator=estimator, whiten=True)
     other = credited(bundle, window=1, estimator=estimator, whiten=True, order=order)
@@ -130,7 +130,7 @@ class TestUndividedSequence:
         played = [episode(bundle, number=n, window="all", system="rules here") for n in range(3)]
         return collate(played, bundle, observations=True), played
 
-    def test_all_but_the_head_and_banned_tokens_has_a_turn(self, bundle) -> None:
+    def test_shown_text_without_system_prompt_and_banned_tokens_has_a_turn(self, bundle) -> None:
         batch, played = self.batch(bundle)
         samples = batch.samples
         banned = torch.tensor(list(bundle.banned_token_ids))
@@ -150,7 +150,7 @@ class TestUndividedSequence:
         numbers = samples.token[samples.turn >= 0]
         assert torch.equal(numbers, torch.arange(len(numbers)))
 
-    def test_other_masks_still_hold_sampled_tokens_only(self, bundle) -> None:
+    def test_other_masks_hold_sampled_tokens_only(self, bundle) -> None:
         batch, _ = self.batch(bundle)
         plain = collate(self.batch(bundle)[1], bundle)
         for one in (batch, plain):
@@ -160,6 +160,6 @@ class TestUndividedSequence:
         assert torch.equal(batch.samples.loss_mask, plain.samples.loss_mask)
         assert torch.equal(batch.samples.advantage_mask, plain.samples.advantage_mask)
 
-    def test_a_divided_episode_is_refused(self, bundle) -> None:
+    def test_episode_of_several_samples_is_rejected(self, bundle) -> None:
         with pytest.raises(ValueError, match=r"context\.window=all"):
             collate([episode(bundle, number=0, window=1)], bundle, observations=True)

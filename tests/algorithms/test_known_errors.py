@@ -28,7 +28,7 @@ TURNS = torch.tensor([[0, 0, 1, 1, 2, 2]])
 FOUR = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
 
 
-def test_turn_ends_are_not_guessed_from_rewards() -> None:
+def test_turn_ends_do_not_depend_on_rewards() -> None:
     """The turn of reward 0 discounts what follows it; a trajectory of nothing but zeros is one like others."""
     rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, 4.0]])
     advantages, _ = bilevel_gae(rewards, torch.zeros(1, 6), TURNS, **FOUR)
@@ -38,13 +38,13 @@ def test_turn_ends_are_not_guessed_from_rewards() -> None:
     assert nothing.tolist() == [[-0.5] * 6]
 
 
-def test_bilevel_estimation_is_not_a_silent_no_op() -> None:
+def test_bilevel_gae_differs_from_masked_gae() -> None:
     rewards, values = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, 4.0]]), torch.zeros(1, 6)
     plain, _ = masked_gae(rewards, values, TURNS >= 0, gamma=1.0, lam=1.0)
     assert not torch.allclose(bilevel_gae(rewards, values, TURNS, **FOUR)[0], plain)
 
 
-def test_a_format_penalty_survives_turn_rewards_and_shaping() -> None:
+def test_format_penalty_survives_turn_rewards_and_shaping() -> None:
     manager = EnvironmentManager(
         target="ragen/FrozenLake-v0", format_penalty=0.3, invalid_ends=False, max_turns=2
     )
@@ -64,7 +64,7 @@ def test_a_format_penalty_survives_turn_rewards_and_shaping() -> None:
             )
 
 
-def test_a_terminal_reward_is_not_lost_on_a_masked_token() -> None:
+def test_terminal_reward_moves_to_a_token_inside_the_mask() -> None:
     labels = torch.tensor([[1, 3, 2, 3, 4]])
     turn = torch.zeros(1, 5, dtype=torch.int64)
     mask = until_action(labels, turn)
@@ -73,7 +73,7 @@ def test_a_terminal_reward_is_not_lost_on_a_masked_token() -> None:
     assert placed.tolist() == [[0.0, 0.0, 2.0, 0.0, 0.0]]
 
 
-def test_estimation_steps_over_observation_tokens() -> None:
+def test_gae_steps_over_observation_tokens() -> None:
     values = torch.tensor([[1.0, 99.0, 99.0, 3.0]])
     mask = torch.tensor([[True, False, False, True]])
     advantages, returns = masked_gae(torch.zeros(1, 4), values, mask, gamma=0.5, lam=0.5)
@@ -91,7 +91,7 @@ def test_group_statistics_are_over_trajectories() -> None:
     assert batch.episodes.group.tolist() == [0, 0] and len(batch.samples) == 9
 
 
-def test_a_token_mean_is_over_the_whole_step() -> None:
+def test_token_mean_is_over_the_whole_step() -> None:
     losses, mask = torch.tensor([[6.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [1, 1]]) > 0
     parts = [
         aggregate(losses[row : row + 1], mask[row : row + 1], how=Aggregation.TOKEN_MEAN, tokens=3.0, sequences=2)
@@ -100,7 +100,7 @@ def test_a_token_mean_is_over_the_whole_step() -> None:
     assert float(sum(parts)) == pytest.approx(8 / 3)  # the mean of the parts' means would be 3.5
 
 
-def test_batches_are_filled_up_without_copies() -> None:
+def test_loader_yields_every_sample_once() -> None:
     batch = collate([played([(3, 0.0)], member=number) for number in range(5)], bundle())
     given = [
         number
@@ -113,7 +113,7 @@ def test_batches_are_filled_up_without_copies() -> None:
     assert sorted(given) == [0, 1, 2, 3, 4]
 
 
-def test_a_share_of_deviation_drops_groups_that_agree() -> None:
+def test_top_mass_drops_groups_with_equal_returns() -> None:
     """A softmax over deviations of 0 and 0.5 would spread its mass nearly evenly, and keep all of them."""
     group = torch.arange(10).repeat_interleave(2)
     returns = torch.zeros(20)
@@ -122,7 +122,7 @@ def test_a_share_of_deviation_drops_groups_that_agree() -> None:
     assert group[kept].unique().tolist() == [0, 1]
 
 
-def test_the_critic_is_not_regressed_on_filler_values() -> None:
+def test_value_loss_ignores_tokens_off_the_mask() -> None:
     mask = torch.tensor([[True, False]])
     values = torch.zeros(1, 2, requires_grad=True)
     loss = value_loss(values, torch.tensor([[1.0, -1e9]]), mask)
@@ -132,14 +132,14 @@ def test_the_critic_is_not_regressed_on_filler_values() -> None:
     assert returns.tolist() == [[1.0, 0.0]]
 
 
-def test_whitening_counts_neither_padding_nor_filler() -> None:
+def test_whitening_ignores_padding() -> None:
     x, mask = torch.tensor([[1.0, 3.0, 0.0, 0.0]]), torch.tensor([[True, True, False, False]])
     for padding in (0.0, 50.0):
         x[~mask] = padding
         assert whiten(x, mask)[mask].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
 
 
-def test_a_response_that_was_cut_does_not_turn_the_mask_onto_what_is_shown() -> None:
+def test_response_at_the_length_limit_keeps_the_mask_on_sampled_tokens() -> None:
     trajectory = played([(-4, 0.0), (5, 1.0)], window="all")
     batch = collate([trajectory], bundle())
     samples = batch.samples

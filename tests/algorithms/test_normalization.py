@@ -1,0 +1,81 @@
+"""Normalization of returns."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer, Running, Schedule
+
+
+@given(st.lists(st.floats(-3, 3, width=32), min_size=3, max_size=12), st.integers(1, 2))
+def test_batch_statistics_do_not_depend_on_the_split_over_ranks(numbers, cut) -> None:
+    returns = torch.tensor(numbers)
+    group = torch.zeros(len(numbers), dtype=torch.int64)
+    turns = torch.ones(len(numbers), dtype=torch.int64)
+    whole = RewardNormalizer(by=ByBatch())(returns[:, None], turns, group)
+    # the other rank's share of the two sums, in the order in which they are asked for
+    parts = [returns[:cut], returns[cut:]]
+    mean = returns.mean()
+    sums = [
+        torch.stack([returns.sum(), torch.tensor(float(len(numbers)))]),
+        (returns - mean).square().sum(),
+    ]
+    for part, rows in ((parts[0], slice(0, cut)), (parts[1], slice(cut, None))):
+        answers = iter(sums)
+        one = RewardNormalizer(by=ByBatch())(
+            part[:, None], turns[rows], group[rows], all_reduce=lambda _, to=answers: next(to)
+        )
+        torch.testing.assert_close(one, whole[rows], rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.lists(st.floats(-3, 3, width=32), min_size=3, max_size=3), min_size=2, max_size=6)
+)
+def test_clipped_returns_lie_within_their_bounds(rows) -> None:
+    rewards, group = torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64)
+    turns = torch.full((len(rows),), 3)
+    bounded = RewardNormalizer(by=ByBatch(), clip_low=-1.0, clip_high=0.5)(rewards, turns, group)
+    assert float(bounded.sum(1).min()) >= -1.001 and float(bounded.sum(1).max()) <= 0.501
+
+
+@pytest.mark.parametrize("by", [ByGroup(), ByBatch(), Running()])
+@pytest.mark.parametrize("size", [0.01, 1000.0])
+def test_equal_returns_keep_the_size_of_turn_rewards(by, size) -> None:
+    """Every episode of the group ran out of time: nine costs, and nothing to tell them apart."""
+    rewards = torch.full((4, 9), -size)
+    turns, group = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
+    found = RewardNormalizer(by=by)(rewards, turns, group)
+    assert float(found.abs().max()) <= 10 * size
+    assert float(found.sum(1).abs().max()) <= 1e-3 * size
+
+
+def test_running_statistics_accumulate_and_resume() -> None:
+    one, other = (RewardNormalizer(by=Running(decay=0.5)) for _ in range(2))
+    turns, group = torch.ones(2, dtype=torch.int64), torch.tensor([0, 0])
+    first = torch.tensor([[1.0], [3.0]])
+    scaled = torch.tensor([[-1.0], [1.0]])
+    torch.testing.assert_close(one(first, turns, group), scaled, rtol=1e-4, atol=1e-4)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    second = torch.tensor([[5.0], [5.0]])
+    found = one(second, turns, group)  # weight 3, sum 12, squares 55: mean 4, variance 7 / 3
+    torch.testing.assert_close(found, torch.full((2, 1), (7 / 3) ** -0.5), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(other(second, turns, group), found)
+    assert other.state_dict() == one.state_dict()
+
+
+def test_schedule_moves_from_raw_to_batch_to_group() -> None:
+    ladder = RewardNormalizer(by=Schedule(starts=[0, 1, 2]))
+    returns, turns = torch.tensor([[0.0], [2.0], [10.0], [14.0]]), torch.ones(4, dtype=torch.int64)
+    group = torch.tensor([0, 0, 1, 1])
+    raw, batch, by_group = (ladder(returns, turns, group)[:, 0] for _ in range(3))
+    assert raw.tolist() == [0.0, 2.0, 10.0, 14.0]
+    assert float(batch.mean()) == pytest.approx(0, abs=1e-6) and float(batch[1]) < 0
+    assert by_group.tolist() == pytest.approx([-0.7071, 0.7071, -0.7071, 0.7071], abs=1e-3)
+    with pytest.raises(ValueError, match="expected as many rising"):
+        Schedule(starts=[0, 5])
