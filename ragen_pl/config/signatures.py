@@ -81,18 +81,15 @@ def read_signature(target: str) -> Signature | None:
         raise SignatureError(f"there is no module {module_name}")
     definition = _definition(module, name)
     if definition is None:
-        if name in _other_names(module.tree):
+        names = _names(module.tree)
+        if name in names:
             return None
         if _module(target) is not None:
             raise SignatureError("expected a class, found a module")
-        public = [
-            node.name
-            for node in module.tree.body
-            if isinstance(node, ast.ClassDef | ast.FunctionDef)
-        ]
-        close = get_close_matches(name, [one for one in public if not one.startswith("_")], n=1)
+        close = get_close_matches(name, [other for other in names if other[:1] != "_"], n=1)
         raise SignatureError(
-            f"{module_name} has no {name}" + (f"; did you mean {close[0]}?" if close else "")
+            f"{module_name} has no {name}; "
+            + (f"did you mean {close[0]}?" if close else "give package.module.Class")
         )
     if isinstance(definition, ast.ClassDef):
         return _of_class(module, definition)
@@ -125,16 +122,16 @@ def _definition(module: _Module, name: str) -> ast.ClassDef | ast.FunctionDef | 
     return None
 
 
-def _other_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module imports or assigns, wherever in it."""
+def _names(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines, imports or assigns, wherever in it."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):
             names.add(node.asname or node.name)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-            return {*names, "*"}
     return names
 
 
