@@ -1,1 +1,1 @@
-"""Models: the small vision-language model, loading pretrained ones, and what a policy is made of."""
+"""Models: the small vision-language model, pretrained models, decoder inputs and the sampling distribution."""

@@ -1,7 +1,6 @@
-"""LoRA adapters (Hu et al., 2021) in a loaded model, by peft: put in, switched off for a while, merged.
+"""LoRA adapters (Hu et al., 2021) in a loaded model, by peft: added, switched off for a while, merged.
 
-They are put into the model's own layers, so that it stays the class that it was and everything that
-asks a model works on one with adapters.
+They are added to the model's own layers. The model keeps its class, and all code works with and without adapters.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ class LoraSettings(TypedDict, total=False):
 
 
 def add_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Put adapters in and freeze all other weights.
+    """Add adapters and freeze all other weights.
 
     Args:
-        model: is changed.
-        settings: of peft's `LoraConfig`; `target_modules` is `all-linear` unless given.
+        model: Model, changed in place.
+        settings: Settings of peft's `LoraConfig`; `target_modules` is `all-linear` by default.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
         TypeError: `LoraConfig` has no such setting.
-        ValueError: a setting is out of range, or no layer has such a name.
+        ValueError: A setting is out of range, or no layer has such a name.
     """
     try:
         from peft import LoraConfig
@@ -47,15 +46,14 @@ def add_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
     config = LoraConfig(**{"target_modules": "all-linear", **settings})
     if config.modules_to_save or config.bias != "none":
         raise ValueError(
-            "model.build.lora: modules_to_save and bias train weights that are no adapters, which can neither be "
+            "model.build.lora: modules_to_save and bias train weights that are no adapters and can neither be "
             "switched off nor merged; leave them out"
         )
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*a tied layer is part of the adapter"
-        )  # refused below
+        # refused below with a message of our own
+        warnings.filterwarnings("ignore", message=".*a tied layer is part of the adapter")
         model.add_adapter(config)
-    if any("lora_" in name for part in _ends(model) for name, _ in part.named_parameters()):
+    if any("lora_" in name for end in _ends(model) for name, _ in end.named_parameters()):
         raise ValueError(
             "model.build.lora.target_modules: adapters on the embeddings or the head can't be merged where the two "
             "share weights; leave them out"
@@ -67,13 +65,13 @@ def _ends(model: PreTrainedModel) -> list[Module]:
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Return whether there are any."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    """Return whether the model has adapters."""
+    return bool(model._hf_peft_config_loaded)
 
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model answer as it was before adapters were put in."""
+    """Run the model without its adapters."""
     model.disable_adapters()
     try:
         yield
@@ -82,7 +80,7 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Add what the adapters say to the weights under them and take them out; nothing without adapters."""
+    """Add the adapters to the weights under them and remove them; do nothing without adapters."""
     if not has_adapters(model):
         return
     from peft.tuners.tuners_utils import BaseTunerLayer

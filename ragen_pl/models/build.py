@@ -1,4 +1,4 @@
-"""Building the small models from their configs, and loading pretrained ones."""
+"""Build the small models from their configs, and load pretrained models."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def build_small_vlm(
     """Build the small vision-language model with weights drawn from `seed`.
 
     Args:
-        vision: changes to the encoder's settings, see `SmallVLMConfig`.
-        text: changes to the decoder's settings (`Qwen2Config`).
-        seed: of the weights; the global generators are left as they were.
-        prompt_format: of the responses; tags that it has besides think and answer become tokens.
+        vision: Changes to the encoder's settings, see `SmallVLMConfig`.
+        text: Changes to the decoder's settings (`Qwen2Config`).
+        seed: Seed of the weights; the global generators keep their states.
+        prompt_format: Format of the responses; its tags besides think and answer become tokens.
     """
     from ragen_pl.models.small_vlm import (
         SmallVLMConfig,
@@ -67,15 +67,15 @@ def build_small_lm(
     seed: Seed = 0,
     prompt_format: str = "free_think",
 ) -> Annotated[ModelBundle, TextOnly()]:
-    """Build a small language model, for environments told in words.
+    """Build a small language model for text environments.
 
-    The sizes are those of the vision-language model's decoder, the architecture is Llama's:
-    transformers reads the tokenizer of any saved Qwen2 as Qwen's own, whatever its file says.
+    It has the sizes of the vision-language model's decoder. The architecture is Llama's, because transformers reads the
+    tokenizer of any saved Qwen2 as Qwen's own.
 
     Args:
-        text: changes to the decoder's settings (`LlamaConfig`).
-        seed: of the weights; the global generators are left as they were.
-        prompt_format: of the responses; tags that it has besides think and answer become tokens.
+        text: Changes to the decoder's settings (`LlamaConfig`).
+        seed: Seed of the weights; the global generators keep their states.
+        prompt_format: Format of the responses; its tags besides think and answer become tokens.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -100,7 +100,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 @contextmanager
 def _weights_from(seed: int) -> Iterator[None]:
-    """Seed the CPU's generator for a while; a GPU's, which `torch.manual_seed` seeds too, is left alone."""
+    """Seed the CPU's generator for a while. `torch.manual_seed` would seed the GPUs' generators too."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -119,15 +119,15 @@ def load_pretrained(
     """Load a language or vision-language model, its tokenizer and processor.
 
     Args:
-        path: a Hugging Face folder or the name of a model on the hub.
-        dtype: of the weights, such as `float32` or `bfloat16`.
-        attn_implementation: of transformers, `sdpa` or `eager`.
-        local_files_only: never ask the hub.
-        lora: settings of peft's `LoraConfig`: only adapters are trained. None trains all weights.
-        seed: of the adapters' weights; the global generators are left as they were.
+        path: Hugging Face folder, or name of a model on the hub.
+        dtype: Type of the weights, such as `float32` or `bfloat16`.
+        attn_implementation: Attention of transformers, `sdpa` or `eager`.
+        local_files_only: Whether the hub is never asked.
+        lora: Settings of peft's `LoraConfig` to train adapters only; None trains all weights.
+        seed: Seed of the adapters' weights; the global generators keep their states.
 
     Raises:
-        FileNotFoundError: no model can be read there.
+        FileNotFoundError: No model can be read there.
         ModuleNotFoundError: `lora` needs peft, which is not installed.
         ValueError: torch has no such `dtype`, or peft refuses a setting.
     """
@@ -141,7 +141,8 @@ def load_pretrained(
     weights = getattr(torch, dtype, None)
     if not isinstance(weights, torch.dtype):
         raise ValueError(f"model.build.dtype={dtype}: expected float32, bfloat16 or float16")
-    import_module("ragen_pl.models.small_vlm")  # registers the small model with the Auto classes
+    # registers the small model with the Auto classes
+    import_module("ragen_pl.models.small_vlm")
     where = {"local_files_only": local_files_only or Path(path).is_dir()}
     try:
         config = AutoConfig.from_pretrained(path, **where)
@@ -155,10 +156,10 @@ def load_pretrained(
         model = AutoModelForImageTextToText.from_pretrained(path, **settings)
         processor = AutoProcessor.from_pretrained(path, **where)
         tokenizer = processor.tokenizer
-        if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
+        if "mrope_section" in (config.get_text_config().to_dict().get("rope_parameters") or {}):
             warnings.warn(
-                f"{path} was trained with positions in rows and columns of an image; it is given plain ones, "
-                "in rollouts and updates alike, and may at first see worse than it could",
+                f"{path} was trained with positions in rows and columns of an image; rollouts and updates give it "
+                "one-dimensional positions, and it may see worse at first",
                 stacklevel=2,
             )
     else:
@@ -171,7 +172,7 @@ def load_pretrained(
 
 
 def _load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer as its file has it, also where transformers would put a known model's own in its place."""
+    """Load a tokenizer as its file describes it, even where transformers would replace it by a known model's own."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 

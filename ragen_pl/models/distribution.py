@@ -1,11 +1,12 @@
-"""The distribution that tokens are sampled from: one numeric path for the engine and the trainer."""
+"""The distribution that tokens are sampled from, computed alike in the engine and the trainer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-BANNED = -1e30  # finite, so that 0 · log 0 is 0 and not NaN in entropies and divergences
+# finite: 0 · log 0 is then 0 and not NaN in entropies and divergences
+BANNED = -1e30
 
 
 def log_distribution(
@@ -14,9 +15,9 @@ def log_distribution(
     """Return float32 log-probabilities `[…, vocab]` after temperature and bans.
 
     Args:
-        logits: `[…, vocab]` in any floating type; computed on in float32.
-        temperature: a number, or a tensor that broadcasts against `logits`.
-        banned: int64 ids that can't be sampled, None for none.
+        logits: `[…, vocab]` in any floating type; the computation is in float32.
+        temperature: Sampling temperature; a tensor broadcasts against `logits`.
+        banned: Ids that are never sampled, int64; None for none.
 
     Examples:
         >>> log_distribution(torch.tensor([0.0, 0.0, 5.0]), banned=torch.tensor([2])).exp()
@@ -36,12 +37,12 @@ def entropy(log_probs: Tensor) -> Tensor:
 
 
 def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
-    """Sample one token a row by inverting the cumulative distribution.
+    """Sample one token for each row by inverting the cumulative distribution.
 
     Args:
         log_probs: float32 `[rows, vocab]`.
         uniforms: float64 `[rows]` in [0, 1).
-        greedy: bool `[rows]`; these rows take the most probable token.
+        greedy: Rows that take the most probable token, bool `[rows]`.
 
     Returns:
         int64 `[rows]`.
@@ -49,7 +50,7 @@ def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
     if bool(greedy.all()):
         return log_probs.argmax(-1)
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
-    # 1 - u lies in (0, 1], so that a token of probability 0 is never the first to reach it
+    # 1 - u lies in (0, 1]: a token of probability 0 is never the first to reach it
     target = (1.0 - uniforms) * cumulative[:, -1]
     sampled = (
         torch.searchsorted(cumulative, target[:, None])

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """Linear, tanh, linear to one value; the last layer starts at zero, so that a new critic says 0.
+    """Linear, tanh, linear to one value. The last layer starts at zero: a new critic predicts 0.
 
     Args:
-        hidden_size: width of the states.
-        width: of the layer between, the states' own by default.
+        hidden_size: Width of the states.
+        width: Width of the layer in between; that of the states by default.
     """
 
     def __init__(self, hidden_size: int, *, width: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """The small vision-language model: a timm vision encoder, a projector, a transformers decoder.
 
-Importing this registers it with transformers' Auto classes, so that `from_pretrained` finds it.
+Importing this package registers it with transformers' Auto classes, for `from_pretrained`.
 """
 
 from transformers import (

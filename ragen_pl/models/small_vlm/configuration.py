@@ -1,4 +1,4 @@
-"""The config that the small vision-language model is built from."""
+"""The config of the small vision-language model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ TEXT: dict[str, Any] = {
 
 
 class SmallVLMConfig(PreTrainedConfig):
-    """Vision encoder, decoder and the ids that join them.
+    """Settings of vision encoder and decoder, and the ids that join them.
 
     Args:
         vision: `patch_size` in pixels, encoder `width`, `depth` (timm blocks), `heads`, `mlp_ratio`, and
-            `max_cells`, the patches along a side that images may have.
-        text_config: keyword arguments of `Qwen2Config`, or one.
-        image_token_id: the id that stands for an image's features.
+            `max_cells`, the largest number of patches along a side of an image.
+        text_config: A `Qwen2Config`, or keyword arguments of one.
+        image_token_id: Id that stands for an image's features.
     """
 
     model_type = "ragen_small_vlm"
-    sub_configs_defaults = {"text_config": SubConfigSpec(Qwen2Config)}  # noqa: RUF012 - as transformers has it
+    sub_configs_defaults = {"text_config": SubConfigSpec(Qwen2Config)}  # noqa: RUF012 - as in transformers
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
-"""The texts that the small model's tokenizer was trained on: the words of the shipped environments.
+"""The corpus of the small model's tokenizer: the words of the shipped environments.
 
-Frozen on purpose: a word added here changes every id, and models saved before it become unreadable.
-Other words are read as well, by more tokens.
+The corpus is frozen: another word would change every id, and saved models would become unreadable. Other words are
+encoded too, as more tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-# Words that also start an observation, a thought or an answer: with and without a blank before them.
+# Words that also start an observation, a thought or an answer: with and without a space before them.
 _STARTING = (
     "Up", "Down", "Left", "Right", "me", "goal", "box", "first", "last", "turn", "arms", "reach", "push",
     "so",
@@ -36,7 +36,7 @@ _RULES = (
 
 
 def texts() -> Iterator[str]:
-    """Yield the corpus; how often a word comes ranks it, so that what responses are made of merges first."""
+    """Yield the corpus. More frequent words merge first: those of responses."""
     for _ in range(1000):
         yield from _STARTING
         yield from (f" {word}" for word in _STARTING + _FOLLOWING)

@@ -16,7 +16,7 @@ from ragen_pl.models.small_vlm.configuration import SmallVLMConfig
 
 
 class SmallVLMPreTrainedModel(PreTrainedModel):
-    """What the base and the generating model share."""
+    """Settings of the base and the generating model."""
 
     config_class = SmallVLMConfig
     base_model_prefix = "model"
@@ -27,9 +27,9 @@ class SmallVLMPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Qwen2DecoderLayer"]  # noqa: RUF012 - transformers' own convention
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the encoder's and the projector's weights torch's way; the decoder draws its own.
+        """Draw the encoder's and the projector's weights by torch's defaults; the decoder draws its own.
 
-        Also reached for weights that a loaded folder lacks, thus nothing may be left as it is.
+        Also called for weights that a loaded folder lacks: no weight may stay undrawn.
         """
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
@@ -40,7 +40,8 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
     """Encoder, projector and decoder, without a head."""
 
     def __init__(self, config: SmallVLMConfig) -> None:
-        from ragen_pl.models.small_vlm.vision import build_encoder  # timm is slow to import
+        # timm is slow to import
+        from ragen_pl.models.small_vlm.vision import build_encoder
 
         super().__init__(config)
         hidden, width = config.text_config.hidden_size, config.vision["width"]
@@ -81,7 +82,7 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the decoder's states; features of `pixel_values` take the places of the image id."""
+        """Return the decoder's states; features of `pixel_values` replace the image tokens."""
         if inputs_embeds is None:
             if input_ids is None:
                 raise ValueError("give input_ids or inputs_embeds")
@@ -148,7 +149,7 @@ class SmallVLMForConditionalGeneration(SmallVLMPreTrainedModel, GenerationMixin)
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits of the last `logits_to_keep` positions (0: all), and the loss where there are labels."""
+        """Return logits of the last `logits_to_keep` positions (0: all), and the loss if there are labels."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -1,4 +1,4 @@
-"""The processor: images to tensors, and one image id an image to one id a feature."""
+"""The processor: images to tensors, and one image token for each image to one for each feature."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformers.processing_utils import MultiModalData, ProcessorMixin
 
 
 class SmallVLMImageProcessor(BaseImageProcessor):
-    """Stack images of one size, as they are: the model scales them itself.
+    """Stack images of one size without scaling, which the model does.
 
     Args:
-        patch_size: pixels along a cell's side.
+        patch_size: Pixels along a cell's side.
     """
 
-    model_input_names = ["pixel_values"]  # noqa: RUF012 - transformers' own convention
+    model_input_names = ["pixel_values"]  # noqa: RUF012 - as in transformers
 
     def __init__(self, patch_size: int = 16, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -31,11 +31,11 @@ class SmallVLMImageProcessor(BaseImageProcessor):
         """Return uint8 `pixel_values` `[images, 3, height, width]`.
 
         Args:
-            images: PIL images or uint8 arrays `[height, width, 3]`, one or a sequence, of one size.
+            images: PIL images or uint8 arrays `[height, width, 3]` of one size, one or a sequence.
             return_tensors: `"pt"` or `"np"`.
 
         Raises:
-            ValueError: the images differ in size, are not of three channels or not of bytes.
+            ValueError: The images differ in size, have not three channels or are not of bytes.
         """
         arrays = [_array(image) for image in _listed(images)]
         shapes = sorted({array.shape for array in arrays})
@@ -49,12 +49,12 @@ class SmallVLMImageProcessor(BaseImageProcessor):
         return BatchFeature({"pixel_values": values})
 
     def num_image_tokens(self, height: int, width: int) -> int:
-        """Return how many features an image has."""
+        """Return the number of features of an image."""
         return (height // self.patch_size) * (width // self.patch_size)
 
 
 class SmallVLMProcessor(ProcessorMixin):
-    """Joins the image processor and the tokenizer."""
+    """Image processor and tokenizer in one."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SmallVLMProcessor(ProcessorMixin):
         return_tensors: str = "pt",
         **kwargs: Any,
     ) -> BatchFeature:
-        """Encode texts with one `<|image|>` an image, and the images in the order of the texts."""
+        """Encode texts with one `<|image|>` for each image, and the images in their order."""
         texts = [text] if isinstance(text, str) else list(text or [])
         data: dict[str, Any] = {}
         sizes: list[Sequence[int]] = []
@@ -89,10 +89,10 @@ class SmallVLMProcessor(ProcessorMixin):
         return BatchFeature(data)
 
     def _expanded(self, texts: list[str], sizes: Sequence[Sequence[int]]) -> list[str]:
-        found = sum(text.count(self.image_token) for text in texts)
-        if found != len(sizes):
+        count = sum(text.count(self.image_token) for text in texts)
+        if count != len(sizes):
             raise ValueError(
-                f"found {found} {self.image_token} in the text for {len(sizes)} images"
+                f"found {count} {self.image_token} in the text for {len(sizes)} images"
             )
         counts = iter([self.image_processor.num_image_tokens(*size) for size in sizes])
         return [

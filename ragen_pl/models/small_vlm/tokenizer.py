@@ -1,4 +1,4 @@
-"""The small model's tokenizer: byte-level BPE, trained once and shipped, so that any text round-trips.
+"""The small model's tokenizer: byte-level BPE, trained once and shipped. Any text round-trips.
 
 `python -m ragen_pl.models.small_vlm.tokenizer` trains it again, to the same bytes.
 """
@@ -16,13 +16,14 @@ ASSET = Path(__file__).parent / "assets" / "tokenizer.json"
 PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"
 CONTROL = (PAD, END, "<|user|>", "<|assistant|>", "<|system|>", IMAGE)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# Tokens of their own in the prompt formats that have them, after all others: their ids stay what they are.
-WORLD_TAGS = tuple(
+# tokens in the prompt formats that have them; they follow all others, whose ids stay the same
+STATE_TAGS = tuple(
     f"<{slash}{name}>" for name in ("observation", "reasoning", "prediction") for slash in ("", "/")
 )
-VOCAB_SIZE = 512  # 6 control tokens, 4 tags, 256 bytes and the merges that the corpus deserves
+# 6 control tokens, 4 tags, 256 bytes and merges of the corpus
+VOCAB_SIZE = 512
 
-# Each turn's rendering starts with that of the turns before it, and nothing is trimmed or added.
+# keeps its prefix: the rendering of a turn starts with that of the turns before, and nothing is trimmed or added
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
@@ -46,13 +47,13 @@ def train() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    # not special: a response decoded without control tokens keeps its tags
+    # not special: a response that is decoded without control tokens keeps its tags
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     return tokenizer
 
 
 def load_tokenizer(*, prompt_format: str = "free_think") -> PreTrainedTokenizerFast:
-    """Return the shipped tokenizer with its chat template, and with the tags of a prompt format that has more."""
+    """Return the shipped tokenizer with its chat template and the tags of the prompt format."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(ASSET),
         pad_token=PAD,
@@ -62,7 +63,7 @@ def load_tokenizer(*, prompt_format: str = "free_think") -> PreTrainedTokenizerF
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     if prompt_format not in ("free_think", "no_think"):
-        tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in WORLD_TAGS])
+        tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in STATE_TAGS])
     return tokenizer
 
 

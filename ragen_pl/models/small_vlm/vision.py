@@ -1,8 +1,8 @@
-"""The eyes: timm's vision transformer behind a stem that reads environments of cells quickly.
+"""The vision encoder: timm's vision transformer with a stem for images of cells.
 
-With additive positions alone a small encoder takes thousands of steps before it can tell *where*
-something is. Here each cell's patch is multiplied by a learned gain of its own, which ties content to
-place from the first step; a 3x3 convolution over the cells, not gated, tells about neighbors.
+With additive positions alone a small encoder takes thousands of steps to learn *where* something is. Here each cell's
+patch is multiplied by a learned gain of its own, which ties content to place from the first step. A 3x3 convolution
+over the cells without gains reads the neighbors.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch.nn import functional
 
 
 class CellStem(nn.Module):
-    """Embed an image's cells, in the place of timm's patch embedding.
+    """Embedding of an image's cells in place of timm's patch embedding.
 
     Args:
-        img_size: ignored; images of any size up to `max_cells` cells a side are read.
-        patch_size: pixels along a cell's side.
-        in_chans: color channels.
-        embed_dim: width of a cell's embedding.
-        max_cells: cells along a side that there are gains and positions for.
+        img_size: Ignored; images of any size up to `max_cells` cells along a side are read.
+        patch_size: Pixels along a cell's side.
+        in_chans: Color channels.
+        embed_dim: Width of a cell's embedding.
+        max_cells: Largest number of cells along a side, with gains and positions for each.
     """
 
-    num_patches = 0  # timm sizes its own position table by this; positions are added here
+    # timm sizes its own position table by this; positions are added here
+    num_patches = 0
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class CellStem(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the gains and positions: wide, so that place matters from the first step on."""
+        """Draw wide gains and positions: place matters from the first step on."""
         nn.init.normal_(self.gain)
         nn.init.normal_(self.rows, std=0.4)
         nn.init.normal_(self.columns, std=0.4)
@@ -63,7 +64,7 @@ class CellStem(nn.Module):
                 f"found an image of {height} x {width} pixels, expected multiples of {size} up to "
                 f"{size * self.max_cells}; set model.build.vision.max_cells or patch_size"
             )
-        # cut up as bytes, which is a quarter of the memory traffic of cutting up floats
+        # cut up as bytes, with a quarter of the memory traffic of floats
         cells = images.reshape(count, channels, rows, size, columns, size)
         cells = cells.permute(0, 2, 4, 1, 3, 5).reshape(count, rows, columns, -1)
         cells = cells.to(self.patch.weight.dtype) / 127.5 - 1.0
@@ -76,7 +77,7 @@ class CellStem(nn.Module):
 def build_encoder(
     *, patch_size: int, width: int, depth: int, heads: int, mlp_ratio: float, max_cells: int
 ) -> nn.Module:
-    """Return timm's vision transformer on a `CellStem`, giving a feature for each cell."""
+    """Return timm's vision transformer on a `CellStem`, with one feature for each cell."""
     return VisionTransformer(
         img_size=patch_size * max_cells,
         patch_size=patch_size,
@@ -88,6 +89,7 @@ def build_encoder(
         pos_embed="none",
         global_pool="",
         num_classes=0,
-        weight_init="skip",  # torch's own: timm's narrower ones learn to read later
+        # torch's defaults: timm's narrower weights learn to read later
+        weight_init="skip",
         embed_layer=partial(CellStem, max_cells=max_cells),
     )
