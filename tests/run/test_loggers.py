@@ -1,4 +1,4 @@
-"""The MLflow and CSV loggers: one run however often resumed, one point a step."""
+"""MLflow and CSV loggers: one run however often it is resumed, one point for each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ragen_pl.run.tracking import check_reachable, tracking_uri, version_tags
 pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
 
 
-class Line(pl.LightningModule):
+class Model(pl.LightningModule):
     def __init__(self, *, stop_at: int = -1, error: type[BaseException] = RuntimeError) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
@@ -39,7 +39,7 @@ class Line(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(folder: Path, module: Line, logger: object, *, steps: int, resume: bool = False) -> None:
+def fit(folder: Path, module: Model, logger: object, *, steps: int, resume: bool = False) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -69,19 +69,21 @@ def settings(tmp_path: Path, **changes: object) -> dict[str, object]:
 @pytest.fixture
 def run(tmp_path: Path, empty_store: Path) -> Path:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
-    return tmp_path / "lake" / "first"
+    return tmp_path / "frozenlake" / "first"
 
 
 def stored(run: Path) -> tuple[MlflowClient, str]:
-    known = json.loads((run / "mlflow_run.json").read_text())
-    return MlflowClient(known["tracking_uri"]), known["run_id"]
+    ids = json.loads((run / "mlflow_run.json").read_text())
+    return MlflowClient(ids["tracking_uri"]), ids["run_id"]
 
 
-def test_a_stopped_run_goes_on_as_the_same_mlflow_run_without_repeating_points(
+def test_a_resumed_run_continues_its_mlflow_run_without_repeating_points(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(run, Line(stop_at=5), RunLogger(run_dir=str(run), settings=settings(tmp_path)), steps=8)
+        fit(
+            run, Model(stop_at=5), RunLogger(run_dir=str(run), settings=settings(tmp_path)), steps=8
+        )
     client, run_id = stored(run)
     assert (tmp_path / "mlflow.db").exists()
     assert client.get_run(run_id).info.status == "FAILED"
@@ -91,7 +93,7 @@ def test_a_stopped_run_goes_on_as_the_same_mlflow_run_without_repeating_points(
     logger = RunLogger(run_dir=str(run), settings=changed)
     assert logger.run_id == run_id
     assert client.get_run(run_id).info.status == "RUNNING"
-    fit(run, Line(), logger, steps=8, resume=True)
+    fit(run, Model(), logger, steps=8, resume=True)
     data = client.get_run(run_id)
     steps = Counter(p.step for p in client.get_metric_history(run_id, "update/loss"))
     assert steps == dict.fromkeys(range(8), 1)
@@ -108,26 +110,26 @@ def test_a_stopped_run_goes_on_as_the_same_mlflow_run_without_repeating_points(
 
 def test_two_fits_of_one_run_end_as_finished(tmp_path: Path, run: Path) -> None:
     logger = RunLogger(run_dir=str(run), settings=settings(tmp_path))
-    fit(run, Line(), logger, steps=2)
+    fit(run, Model(), logger, steps=2)
     client, run_id = stored(run)
     assert client.get_run(run_id).info.status == "FINISHED"
     logger.log_graph(None)
     assert client.get_run(run_id).info.status == "RUNNING"
     logger.finalize("success")
-    logger.log_metrics({"validation set/success": 0.5}, 3)
+    logger.log_metrics({"val/success": 0.5}, 3)
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert client.get_run(run_id).data.metrics["validation set/success"] == 0.5
+    assert client.get_run(run_id).data.metrics["val/success"] == 0.5
 
 
-def test_a_run_stopped_by_hand_is_killed(tmp_path: Path, run: Path) -> None:
+def test_a_run_stopped_by_a_signal_has_status_killed(tmp_path: Path, run: Path) -> None:
     logger = RunLogger(run_dir=str(run), settings=settings(tmp_path))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(run, Line(stop_at=1, error=KeyboardInterrupt), logger, steps=4)
+        fit(run, Model(stop_at=1, error=KeyboardInterrupt), logger, steps=4)
     client, run_id = stored(run)
     assert client.get_run(run_id).info.status == "KILLED"
 
 
-def test_the_tracking_server_of_the_shell_is_honoured(
+def test_the_tracking_uri_of_the_environment_is_used(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tracking_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
@@ -138,32 +140,32 @@ def test_the_tracking_server_of_the_shell_is_honoured(
     RunLogger(run_dir=str(run), settings=settings(tmp_path))
     assert json.loads((run / "mlflow_run.json").read_text())["tracking_uri"] == uri
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    # a resumed run stays where it was, whatever the shell says now
+    # a resumed run keeps its store
     first = stored(run)[1]
     assert RunLogger(run_dir=str(run)).run_id == first
 
 
-def test_an_unreachable_server_is_told_in_one_line(run: Path) -> None:
+def test_an_unreachable_server_is_reported_in_one_line(run: Path) -> None:
     with pytest.raises(ConfigError, match=r"http://127.0.0.1:9 cannot be reached .*logger=none"):
         RunLogger(run_dir=str(run), uri="http://127.0.0.1:9")
     check_reachable("sqlite:////nowhere/needed.db")
 
 
-def test_version_tags_leave_git_out_where_there_is_none(tmp_path: Path) -> None:
+def test_version_tags_outside_a_checkout_have_no_git_commit(tmp_path: Path) -> None:
     tags = version_tags(checkout=tmp_path)
     assert "git.commit" not in tags
     assert "version.torch" in tags
 
 
-def test_csv_goes_on_where_it_stopped(run: Path) -> None:
+def test_a_resumed_run_continues_its_csv_file(run: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(run, Line(stop_at=5), RunCSVLogger(run_dir=str(run), settings={"a": 1}), steps=8)
-    fit(run, Line(), RunCSVLogger(run_dir=str(run), settings={"a": 2}), steps=8, resume=True)
+        fit(run, Model(stop_at=5), RunCSVLogger(run_dir=str(run), settings={"a": 1}), steps=8)
+    fit(run, Model(), RunCSVLogger(run_dir=str(run), settings={"a": 2}), steps=8, resume=True)
     with (run / "csv" / "metrics.csv").open() as stream:
         assert [row["step"] for row in csv.DictReader(stream)] == [str(step) for step in range(8)]
 
 
-def test_other_ranks_touch_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     folder = tmp_path / "run"
     logger = RunLogger(run_dir=str(folder), settings=settings(tmp_path))

@@ -1,4 +1,4 @@
-"""All that a run draws comes from its seed, whatever the process has drawn before."""
+"""A run's first weights depend on its seed, and not on what the process has drawn before."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from ragen_pl.run.build import assemble, build_warm_start
 def weights(*, seed, critic, drawn):
     torch.manual_seed(drawn)
     overrides = [
-        "env=frozenlake", "validation.episodes=4", "warm_start.episodes=4", f"seed={seed}",
-        f"algorithm.critic={critic}", "++model.build.text.hidden_size=32",
-        "++model.build.text.num_attention_heads=2", "++model.build.text.num_key_value_heads=2",
-    ]  # fmt: skip
+        "env=frozenlake",
+        "validation.episodes=4",
+        "warm_start.episodes=4",
+        f"seed={seed}",
+        f"algorithm.critic={critic}",
+        "++model.build.text.hidden_size=32",
+        "++model.build.text.num_attention_heads=2",
+        "++model.build.text.num_key_value_heads=2",
+    ]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        parts = assemble(compose("fit", overrides=overrides))
-    return build_warm_start(parts)[0].state_dict()
+        components = assemble(compose("fit", overrides=overrides))
+    return build_warm_start(components)[0].state_dict()
 
 
 @pytest.mark.parametrize("critic", ["shared", "own"])
-def test_first_weights(critic):
-    one = weights(seed=3, critic=critic, drawn=1)
+def test_first_weights_depend_on_the_seed_alone(critic):
+    first = weights(seed=3, critic=critic, drawn=1)
     same = weights(seed=3, critic=critic, drawn=2)
     other = weights(seed=4, critic=critic, drawn=1)
-    assert all(torch.equal(value, same[name]) for name, value in one.items())
-    for part in ("policy.", "critic.head"):
+    assert all(torch.equal(value, same[name]) for name, value in first.items())
+    for prefix in ("policy.", "critic.head"):
         assert any(
             not torch.equal(value, other[name])
-            for name, value in one.items()
-            if name.startswith(part)
+            for name, value in first.items()
+            if name.startswith(prefix)
         )
