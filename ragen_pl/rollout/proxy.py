@@ -74,7 +74,7 @@ class AgentProxy(Generic[ContextT]):
             responder: answers the turns.
             episode_specs: the episodes; `group` and `member` enter the sampling seeds.
             seed_key: run seed, purpose and iteration, with which the sampling seeds start.
-            progress: called whenever responses have been carried out.
+            progress: called while episodes are playing, and once at the end with all of them done.
             on_turn: called after each turn.
         """
         trajectories: list[Trajectory] = []
@@ -93,11 +93,13 @@ class AgentProxy(Generic[ContextT]):
                 for episode in answered:
                     if episode.done:
                         del playing[episode.number]
-                if progress is not None:
+                if progress is not None and playing:
                     progress(first + len(episodes) - len(playing), len(episode_specs))
             responder.release()
             self.environments.close([episode.slot for episode in episodes])
             trajectories.extend(episode.trajectory for episode in episodes)
+        if progress is not None:
+            progress(len(episode_specs), len(episode_specs))
         return trajectories
 
     def _open(

@@ -1,4 +1,4 @@
-"""Whole training runs of a tiny language model on a small frozen lake, each a fraction of a second."""
+"""Whole training runs of a tiny language model on a small FrozenLake, each a fraction of a second."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ TEXT = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 2,
 }
-LAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}
-LOOP_KEEPS_QUIET = {
+FROZENLAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}
+QUIET = {
     "accelerator": "cpu",
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -50,7 +50,7 @@ LOOP_KEEPS_QUIET = {
 
 
 class InMemory(Logger):
-    """A logger whose points can be compared."""
+    """Logger that keeps its points in memory."""
 
     name, version = "memory", 0
 
@@ -67,18 +67,20 @@ class InMemory(Logger):
 
 @dataclass(kw_only=True)
 class Setup:
-    """What a run is made of; `fit` builds it all afresh and runs it."""
+    """Settings of a run. `fit` builds its objects anew and runs it."""
 
-    warm: dict[str, torch.Tensor]  # weights that know the format
+    # weights of a policy that keeps the format
+    warm: dict[str, torch.Tensor]
     window: int | str = 1
     own_critic: bool = False
     estimator: Any = field(default_factory=lambda: BilevelGAE(gamma_turn=0.9))
     group_filter: Any = None
-    normalizer: Any = None  # a function that makes one, for it has a state
+    # a function that makes a normalizer, which has a state
+    normalizer: Any = None
     kl: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     group_size: int = 2
-    lake: dict[str, Any] = field(default_factory=dict)
+    frozenlake: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def bundle(self, *, seed: int = 0):
@@ -92,7 +94,9 @@ class Setup:
         context = ContextManager(bundle, window=self.window, system_prompt=None)
         proxy, validation_proxy = (
             AgentProxy(
-                environments=EnvironmentManager(**(LAKE | {"invalid_ends": False} | self.lake)),
+                environments=EnvironmentManager(
+                    **(FROZENLAKE | {"invalid_ends": False} | self.frozenlake)
+                ),
                 context=context,
                 max_response_tokens=16,
             )
@@ -125,7 +129,7 @@ class Setup:
     def fit(
         self, *callbacks: pl.Callback, ckpt_path: str | None = None, **changes: Any
     ) -> tuple[AgentModule, list, pl.Trainer]:
-        """Run three iterations; return the agent, all points logged and the Trainer."""
+        """Run three iterations; return the agent, all logged points and the Trainer."""
         agent, datamodule = self.build()
         memory = InMemory()
         settings = {
@@ -135,7 +139,7 @@ class Setup:
             "enable_checkpointing": False,
         }
         trainer = pl.Trainer(
-            **(LOOP_KEEPS_QUIET | settings | self.trainer | changes),
+            **(QUIET | settings | self.trainer | changes),
             logger=memory,
             callbacks=[RolloutUpdate(), *callbacks],
         )
@@ -145,11 +149,11 @@ class Setup:
 
 @pytest.fixture(scope="session")
 def warm() -> dict[str, torch.Tensor]:
-    """Weights of a policy that mostly keeps the format, learned from demonstrations."""
+    """Weights of a policy that learned the format from demonstrations."""
     torch.manual_seed(0)
     bundle = build_small_lm(seed=0, text=TEXT)
     proxy = AgentProxy(
-        environments=EnvironmentManager(**LAKE),
+        environments=EnvironmentManager(**FROZENLAKE),
         context=ContextManager(bundle, window=1, system_prompt=None),
         max_response_tokens=16,
     )
@@ -168,13 +172,13 @@ def warm() -> dict[str, torch.Tensor]:
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
         steps=80,
     )
-    pl.Trainer(
-        **LOOP_KEEPS_QUIET, max_steps=80, max_epochs=-1, logger=False, enable_checkpointing=False
-    ).fit(module, datamodule=demonstrations)
+    pl.Trainer(**QUIET, max_steps=80, max_epochs=-1, logger=False, enable_checkpointing=False).fit(
+        module, datamodule=demonstrations
+    )
     return {name: value.clone() for name, value in bundle.model.state_dict().items()}
 
 
 @pytest.fixture(scope="session")
 def setup_of(warm):
-    """Return a maker of setups."""
+    """Return a function that makes a setup."""
     return functools.partial(Setup, warm=warm)

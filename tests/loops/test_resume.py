@@ -1,4 +1,4 @@
-"""A run resumed from a checkpoint, whichever hook wrote it, ends as the uninterrupted one does, bit for bit."""
+"""A run resumed from a checkpoint of any hook ends with the bits of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POINTS = (
 
 
 class SaveAt(RolloutCallback):
-    """Write a checkpoint whenever one of these hooks is called."""
+    """Write a checkpoint in each of the given hooks."""
 
     def __init__(self, folder: Path, points: tuple[str, ...]) -> None:
         self.folder = folder
@@ -47,13 +47,13 @@ class SaveAt(RolloutCallback):
         return save
 
 
-def differences(one: torch.nn.Module, other: torch.nn.Module) -> list[str]:
-    known = other.state_dict()
-    return [name for name, value in one.state_dict().items() if not torch.equal(value, known[name])]
+def differences(module: torch.nn.Module, other: torch.nn.Module) -> list[str]:
+    expected = other.state_dict()
+    return [n for n, value in module.state_dict().items() if not torch.equal(value, expected[n])]
 
 
 def counts(trainer: pl.Trainer) -> tuple[int, int, int]:
-    """Iterations, optimizer steps, and steps as Lightning's loggers count them."""
+    """Return iterations, optimizer steps, and steps as Lightning's loggers count them."""
     return (
         trainer.current_epoch,
         trainer.global_step,
@@ -62,30 +62,32 @@ def counts(trainer: pl.Trainer) -> tuple[int, int, int]:
 
 
 def resume_everywhere(setup, folder: Path, points: tuple[str, ...], *, every: int = 1) -> int:
-    """Resume from every so-manieth checkpoint and compare weights and points logged."""
-    agent, logged, whole = setup.fit()
+    """Resume from each `every`-th checkpoint and compare weights and logged points."""
+    agent, logged, reference = setup.fit()
     saver = SaveAt(folder, points)
     saved_agent, saved_logged, _ = setup.fit(saver)
-    assert differences(agent, saved_agent) == [] and saved_logged == logged, "saving changed it"
+    assert differences(agent, saved_agent) == [] and saved_logged == logged, (
+        "saving changed the run"
+    )
     files, wrong = saver.files[::every], []
     for file in files:
         resumed, tail, trainer = setup.fit(ckpt_path=str(file))
         changed = differences(agent, resumed)
         epoch = int(file.stem.split("_")[-2])
-        owed = sum(step > epoch + 1 for step, _ in logged)
-        same = len(tail) >= owed and tail == logged[len(logged) - len(tail) :]
-        if changed or not same or counts(trainer) != counts(whole):
+        remaining = sum(step > epoch + 1 for step, _ in logged)
+        same = len(tail) >= remaining and tail == logged[len(logged) - len(tail) :]
+        if changed or not same or counts(trainer) != counts(reference):
             wrong.append((file.name, len(changed), len(tail), counts(trainer)))
     assert wrong == []
     return len(files)
 
 
-def test_any_hook(setup_of, tmp_path):
+def test_resuming_from_any_hook_is_exact(setup_of, tmp_path):
     assert resume_everywhere(setup_of(), tmp_path, POINTS, every=3) == 19
 
 
-def test_all_that_adds_state_at_once(setup_of, tmp_path):
-    """Dropout, a critic of its own, whole conversations, a filter, running statistics, a reference that moves, and
+def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
+    """Dropout, a separate critic, whole conversations, a filter, running statistics, a moving reference, and
     checkpoints inside an optimizer step.
     """
     setup = setup_of(
@@ -111,10 +113,10 @@ def test_all_that_adds_state_at_once(setup_of, tmp_path):
         {"dropout": 0.1},
         {"trainer": {"accumulate_grad_batches": 2}},
         {"trainer": {"check_val_every_n_epoch": 2}},
-        {"lake": {"turn_limit_bootstraps": True}},
+        {"frozenlake": {"turn_limit_bootstraps": True}},
     ],
     ids=lambda changes: next(iter(changes), "plain"),
 )
-def test_every_hook_of_every_kind_of_run(setup_of, tmp_path, changes):
-    """Every second checkpoint; which hooks those are differs with the number of steps."""
+def test_resuming_any_kind_of_run_is_exact(setup_of, tmp_path, changes):
+    """Resume from every second checkpoint. Which hooks those are depends on the number of steps."""
     assert resume_everywhere(setup_of(**changes), tmp_path, POINTS, every=2) >= 21

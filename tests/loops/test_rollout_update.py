@@ -1,4 +1,4 @@
-"""The loop: order of its phases, what it asks of the DataModule, and the private names it stands on."""
+"""The rollout/update loop: order of phases, what it needs from the DataModule, Lightning names it depends on."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 
 
-class Diary(RolloutCallback):
-    """Write down the hooks called, with the iteration and the module's mode."""
+class HookRecorder(RolloutCallback):
+    """Record the hooks called, with the iteration and the module's mode."""
 
     def __init__(self, *hooks: str) -> None:
         self.entries: list[tuple[str, int, bool]] = []
         for hook in hooks:
-            setattr(self, hook, self._writer(hook))
+            setattr(self, hook, self._recorder(hook))
 
-    def _writer(self, hook: str):
-        def write(trainer: pl.Trainer, module: pl.LightningModule, *args: object) -> None:
+    def _recorder(self, hook: str):
+        def record(trainer: pl.Trainer, module: pl.LightningModule, *args: object) -> None:
             self.entries.append((hook, trainer.current_epoch, module.training))
 
-        return write
+        return record
 
 
 def trainer_of(*callbacks: pl.Callback) -> pl.Trainer:
-    """A Trainer of one iteration with nothing around it."""
+    """Return a Trainer of one iteration without logger, checkpoints and progress bar."""
     return pl.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, max_epochs=1, callbacks=list(callbacks),
     )  # fmt: skip
 
 
-def test_a_rollout_then_an_update_then_a_validation(setup_of):
+def test_an_iteration_is_a_rollout_an_update_and_a_validation(setup_of):
     hooks = (
         "on_validation_start",
         "on_rollout_start",
@@ -45,36 +45,38 @@ def test_a_rollout_then_an_update_then_a_validation(setup_of):
         "on_train_batch_start",
         "on_train_epoch_end",
     )
-    diary = Diary(*hooks)
-    setup_of().fit(diary, max_epochs=2)
+    recorder = HookRecorder(*hooks)
+    setup_of().fit(recorder, max_epochs=2)
     iteration = [
         ("on_rollout_start", False),
         ("on_rollout_end", False),
         ("on_train_epoch_start", True),
-        *[("on_train_batch_start", True)] * 4,  # 2 epochs of 2 minibatches
+        # 2 epochs of 2 minibatches
+        *[("on_train_batch_start", True)] * 4,
         ("on_validation_start", False),
         ("on_train_epoch_end", True),
     ]
-    expected = [("on_validation_start", 0, False)]  # the untrained policy
+    # the validation of the untrained policy
+    expected = [("on_validation_start", 0, False)]
     expected += [(hook, number, mode) for number in range(2) for hook, mode in iteration]
-    assert diary.entries == expected
+    assert recorder.entries == expected
 
 
-def test_the_untrained_policy_is_validated_only_where_asked_to(setup_of):
+def test_validate_first_false_skips_the_validation_of_the_untrained_policy(setup_of):
     agent, datamodule = setup_of().build()
-    diary = Diary("on_validation_start")
-    trainer = trainer_of(RolloutUpdate(validate_first=False), diary)
+    recorder = HookRecorder("on_validation_start")
+    trainer = trainer_of(RolloutUpdate(validate_first=False), recorder)
     trainer.fit(agent, datamodule=datamodule)
-    assert len(diary.entries) == 1
+    assert len(recorder.entries) == 1
 
 
-def test_steps_and_iterations_are_counted_as_lightning_counts(setup_of):
+def test_steps_and_iterations_are_counted_as_lightning_does(setup_of):
     _, _, trainer = setup_of(trainer={"accumulate_grad_batches": 2}).fit()
     assert trainer.current_epoch == 3
     assert trainer.global_step == 3 * 2 * 2
 
 
-def test_a_validation_in_the_environments_of_training_keeps_its_starts(setup_of):
+def test_a_validation_set_in_the_environments_of_training_keeps_its_episodes(setup_of):
     _, datamodule = setup_of().build()
     validation_set = ValidationSet("held_out", datamodule.proxy, episodes=6)
     before = validation_set.state_keys()
@@ -84,28 +86,32 @@ def test_a_validation_in_the_environments_of_training_keeps_its_starts(setup_of)
     assert datamodule.proxy.environments.held_out == frozenset(before)
 
 
-def test_the_learning_rate_told_is_the_iterations_own(setup_of):
+def test_the_logged_learning_rate_is_that_of_the_iteration(setup_of):
     _, points, _ = setup_of().fit(max_epochs=2)
-    told = [point["update/learning_rate"] for _, point in points if "update/learning_rate" in point]
-    assert told[0] == pytest.approx(3e-3) and 0.0 < told[1] < told[0]
+    rates = [
+        point["update/learning_rate"] for _, point in points if "update/learning_rate" in point
+    ]
+    assert rates[0] == pytest.approx(3e-3) and 0.0 < rates[1] < rates[0]
     _, points, _ = setup_of().fit(max_epochs=-1, max_steps=6)
-    told = [point["update/learning_rate"] for _, point in points if "update/learning_rate" in point]
-    assert told == pytest.approx([3e-3] * len(told)) and told
+    rates = [
+        point["update/learning_rate"] for _, point in points if "update/learning_rate" in point
+    ]
+    assert rates == pytest.approx([3e-3] * len(rates)) and rates
 
 
-def test_rollout_progress_ends_at_all_episodes(setup_of):
+def test_rollout_progress_ends_with_all_episodes_done(setup_of):
     seen = []
 
-    class Watch(RolloutCallback):
+    class ProgressRecorder(RolloutCallback):
         def on_rollout_progress(self, trainer, module, done, total):
             seen.append((done, total))
 
-    setup_of().fit(Watch(), max_epochs=1)
+    setup_of().fit(ProgressRecorder(), max_epochs=1)
     assert seen[-1] == (12, 12)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_a_second_fit_of_the_same_trainer_goes_on(setup_of):
+def test_a_second_fit_of_the_same_trainer_continues(setup_of):
     agent, datamodule = setup_of().build()
     trainer = trainer_of(RolloutUpdate())
     trainer.fit(agent, datamodule=datamodule)
@@ -115,7 +121,7 @@ def test_a_second_fit_of_the_same_trainer_goes_on(setup_of):
     assert trainer.fit_loop is first and trainer.current_epoch == 2
 
 
-def test_mixed_precision(setup_of):
+def test_mixed_precision_trains_float32_weights(setup_of):
     agent, points, _ = setup_of().fit(precision="bf16-mixed", max_epochs=2)
     metrics = [point for _, point in points if "rollout/logprob_mismatch_max" in point]
     assert len(metrics) == 2
@@ -124,7 +130,7 @@ def test_mixed_precision(setup_of):
     assert {parameter.dtype for parameter in agent.parameters()} == {torch.float32}
 
 
-def test_the_outer_random_stream_does_not_change_a_run(setup_of):
+def test_the_global_random_stream_does_not_change_a_run(setup_of):
     class RandomDraws(RolloutCallback):
         def on_train_batch_end(self, *args):
             torch.rand(3)
@@ -142,52 +148,50 @@ def test_the_outer_random_stream_does_not_change_a_run(setup_of):
     )
 
 
-def test_an_iterations_samples_are_in_the_checkpoints_of_its_update_only(setup_of, tmp_path):
-    held = {}
+def test_only_checkpoints_inside_an_update_hold_its_samples(setup_of, tmp_path):
+    holds_samples = {}
 
-    class Look(pl.Callback):
-        def look(self, trainer, hook):
-            trainer.save_checkpoint(tmp_path / "one.ckpt")
-            state = torch.load(tmp_path / "one.ckpt", weights_only=True)
-            held[hook] = state["RolloutDataModule"]["buffers"] != [None]
+    class SaveAndLoad(pl.Callback):
+        def record(self, trainer, hook):
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            state = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+            holds_samples[hook] = state["RolloutDataModule"]["buffers"] != [None]
 
         def on_train_batch_end(self, trainer, *args):
-            self.look(trainer, "batch")
+            self.record(trainer, "batch")
 
         def on_train_epoch_end(self, trainer, *args):
-            self.look(trainer, "epoch")
+            self.record(trainer, "epoch")
 
-    setup_of().fit(Look(), max_epochs=1)
-    assert held == {"batch": True, "epoch": False}
-
-
-# ---- what it refuses
+    setup_of().fit(SaveAndLoad(), max_epochs=1)
+    assert holds_samples == {"batch": True, "epoch": False}
 
 
-def test_another_lightning_is_refused(monkeypatch):
+# ---- errors
+
+
+def test_another_lightning_version_is_rejected(monkeypatch):
     monkeypatch.setattr(rollout_update.lightning, "__version__", "2.7.0")
     with pytest.raises(RuntimeError, match=r"builds on lightning 2\.6 and found 2\.7\.0; pip"):
         RolloutUpdate()
 
 
 @pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`.*")
-@pytest.mark.parametrize("given", ["none", "stranger"])
-def test_a_datamodule_without_the_protocol_is_refused(setup_of, given):
-    class Stranger(pl.LightningDataModule):
+@pytest.mark.parametrize("given", ["none", "other"])
+def test_a_datamodule_without_the_protocol_is_rejected(setup_of, given):
+    class OtherDataModule(pl.LightningDataModule):
         def train_dataloader(self):
             return [1]
 
     agent, _ = setup_of().build()
     trainer = trainer_of(RolloutUpdate())
-    data = {"datamodule": Stranger()} if given == "stranger" else {"train_dataloaders": [1]}
-    found = "Stranger" if given == "stranger" else "NoneType"
-    with pytest.raises(
-        TypeError, match=f"found {found} as the Trainer's DataModule; pass one with"
-    ):
+    data = {"datamodule": OtherDataModule()} if given == "other" else {"train_dataloaders": [1]}
+    name = "OtherDataModule" if given == "other" else "NoneType"
+    with pytest.raises(TypeError, match=f"found {name} as the Trainer's DataModule; pass one with"):
         trainer.fit(agent, **data)
 
 
-# ---- Lightning's private surface: what fails here first tells that the pinned version must be looked at
+# ---- Lightning's private names: a failure here means that the supported version must be revised
 
 
 @pytest.mark.parametrize(
@@ -197,12 +201,12 @@ def test_a_datamodule_without_the_protocol_is_refused(setup_of, given):
         "on_advance_end", "on_save_checkpoint", "on_load_checkpoint", "_warn_if_modules_in_eval_mode",
     ],
 )  # fmt: skip
-def test_the_methods_overridden_exist(name):
+def test_overridden_methods_exist(name):
     assert hasattr(fit_loop._FitLoop, name) or hasattr(loop._Loop, name)
     assert name in vars(RolloutUpdateLoop)
 
 
-def test_the_private_names_used_exist():
+def test_used_private_names_exist():
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     outer = trainer.fit_loop
     epoch = outer.epoch_loop
