@@ -107,8 +107,18 @@ def test_rollout_progress_ends_with_all_episodes_done(setup_of):
             seen.append((done, total))
 
     setup_of().fit(ProgressRecorder(), max_epochs=1)
-    assert seen[-1] == (12, 12)
+    assert seen[-1] == (12, 12) and seen.count((12, 12)) == 1
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_rollout_progress_ends_on_a_rank_without_episodes(setup_of):
+    # ranks agree in the last call whether to stop
+    _, datamodule = setup_of().build()
+    calls = []
+    datamodule.proxy.rollout(
+        None, [], seed_key=(), progress=lambda done, total: calls.append((done, total))
+    )
+    assert calls == [(0, 0)]
 
 
 def test_a_second_fit_of_the_same_trainer_continues(setup_of):
