@@ -323,11 +323,16 @@ def test_alarm_depends_on_limit_patience_grace_and_success():
 
 
 @pytest.mark.parametrize(
-    "limits", [{}, {"below": 0.1, "above": 0.2}, {"below": 0.1, "patience": 0}]
+    ("settings", "message"),
+    [
+        ({}, "found below=null and above=null, expected one of below and above"),
+        ({"below": 0.1, "above": 0.2}, "found below=0.1 and above=0.2, expected one of"),
+        ({"below": 0.1, "patience": 0}, "patience=0: expected a whole number, at least 1"),
+    ],
 )
-def test_alarm_needs_exactly_one_limit(limits):
-    with pytest.raises(ValueError, match="expected one of the two limits and a patience"):
-        Alarm(reading="entropy", **limits)
+def test_alarm_needs_exactly_one_limit_and_patience(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Alarm(reading="entropy", **settings)
 
 
 def test_monitor_needs_diagnostics_before_it(setup_of, tmp_path):
