@@ -88,5 +88,5 @@ def test_greedy_turns_record_temperature_one(lm) -> None:
 
 @pytest.mark.parametrize("wrong", [{"low": 0.0}, {"low": 2.0}, {"window": 0}])
 def test_invalid_settings_raise(wrong) -> None:
-    with pytest.raises(ValueError, match="low|window"):
+    with pytest.raises(ValueError, match=r"low|window"):
         AdaptiveTemperature(**wrong)
