@@ -6,18 +6,17 @@ text of the environment is encoded, once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge
 
 from ragen_pl.constraints import Contains, Count, Note, checked
 from ragen_pl.rollout.chat_template import ChatTemplate, Message, user_message
+from ragen_pl.rollout.conversation import NO_IDS, Conversation, Exchange
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
 from ragen_pl.trajectory import Observation
@@ -26,127 +25,6 @@ if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
 TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", "last_action")
-
-
-@dataclass(kw_only=True, slots=True)
-class _Exchange:
-    """Observation and response of one turn.
-
-    Attributes:
-        shown_ids: ids of the user's block and the response's header, image slots expanded.
-        unexpanded_ids: the same ids with one image token for each image.
-        text: text of the user's block.
-        images: images of the user's block.
-        response_ids: ids of the response; None before there is one.
-        response_text: the response in words.
-        patches: patches shown of each image; None for all.
-    """
-
-    shown_ids: np.ndarray
-    unexpanded_ids: np.ndarray
-    text: str
-    images: list[np.ndarray]
-    response_ids: np.ndarray | None = None
-    response_text: str = ""
-    patches: list[np.ndarray] | None = None
-
-
-@dataclass(kw_only=True, slots=True)
-class Conversation:
-    """Context of one episode so far.
-
-    Attributes:
-        system: text of the system prompt.
-        system_prompt_ids: its ids, with which each prompt begins.
-        actions: names of all actions carried out.
-        exchanges: the turns.
-    """
-
-    system: str | None
-    system_prompt_ids: np.ndarray
-    actions: list[str] = field(default_factory=list)
-    exchanges: list[_Exchange] = field(default_factory=list)
-
-    @property
-    def observation(self) -> Observation:
-        """The latest observation as the prompt shows it."""
-        latest = self.exchanges[-1]
-        return Observation(text=latest.text, images=latest.images)
-
-
-class Context(Protocol):
-    """What the turn loop asks of a context."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest prompt plus response."""
-        ...
-
-    def start(self, instructions: str) -> Conversation:
-        """Open a conversation in an environment with these instructions."""
-        ...
-
-    def observe(
-        self, conversation: Conversation, observation: Observation, *, max_turns: int
-    ) -> Prompt:
-        """Add an observation and return the prompt of the response to it."""
-        ...
-
-    def response(
-        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
-    ) -> None:
-        """Record the response to the latest observation and the actions carried out."""
-        ...
-
-    def encode_response(self, text: str) -> np.ndarray:
-        """Return the ids of a written response, its end-of-turn token included."""
-        ...
-
-    def pieces(self, ids: np.ndarray) -> list[str]:
-        """Return the text of each token of a response; the pieces join to the response's text."""
-        ...
-
-
-_NO_IDS = np.zeros(0, dtype=np.int64)
-
-
-class TextContext:
-    """Context without a tokenizer, for responders that are no model.
-
-    Prompts have no ids. A token of a response is a character, its end-of-turn token is 0.
-    """
-
-    max_tokens = sys.maxsize
-
-    def start(self, instructions: str) -> Conversation:
-        """Open a conversation."""
-        return Conversation(system=instructions, system_prompt_ids=_NO_IDS)
-
-    def observe(
-        self, conversation: Conversation, observation: Observation, *, max_turns: int
-    ) -> Prompt:
-        """Add an observation and return a prompt of its images."""
-        exchange = _Exchange(
-            shown_ids=_NO_IDS,
-            unexpanded_ids=_NO_IDS,
-            text=observation.text,
-            images=observation.images,
-        )
-        conversation.exchanges.append(exchange)
-        return Prompt(ids=_NO_IDS, unexpanded_ids=_NO_IDS, images=observation.images)
-
-    def response(
-        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
-    ) -> None:
-        """Record nothing: no prompt repeats a response."""
-
-    def encode_response(self, text: str) -> np.ndarray:
-        """Return the code points of a text, and 0."""
-        return np.array([*map(ord, text), 0], dtype=np.int64)
-
-    def pieces(self, ids: np.ndarray) -> list[str]:
-        """Return the characters, and an empty text for the end-of-turn token."""
-        return [chr(character) if character else "" for character in ids.tolist()]
 
 
 class ContextManager:
@@ -194,7 +72,7 @@ class ContextManager:
                 "out; set context.leave_out.patches=0 and context.leave_out.turns=0"
             )
         self._encoded: dict[str, np.ndarray] = {}
-        close = self._encode_markup(self.template.close) if self.template.keeps_prefix else _NO_IDS
+        close = self._encode_markup(self.template.close) if self.template.keeps_prefix else NO_IDS
         self._ends = frozenset(bundle.eos_token_ids)
         ends_turn = len(close) and int(close[0]) in self._ends
         self._close_after_end = close[1:] if ends_turn else close
@@ -209,7 +87,7 @@ class ContextManager:
         """Open a conversation in an environment with these instructions."""
         system = instructions if self.system_prompt == "instructions" else self.system_prompt
         keeps_prefix = self.template.keeps_prefix
-        ids = self._encode_markup(self.template.head(system)) if keeps_prefix else _NO_IDS
+        ids = self._encode_markup(self.template.head(system)) if keeps_prefix else NO_IDS
         return Conversation(system=system, system_prompt_ids=ids)
 
     def observe(
@@ -218,7 +96,7 @@ class ContextManager:
         """Add an observation and return the prompt of the response to it."""
         text = self._fill(conversation, observation, max_turns)
         shown_ids, unexpanded_ids = self._shown_ids(text, observation.images)
-        exchange = _Exchange(
+        exchange = Exchange(
             shown_ids=shown_ids,
             unexpanded_ids=unexpanded_ids,
             text=text,
@@ -303,7 +181,7 @@ class ContextManager:
             last_action=conversation.actions[-1] if conversation.actions else "none",
         )
 
-    def _window(self, conversation: Conversation) -> list[_Exchange]:
+    def _window(self, conversation: Conversation) -> list[Exchange]:
         """Return the turns in the window."""
         exchanges = conversation.exchanges
         return exchanges if self.window == "all" else exchanges[-int(self.window) :]
@@ -339,7 +217,7 @@ class ContextManager:
         ends = len(conversation.system_prompt_ids) + np.cumsum(sizes)
         return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
-    def _block(self, exchange: _Exchange, shown_ids: np.ndarray) -> np.ndarray:
+    def _block(self, exchange: Exchange, shown_ids: np.ndarray) -> np.ndarray:
         """Return the ids of a turn; those of an old turn include the response and the text that closes it."""
         if exchange.response_ids is None:
             return shown_ids
@@ -347,7 +225,7 @@ class ContextManager:
         close = self._close_after_end if ended else self._close_after_length_limit
         return np.concatenate([shown_ids, exchange.response_ids, close])
 
-    def _patches(self, shown: Sequence[_Exchange]) -> list[np.ndarray] | None:
+    def _patches(self, shown: Sequence[Exchange]) -> list[np.ndarray] | None:
         if all(exchange.patches is None for exchange in shown):
             return None
         patches: list[np.ndarray] = []
@@ -358,7 +236,7 @@ class ContextManager:
             patches += all_patches if exchange.patches is None else exchange.patches
         return patches
 
-    def _render(self, conversation: Conversation, shown: Sequence[_Exchange]) -> np.ndarray:
+    def _render(self, conversation: Conversation, shown: Sequence[Exchange]) -> np.ndarray:
         """Return the unexpanded ids of the window, rendered as a whole for a template that rewrites its history."""
         messages: list[Message] = self.template.system_messages(conversation.system)
         for exchange in shown:
@@ -382,7 +260,7 @@ class ContextManager:
     def _shown_ids(self, text: str, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a user's block with image slots expanded, and with one token for each image."""
         if not self.template.keeps_prefix:
-            return _NO_IDS, _NO_IDS
+            return NO_IDS, NO_IDS
         before, after = self.template.around_user(len(images))
         slots = self._encode_markup(before)
         rest = [self._encode_words(text), self._encode_markup(after)]

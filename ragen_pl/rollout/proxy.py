@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ragen_pl.constraints import Count, Positive, checked
-from ragen_pl.rollout.context import Context, Conversation
+from ragen_pl.rollout.conversation import Context, Conversation
 from ragen_pl.rollout.engine import Generation
 from ragen_pl.rollout.environments import (
     EnvironmentManager,

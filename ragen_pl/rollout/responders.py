@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ragen_pl.rollout.context import ContextManager, Conversation
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.conversation import Conversation
 from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
 from ragen_pl.rollout.environments import EnvironmentSlot
 from ragen_pl.rollout.formats import PromptFormat

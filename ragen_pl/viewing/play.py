@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.rollout.context import TextContext
+from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentSlot, EpisodeSpec
 from ragen_pl.rollout.formats import format_response
 from ragen_pl.rollout.proxy import AgentProxy, OnTurn

@@ -12,7 +12,7 @@ import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.rollout.context import TextContext
+from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import Episode, TextResponder

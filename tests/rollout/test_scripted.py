@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy
-from ragen_pl.rollout.context import ContextManager, TextContext
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder

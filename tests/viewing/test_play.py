@@ -13,7 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager, TextContext
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder, Episode

@@ -1,0 +1,133 @@
+"""Conversations of episodes, the protocol of a context, and a context that needs no model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ragen_pl.rollout.engine import Prompt
+from ragen_pl.trajectory import Observation
+
+NO_IDS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(kw_only=True, slots=True)
+class Exchange:
+    """Observation and response of one turn.
+
+    Attributes:
+        shown_ids: ids of the user's block and the response's header, image slots expanded.
+        unexpanded_ids: the same ids with one image token for each image.
+        text: text of the user's block.
+        images: images of the user's block.
+        response_ids: ids of the response; None before there is one.
+        response_text: the response in words.
+        patches: patches shown of each image; None for all.
+    """
+
+    shown_ids: np.ndarray
+    unexpanded_ids: np.ndarray
+    text: str
+    images: list[np.ndarray]
+    response_ids: np.ndarray | None = None
+    response_text: str = ""
+    patches: list[np.ndarray] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """Context of one episode so far.
+
+    Attributes:
+        system: text of the system prompt.
+        system_prompt_ids: its ids, with which each prompt begins.
+        actions: names of all actions carried out.
+        exchanges: the turns.
+    """
+
+    system: str | None
+    system_prompt_ids: np.ndarray
+    actions: list[str] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    @property
+    def observation(self) -> Observation:
+        """The latest observation as the prompt shows it."""
+        latest = self.exchanges[-1]
+        return Observation(text=latest.text, images=latest.images)
+
+
+class Context(Protocol):
+    """What the turn loop asks of a context."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt plus response."""
+        ...
+
+    def start(self, instructions: str) -> Conversation:
+        """Open a conversation in an environment with these instructions."""
+        ...
+
+    def observe(
+        self, conversation: Conversation, observation: Observation, *, max_turns: int
+    ) -> Prompt:
+        """Add an observation and return the prompt of the response to it."""
+        ...
+
+    def response(
+        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+    ) -> None:
+        """Record the response to the latest observation and the actions carried out."""
+        ...
+
+    def encode_response(self, text: str) -> np.ndarray:
+        """Return the ids of a written response, its end-of-turn token included."""
+        ...
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the text of each token of a response; the pieces join to the response's text."""
+        ...
+
+
+class TextContext:
+    """Context without a tokenizer, for responders that are no model.
+
+    Prompts have no ids. A token of a response is a character, its end-of-turn token is 0.
+    """
+
+    max_tokens = sys.maxsize
+
+    def start(self, instructions: str) -> Conversation:
+        """Open a conversation."""
+        return Conversation(system=instructions, system_prompt_ids=NO_IDS)
+
+    def observe(
+        self, conversation: Conversation, observation: Observation, *, max_turns: int
+    ) -> Prompt:
+        """Add an observation and return a prompt of its images."""
+        exchange = Exchange(
+            shown_ids=NO_IDS,
+            unexpanded_ids=NO_IDS,
+            text=observation.text,
+            images=observation.images,
+        )
+        conversation.exchanges.append(exchange)
+        return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
+
+    def response(
+        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+    ) -> None:
+        """Record nothing: no prompt repeats a response."""
+
+    def encode_response(self, text: str) -> np.ndarray:
+        """Return the code points of a text, and 0."""
+        return np.array([*map(ord, text), 0], dtype=np.int64)
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the characters, and an empty text for the end-of-turn token."""
+        return [chr(character) if character else "" for character in ids.tolist()]
