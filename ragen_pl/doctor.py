@@ -1,7 +1,7 @@
-"""`python -m ragen_pl.doctor`: what this machine can do, and what to install for the rest.
+"""`python -m ragen_pl.doctor`: report on the machine and the installation.
 
-It looks and changes nothing. `--json` prints the same for a bug report. It ends with code 0 where the main
-job can run. torch is imported only to ask for GPUs.
+It changes nothing. `--json` prints the report for a bug report. The exit code is 0 if the main job can run.
+torch is imported only to find GPUs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -27,24 +29,34 @@ _OPTIONAL = {
     "deepspeed": ("trainer.strategy=deepspeed", "pip install deepspeed"),
     "pygame": ("gymnasium's own FrozenLake images, in benchmarks", "pip install pygame"),
 }
-_MEMORY_GB = 3.0  # that the main job takes, with room
+# needed by the main job
+_MEMORY_GB = 3.0
 _DISK_GB = 1.0
-_BYTES_A_PARAMETER = 4 * 5  # weights, gradient, Adam's two moments and the reference, in float32
+# weights, gradient, Adam's two moments and the reference, in float32
+_BYTES_PER_PARAMETER = 4 * 5
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """Result of one check.
+
+    Attributes:
+        name: name of the check.
+        found: state that was found.
+        ok: whether it is sufficient.
+        needed: whether the main job needs it.
+        hint: remedy.
+    """
 
     name: str
     found: str
     ok: bool = True
-    needed: bool = False  # whether the main job needs it
+    needed: bool = False
     hint: str = ""
 
 
 def examine(*, root: str = "runs") -> list[Finding]:
-    """Look at the machine and the installation; `root` is where runs would be written."""
+    """Check the machine and the installation; `root` is the folder of runs."""
     return [
         *_installation(),
         *_machine(),
@@ -73,14 +85,11 @@ def _installation() -> Iterator[Finding]:
 def _required() -> list[str]:
     try:
         lines = requires("ragen_pl") or []
-    except PackageNotFoundError:  # a checkout on PYTHONPATH
+    except PackageNotFoundError:
+        # a checkout on PYTHONPATH
         lines = ["torch", "lightning", "transformers", "timm", "gymnasium", "hydra-core", "mlflow"]
     plain = [line for line in lines if "extra ==" not in line]
-    names = [
-        "".join(letter if letter.isalnum() or letter in "-_." else " " for letter in line)
-        for line in plain
-    ]
-    return sorted(name.split()[0] for name in names)
+    return sorted(re.split(r"[^\w.-]", line)[0] for line in plain)
 
 
 def _machine() -> Iterator[Finding]:
@@ -96,7 +105,7 @@ def _machine() -> Iterator[Finding]:
     gpus = _gpus()
     yield Finding("GPU", ", ".join(f"{name} {gb:.0f} GB" for name, gb in gpus) or "none")
     room = max([gb for _, gb in gpus], default=memory or 0.0)
-    millions = 0.6 * room * 1e9 / _BYTES_A_PARAMETER / 1e6  # the rest is for activations
+    millions = 0.6 * room * 1e9 / _BYTES_PER_PARAMETER / 1e6  # the rest is for activations
     where = "a GPU" if gpus else "the processor"
     yield Finding("model size", f"about {millions:,.0f} M parameters trained in float32 on {where}")
 
@@ -108,34 +117,33 @@ def _free_memory_gb() -> float | None:
         return None
     free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     limits = [free * 1024.0]
-    for file, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # of a container
-    ):
-        try:
-            limits.append(float(Path(file).read_text()) - float(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
+    # of a container
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+        limits.append(float(limit) - float(used))
     return min(limits) / 1e9
 
 
 def _gpus() -> list[tuple[str, float]]:
     try:
         import torch
-    except Exception:  # told as a missing package
+    except Exception:
+        # reported as a missing package
         return []
     if not torch.cuda.is_available():
         return []
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [(one.name, one.total_memory / 1e9) for one in found]
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(device.name, device.total_memory / 1e9) for device in devices]
 
 
 def _folder(root: Path) -> Iterator[Finding]:
     root = root.absolute()
-    place = next(path for path in (root, *root.parents) if path.exists())
-    writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     hint = "" if writable else "set paths.root to a folder of yours"
     yield Finding("runs", str(root), writable, True, hint)
-    free = shutil.disk_usage(place).free / 1e9
+    free = shutil.disk_usage(existing).free / 1e9
     hint = "" if free >= _DISK_GB else "make room, or set paths.root to another disk"
     yield Finding("disk", f"{free:.0f} GB free", free >= _DISK_GB, True, hint)
 
@@ -158,29 +166,27 @@ def _optional() -> Iterator[Finding]:
 
 
 def main() -> None:
-    """Print the findings; end with code 1 where the main job cannot run."""
+    """Print the findings. The exit code is 1 if the main job cannot run."""
     parser = argparse.ArgumentParser(prog="python -m ragen_pl.doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print for a bug report")
-    parser.add_argument("--root", default="runs", help="paths.root of the runs to come")
+    parser.add_argument("--json", action="store_true", help="print as JSON, for a bug report")
+    parser.add_argument("--root", default="runs", help="folder of runs (paths.root)")
     arguments = parser.parse_args()
     findings = examine(root=arguments.root)
-    lacking = [one for one in findings if one.needed and not one.ok]
+    missing = [finding for finding in findings if finding.needed and not finding.ok]
     if arguments.json:
-        print(json.dumps({one.name: asdict(one) for one in findings}, indent=1))
+        print(json.dumps({finding.name: asdict(finding) for finding in findings}, indent=1))
     else:
-        for one in findings:
-            sign = "ok" if one.ok else "!!" if one.needed else "--"
-            print(
-                f"{sign} {one.name:<14} {one.found}"
-                + (f"   ({one.hint})" if one.hint and not one.ok else "")
-            )
-        names = ", ".join(one.name for one in lacking)
+        for finding in findings:
+            sign = "ok" if finding.ok else "!!" if finding.needed else "--"
+            hint = f"   ({finding.hint})" if finding.hint and not finding.ok else ""
+            print(f"{sign} {finding.name:<14} {finding.found}{hint}")
+        names = ", ".join(finding.name for finding in missing)
         print(
             f"\nThe main job cannot run: {names}."
-            if lacking
+            if missing
             else "\nThe main job can run: make fit"
         )
-    raise SystemExit(1 if lacking else 0)
+    raise SystemExit(1 if missing else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The command line's side of the configuration: finding it, composing it, refusing what is wrong in it.
+"""Configuration of the command line: finding it, composing it and checking it.
 
-Only hydra and omegaconf are imported here, so that a wrong value is told before torch is loaded.
+No heavy package is imported here: a wrong value is refused before torch is loaded.
 """
 
 from ragen_pl.config.check import check_config

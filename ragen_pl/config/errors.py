@@ -1,4 +1,4 @@
-"""Errors of the configuration as one line each: our own, and Hydra's told anew."""
+"""Errors of the configuration in one line each; those of Hydra are translated."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hydra.errors import InstantiationException
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run. Its text is one line: what was found, expected, the mend."""
+    """Configuration that cannot be run. The text is one line: what was found, what was expected, the remedy."""
 
 
 @contextmanager
 def config_errors(place: str, *, hint: str = "") -> Iterator[None]:
-    """Tell any error of these lines as the configuration's: for building a run, not for running it.
+    """Turn any error of a block into a ConfigError. For code that builds a run, not for code that runs it.
 
     Args:
-        place: the key, or the key and its value, that the lines build something from.
-        mend: what to do about it, where the error itself does not say.
+        place: key, or key and value, that the block builds something from.
+        hint: remedy, if the error itself has none.
 
     Raises:
-        ConfigError: in place of whatever was raised.
+        ConfigError: in place of the error.
 
-    >>> with refusing("model.build.path=qwen", mend="give a folder"):
+    >>> with config_errors("model.build.path=qwen", hint="give a folder"):
     ...     raise OSError("nothing there")
     Traceback (most recent call last):
         ...
@@ -37,15 +37,15 @@ def config_errors(place: str, *, hint: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         key, cause = of_instantiation(error)
-        said = in_one_line(cause)
-        # what our own classes say begins with the key where they know it
-        known = re.match(r"[a-z_]+(\.[a-z_]+)+[=: ]", said)
-        told = said if known else f"{key or place}: {said}"
-        raise ConfigError(told + (f"; {hint}" if hint else "")) from error
+        text = in_one_line(cause)
+        # messages of this project begin with the key if the class knows it
+        has_key = re.match(r"[a-z_]+(\.[a-z_]+)+[=: ]", text)
+        message = text if has_key else f"{key or place}: {text}"
+        raise ConfigError(message + (f"; {hint}" if hint else "")) from error
 
 
 def of_instantiation(error: BaseException) -> tuple[str, BaseException]:
-    """Return the key that Hydra was building from, empty if it was not, and the error beneath its own."""
+    """Return the key that Hydra was building, empty for other errors, and the error that stopped it."""
     if not isinstance(error, InstantiationException):
         return "", error
     text = str(error)
@@ -55,7 +55,7 @@ def of_instantiation(error: BaseException) -> tuple[str, BaseException]:
 
 
 def in_one_line(error: BaseException, *, longest: int = 700) -> str:
-    r"""Return what an error says without line breaks, and its kind where its text alone says little.
+    r"""Return the text of an error without line breaks, with its class if the text is a single word.
 
     >>> in_one_line(KeyError("door")), in_one_line(ValueError("two\nlines"))
     ("KeyError: 'door'", 'two lines')
@@ -66,23 +66,24 @@ def in_one_line(error: BaseException, *, longest: int = 700) -> str:
     return text if " " in text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def tell(error: Exception, *, keys: Iterable[str] = ()) -> str:
+def translated(error: Exception, *, keys: Iterable[str] = ()) -> str:
     """Return an error of Hydra's composition as one line.
 
     Args:
-        error: what was raised.
-        keys: full names of the settings that exist, to guess what was meant.
+        error: the error.
+        keys: full names of the existing settings, for suggestions.
     """
     if isinstance(error, ConfigError):
         return str(error)
     if hasattr(error, "problem_mark"):  # YAML's own errors
         return _yaml(error)
     text = str(error)
-    if inside := re.search(r"full_key: (\S+)", str(error.__cause__)):  # of a group given as a whole
-        text = re.sub(r"(?<=Could not override ')[^']+", inside[1], text)
-    for pattern, told in _TRANSLATIONS:
+    # a group that was given as a whole
+    if full_key := re.search(r"full_key: (\S+)", str(error.__cause__)):
+        text = re.sub(r"(?<=Could not override ')[^']+", full_key[1], text)
+    for pattern, translate in _TRANSLATIONS:
         if match := re.search(pattern, text, re.DOTALL):
-            return told(match, tuple(keys))
+            return translate(match, tuple(keys))
     first = [line.strip() for line in text.splitlines() if line.strip()]
     return first[0] if first else type(error).__name__
 
@@ -90,18 +91,18 @@ def tell(error: Exception, *, keys: Iterable[str] = ()) -> str:
 def _yaml(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
-    said = " ".join(str(getattr(error, "problem", None) or error).split())
-    return f"{where}not YAML ({said}); mend the line, or quote the value"
+    text = " ".join(str(getattr(error, "problem", None) or error).split())
+    return f"{where}not YAML ({text}); correct the line, or quote the value"
 
 
 def _unknown_key(match: re.Match[str], keys: tuple[str, ...]) -> str:
-    # imported here since these modules raise the error of this one
+    # imported here: that module raises the error of this one
     from ragen_pl.config.check import fields_at, unknown_key
 
     key = match["key"].replace("/", ".")
     parent, _, name = key.rpartition(".")
     node = fields_at(parent)
-    # siblings of the composed config come first: they are those of the class that was chosen
+    # siblings in the composed config belong to the class that was chosen
     siblings = [
         other.removeprefix(f"{parent}.").partition(".")[0]
         for other in keys

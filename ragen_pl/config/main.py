@@ -1,7 +1,7 @@
-"""Hydra's command line around a function, with every configuration error told in one line.
+"""Hydra's command line for a function, with each configuration error in one line.
 
-The configuration is composed and checked once before Hydra starts, each value of a sweep included, so
-that a mistake is told within a second and before any job has begun. Hydra then does what it always does.
+The configuration, with each value of a sweep, is composed and checked before Hydra starts and before any job
+begins. Hydra then works as usual.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config, leaves
-from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation, tell
+from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation, translated
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.config.relations import ranks_asked_for
 
 Task = Callable[[DictConfig], object]
 Prepare = Callable[[argparse.Namespace], list[str]]
-_REFUSED = 2  # exit code, as of argparse
-_OF_THE_DISK = (
+# as argparse
+_EXIT_CODE = 2
+_DISK_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 )  # fmt: skip
 
@@ -45,7 +46,7 @@ def hydra_main(
 
     Args:
         config_name: the file in `config_dir()`, without `.yaml`.
-        prepare: called with the command line before anything is composed; returns the overrides to go on with.
+        prepare: function of the command line that runs before the composition and returns the overrides to use.
     """
 
     def decorate(task: Task) -> Callable[[], None]:
@@ -85,19 +86,19 @@ def hydra_main(
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with Hydra's options before the overrides, which its parser wants unbroken.
+    """Return the command line with Hydra's options before the overrides, as its parser needs them.
 
     >>> options_first(["env=mine", "--config-dir", "conf", "seed=1"])
     ['--config-dir', 'conf', 'env=mine', 'seed=1']
     """
-    overrides = [one for one in arguments if "=" in one and not one.startswith("-")]
-    return [one for one in arguments if one not in overrides] + overrides
+    overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
+    return [word for word in arguments if word not in overrides] + overrides
 
 
 def _import_from_here() -> None:
-    """Find the user's own modules in the present folder, as `python -m` does and console scripts do not.
+    """Add the current folder to the path, as `python -m` does and console scripts do not.
 
-    It comes last on the path, so that nothing there takes the place of an installed package.
+    It comes last, so nothing in it replaces an installed package.
     """
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
@@ -114,17 +115,17 @@ def one_line_errors(task: Task) -> Task:
 
 
 def wants_traceback(overrides: Sequence[str]) -> bool:
-    """Return whether the user asks for tracebacks."""
+    """Return whether the user wants tracebacks."""
     return os.environ.get("HYDRA_FULL_ERROR") == "1" or "debug=true" in [
         override.lower() for override in overrides
     ]
 
 
 def precheck(args: argparse.Namespace, *, config_name: str) -> None:
-    """Compose and check what the command line asks for.
+    """Compose and check the configuration of the command line.
 
     Raises:
-        ConfigError: on the first thing wrong with it.
+        ConfigError: with the first problem.
     """
     check_packages()
     if args.help or args.hydra_help or args.info or args.shell_completion:
@@ -152,7 +153,7 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError(tell(error)) from error
+        raise ConfigError(translated(error)) from error
     values: list[list[str]] = []
     for override in parsed:
         if not override.is_sweep_override():
@@ -168,17 +169,17 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
 def _compose(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
     try:
         return compose(name, overrides=overrides)
-    except Exception as error:  # Hydra's, OmegaConf's, YAML's: whatever stops a composition
+    except Exception as error:  # of Hydra, OmegaConf or YAML
         if "Config group override must be" in str(error):
-            _refuse_values_for_groups(overrides, folder=folder)
+            _check_group_options(overrides, folder=folder)
         keys: list[str] = []
-        with suppress(Exception):  # the suggestions are a bonus
+        with suppress(Exception):  # only for suggestions
             keys = [key for key, _ in leaves(compose(name))]
-        raise ConfigError(tell(error, keys=keys)) from error
+        raise ConfigError(translated(error, keys=keys)) from error
 
 
-def _refuse_values_for_groups(overrides: list[str], *, folder: Path) -> None:
-    """Name the override that gives a group a value; Hydra's own error does not."""
+def _check_group_options(overrides: list[str], *, folder: Path) -> None:
+    """Refuse an override that gives a group a value, and name it. Hydra's own error does not."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         options = sorted(file.stem for file in (folder / key).glob("*.yaml")) if key else []
@@ -187,7 +188,7 @@ def _refuse_values_for_groups(overrides: list[str], *, folder: Path) -> None:
 
 
 def _replace_overrides(args: argparse.Namespace, overrides: list[str]) -> None:
-    """Put other overrides in place of the command line's, for Hydra too, which reads it again."""
+    """Replace the overrides of the command line, also in `sys.argv`, which Hydra reads again."""
     options = [word for word in sys.argv[1:] if word not in args.overrides]
     sys.argv[1:] = [*overrides, *options]
     args.overrides = overrides
@@ -203,13 +204,14 @@ def _or_exit(action: Callable[[], object]) -> object:
         key, cause = of_instantiation(error)
         line = f"{key}: {in_one_line(cause)}".removeprefix(": ")
     except OSError as error:
-        if error.errno is not None and error.errno not in _OF_THE_DISK:
-            raise  # the system's own, from somewhere inside the run
-        line = str(error) if error.errno is None else _of_the_disk(error)
+        if error.errno is not None and error.errno not in _DISK_ERRORS:
+            # an error inside the run
+            raise
+        line = str(error) if error.errno is None else _disk_error(error)
     sys.stderr.write(f"ragen_pl: {' '.join(line.split())}\n")
-    raise SystemExit(_REFUSED)
+    raise SystemExit(_EXIT_CODE)
 
 
-def _of_the_disk(error: OSError) -> str:
+def _disk_error(error: OSError) -> str:
     place = error.filename or "a file of the run"
     return f"{place}: {error.strerror}; make room or change its rights, or set paths.root=…"

@@ -1,4 +1,4 @@
-"""Where the configuration lies, and whether the top-level packages are ours."""
+"""Folder of the configuration, and a check of the top-level packages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _OURS = ("envs", "visual_envs")
 def config_dir() -> Path:
     """Return the absolute path of the configuration.
 
-    It lies in the package when installed from a wheel, and beside it in a checkout or an editable
-    install.
+    It is in the package when installed from a wheel, and beside it in a checkout or an editable install.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: there is none.
     """
     package = Path(ragen_pl.__file__).resolve().parent
     places = (package / "conf", package.parent / "conf")
@@ -32,15 +31,15 @@ def config_dir() -> Path:
 
 
 def searched(directory: str | None) -> list[str]:
-    """Return the override that lets Hydra find configs in a folder of the user's (`--config-dir`)."""
+    """Return the override that adds a folder of the user to Hydra's search path (`--config-dir`)."""
     return [f"hydra.searchpath=[file://{Path(directory).resolve()}]"] if directory else []
 
 
 def check_packages() -> None:
-    """Check that `envs` and `visual_envs` are this project's and not a stranger's.
+    """Check that `envs` and `visual_envs` are packages of this project.
 
     Raises:
-        ConfigError: another package of that name comes first on the path, or none is there.
+        ConfigError: another package of that name comes first on the path, or there is none.
     """
     home = Path(ragen_pl.__file__).resolve().parent.parent
     for name in _OURS:
@@ -51,5 +50,5 @@ def check_packages() -> None:
         if home / name not in [Path(str(place)).resolve() for place in places]:
             raise ConfigError(
                 f"package {name!r} is another project's: found {places[0]}, expected {home / name}; "
-                "run from another folder, or take that one off PYTHONPATH"
+                "run from another folder, or remove that one from PYTHONPATH"
             )

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ragen_pl.config.errors import ConfigError, tell
+from ragen_pl.config.errors import ConfigError, translated
 from ragen_pl.config.paths import config_dir, searched
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
@@ -51,7 +51,7 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(args.overrides))
     except HydraException as error:
-        raise ConfigError(tell(error)) from error
+        raise ConfigError(translated(error)) from error
     overrides = {override.key_or_group: override for override in parsed}
     trained = _trained_settings(overrides, args=args)
     ConfigStore.instance().store(name="trained", node=OmegaConf.create(trained))
@@ -171,7 +171,7 @@ def _shipped(overrides: list[str], *, args: argparse.Namespace) -> Settings:
         try:
             cfg: DictConfig = compose("fit", overrides=[*search_path[-1:], *overrides])
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(tell(error)) from error
+            raise ConfigError(translated(error)) from error
     settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
     return {str(key): value for key, value in settings.items()}

@@ -126,7 +126,7 @@ def test_players_that_a_environment_has_nothing_for_are_refused(fit):
 
 
 OF_THE_USERS_FILES = [
-    ("env/mine.yaml", "env: [1, 2", r"mine.yaml, line 1: not YAML \(.*\); mend the line"),
+    ("env/mine.yaml", "env: [1, 2", r"mine.yaml, line 1: not YAML \(.*\); correct the line"),
     ("env/mine.yaml", "# @package _global_\nenv: {name: a\n  b: c}\n", "mine.yaml, line 3: not YAML"),
     ("env/mine.yaml", "# @package _global_\ndefaults: [custm]\n", "custm"),
     ("env/mine.yaml", "# @package _global_\ndefaults: [custom]\nenv: {max_turn: 3}\n",

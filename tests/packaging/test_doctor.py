@@ -18,35 +18,35 @@ def report(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
     return end.value.code, capsys.readouterr().out
 
 
-def test_a_sound_machine_can_run_the_main_job(monkeypatch, capsys, tmp_path):
+def test_sufficient_machine_can_run_the_main_job(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "_free_memory_gb", lambda: 8.0)
-    code, said = report(monkeypatch, capsys, "--root", str(tmp_path / "runs"))
-    assert code == 0 and said.endswith("The main job can run: make fit\n")
-    assert "cores" in said and "8.0 GB free" in said and "about 240 M parameters" in said
+    code, output = report(monkeypatch, capsys, "--root", str(tmp_path / "runs"))
+    assert code == 0 and output.endswith("The main job can run: make fit\n")
+    assert "cores" in output and "8.0 GB free" in output and "about 240 M parameters" in output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_lacking_is_named_with_its_mend(monkeypatch, capsys, tmp_path):
+def test_missing_requirement_is_named_with_remedy(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(doctor, "_free_memory_gb", lambda: 0.5)
     monkeypatch.setitem(doctor._OPTIONAL, "no_such_package", ("dreams", "pip install dreams"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    code, said = report(monkeypatch, capsys, "--root", str(tmp_path / "file" / "runs"))
+    code, output = report(monkeypatch, capsys, "--root", str(tmp_path / "file" / "runs"))
     assert code == 1
-    assert "The main job cannot run: memory, runs, MLflow." in said
-    assert "set paths.root to a folder of yours" in said
-    assert "not installed; for dreams   (pip install dreams)" in said
-    code, said = report(monkeypatch, capsys, "--json", "--root", str(tmp_path / "file" / "runs"))
-    found = json.loads(said)
+    assert "The main job cannot run: memory, runs, MLflow." in output
+    assert "set paths.root to a folder of yours" in output
+    assert "not installed; for dreams   (pip install dreams)" in output
+    code, output = report(monkeypatch, capsys, "--json", "--root", str(tmp_path / "file" / "runs"))
+    found = json.loads(output)
     assert code == 1
     assert found["memory"] == {
         "name": "memory", "found": "0.5 GB free", "ok": False, "needed": True,
-        "mend": "close programs, or make it smaller: rollout.groups=32 warm_start.episodes=1024",
+        "hint": "close programs, or make it smaller: rollout.groups=32 warm_start.episodes=1024",
     }  # fmt: skip
     assert found["no_such_package"]["needed"] is False
 
 
-def test_memory_is_that_of_this_machine():
+def test_free_memory_is_plausible():
     free = doctor._free_memory_gb()
     if Path("/proc/meminfo").exists():
         assert 0 < free < 10_000
