@@ -142,9 +142,7 @@ def test_setting_changes_its_metric_and_the_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "switch", "figure"), LATER, ids=shown)
-def test_setting_changes_later_iterations(
-    run, base: str, switch: str, figure: str
-) -> None:
+def test_setting_changes_later_iterations(run, base: str, switch: str, figure: str) -> None:
     before = run(f"algorithm={base}", iterations=2)
     after = run(f"algorithm={base}", *switch.split(), iterations=2)
     assert before.metrics[figure] != pytest.approx(after.metrics[figure], rel=1e-5)

@@ -25,7 +25,10 @@ OF_THE_COMMAND = [
     ("trainer.max_epochs=many", "trainer.max_epochs=many: expected a whole number"),
     ("optimizer.lr=-1", "optimizer.lr=-1: expected a number, at least 0"),
     ("+optimizer.momentm=3", r"optimizer: AdamW.__init__\(\) got an unexpected keyword argument"),
-    ("optimizer._target_=torch.optim.AdamX", "optimizer._target_=torch.optim.AdamX: torch.optim has no AdamX; did you mean"),
+    (
+        "optimizer._target_=torch.optim.AdamX",
+        "optimizer._target_=torch.optim.AdamX: torch.optim has no AdamX; did you mean",
+    ),
     ("warm_start.optimizer.lr=abc", "warm_start.optimizer.lr=abc: expected a number"),
     ("env=frozenlake_visual model=small_lm", "the model takes no images; set model=small_vlm"),
     ("env=frozenlake env.visual=true model=small_vlm", "found no image .*; set env.visual=false"),
@@ -43,7 +46,10 @@ OF_THE_COMMAND = [
     ("env=frozenlake context.max_tokens=30", "the first prompt has .* tokens .*; raise it"),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
     ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
-    ("env.kwargs.size=40", "env.kwargs.size=40: expected a whole number, at least 2 and at most 16"),
+    (
+        "env.kwargs.size=40",
+        "env.kwargs.size=40: expected a whole number, at least 2 and at most 16",
+    ),
     (
         "env.target=no_such_package.Environment",
         "env.target=no_such_package.Environment: .*class path such as",

@@ -1,4 +1,4 @@
-"""What the rest of the project asks of a model, whichever it is, and loading one that somebody made."""
+"""ModelBundle with models of several families, and loading pretrained models."""
 
 import subprocess
 import sys
@@ -38,12 +38,12 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num
 
 
 @pytest.fixture(scope="module")
-def seeing():
+def vlm():
     return build_small_vlm(seed=0)
 
 
 @pytest.fixture(scope="module")
-def reading():
+def lm():
     return build_small_lm(seed=0)
 
 
@@ -51,48 +51,48 @@ def image(side: int = 64) -> np.ndarray:
     return np.zeros((side, side, 3), dtype=np.uint8)
 
 
-def test_ids_that_are_never_sampled(seeing, reading):
+def test_banned_and_eos_token_ids(vlm, lm):
     # pad, user, assistant, system and image; neither the end of a turn (1) nor the tags (508 to 511)
-    assert seeing.banned_token_ids == reading.banned_token_ids == (0, 2, 3, 4, 5)
-    assert seeing.eos_token_ids == {1} and seeing.end_of_turn_id == 1 and seeing.pad_token_id == 0
+    assert vlm.banned_token_ids == lm.banned_token_ids == (0, 2, 3, 4, 5)
+    assert vlm.eos_token_ids == {1} and vlm.end_of_turn_id == 1 and vlm.pad_token_id == 0
 
 
-def test_rows_of_the_head_without_a_token_are_never_sampled():
+def test_rows_of_the_head_without_a_token_are_banned():
     padded = build_small_lm(seed=0, text={"vocab_size": 520})
     assert padded.banned_token_ids == (0, 2, 3, 4, 5, *range(512, 520))
 
 
-def test_image_slots_are_repeated_as_often_as_a_image_has_features(seeing):
+def test_image_tokens_are_expanded_to_one_for_each_feature(vlm):
     ids = np.array([2, 5, 40, 5, 3])
-    found = seeing.expand_image_slots(ids, [image(32), image(48)])
+    found = vlm.expand_image_slots(ids, [image(32), image(48)])
     assert found.tolist() == [2, *[5] * 4, 40, *[5] * 9, 3]
     with pytest.raises(ValueError, match="2 image slots for 1 images"):
-        seeing.expand_image_slots(ids, [image()])
+        vlm.expand_image_slots(ids, [image()])
 
 
-def test_a_text_model_given_images_says_what_to_do(reading):
-    assert reading.image_token_id is None and reading.processor is None
+def test_text_model_with_images_raises(lm):
+    assert lm.image_token_id is None and lm.processor is None
     with pytest.raises(ValueError, match="model=small_vlm"):
-        reading.expand_image_slots(np.array([2, 3]), [image()])
+        lm.expand_image_slots(np.array([2, 3]), [image()])
 
 
-def test_pieces_join_to_the_text(reading):
+def test_pieces_join_to_the_text(lm):
     text = "<think>me 1 2</think><answer>Up</answer>"
-    ids = reading.tokenizer(text)["input_ids"]
-    assert "".join(reading.piece(token) for token in ids) == text
+    ids = lm.tokenizer(text)["input_ids"]
+    assert "".join(lm.piece(token) for token in ids) == text
 
 
-def test_the_decoder_and_the_head_are_the_model(seeing, reading):
+def test_decoder_and_head_match_the_model(vlm, lm):
     ids = torch.tensor([[2, 40, 41, 3]])
-    for bundle in (seeing, reading):
+    for bundle in (vlm, lm):
         embeds = bundle.model.get_input_embeddings()(ids)
         states = bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
         assert states.shape == (1, 4, bundle.hidden_size)
         assert torch.equal(bundle.lm_head(states), bundle.model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("name", ["seeing", "reading"])
-def test_a_saved_bundle_is_loaded_as_it_was(name, request, tmp_path):
+@pytest.mark.parametrize("name", ["vlm", "lm"])
+def test_saved_bundle_loads_unchanged(name, request, tmp_path):
     bundle = request.getfixturevalue(name)
     bundle.save(tmp_path)
     loaded = load_pretrained(str(tmp_path))
@@ -119,7 +119,7 @@ def test_a_saved_bundle_is_loaded_as_it_was(name, request, tmp_path):
         (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 0.5, "head_dim": 16}),
     ],
 )
-def test_logits_are_scaled_as_the_model_itself_does(kind, config, scale):
+def test_logits_are_scaled_as_by_the_model(kind, config, scale):
     made = kind(config(vocab_size=600, pad_token_id=0, eos_token_id=1, **TINY, **scale)).eval()
     bundle = ModelBundle(made, load_tokenizer())
     ids = torch.arange(8, 24)[None]
@@ -130,7 +130,7 @@ def test_logits_are_scaled_as_the_model_itself_does(kind, config, scale):
         )
 
 
-def test_control_tokens_without_a_role_are_banned_too():
+def test_control_tokens_without_a_role_are_banned():
     bundle = build_small_lm(seed=0)
     bundle.tokenizer.add_tokens([AddedToken("<|secret|>", special=True)])
     bundle.model.resize_token_embeddings(len(bundle.tokenizer))
@@ -138,7 +138,7 @@ def test_control_tokens_without_a_role_are_banned_too():
     assert secret in bundle.banned_token_ids and bundle.special_tokens[secret] == "<|secret|>"
 
 
-def test_a_language_model_somebody_else_made_is_loaded(tmp_path):
+def test_pretrained_language_model_loads(tmp_path):
     tokenizer = load_tokenizer()
     made = Qwen2ForCausalLM(Qwen2Config(vocab_size=600, eos_token_id=[1, 7], **TINY))
     ModelBundle(made, tokenizer).save(tmp_path)
@@ -151,7 +151,7 @@ def test_a_language_model_somebody_else_made_is_loaded(tmp_path):
     assert bundle.tokenizer("me 12 3")["input_ids"] == tokenizer("me 12 3")["input_ids"]
 
 
-def test_a_vision_language_model_somebody_else_made_is_loaded(tmp_path):
+def test_pretrained_vision_language_model_loads(tmp_path):
     eyes = CLIPVisionConfig(
         hidden_size=24,
         intermediate_size=32,
@@ -178,7 +178,7 @@ def test_a_vision_language_model_somebody_else_made_is_loaded(tmp_path):
     assert features.shape == (2, bundle.num_image_tokens(image()), 32)
 
 
-def test_a_model_that_takes_patches_and_their_grid_is_loaded(tmp_path):
+def test_model_with_patch_grids_loads(tmp_path):
     tokenizer = load_tokenizer()
     marks = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]  # 512 to 515
     tokenizer.add_special_tokens(
@@ -209,19 +209,19 @@ def test_a_model_that_takes_patches_and_their_grid_is_loaded(tmp_path):
         bundle.pixel_values([shown[0], shown[1][:28]])
 
 
-def test_a_missing_model_is_told_in_one_line(tmp_path):
+def test_missing_model_raises_one_line(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"model\.build\.path=.*save_pretrained") as caught:
         load_pretrained(str(tmp_path / "nothing"))
     assert "\n" not in str(caught.value)
 
 
-def test_a_dtype_that_is_none_is_told(reading, tmp_path):
-    reading.save(tmp_path)
+def test_unknown_dtype_raises(lm, tmp_path):
+    lm.save(tmp_path)
     with pytest.raises(ValueError, match=r"dtype=float33.*float32"):
         load_pretrained(str(tmp_path), dtype="float33")
 
 
-def test_importing_bundles_and_building_a_text_model_leaves_timm_alone():
+def test_text_models_do_not_import_timm():
     code = (
         "import sys, ragen_pl.models.bundle, ragen_pl.models.build as build\n"
         "assert 'transformers' not in sys.modules\n"

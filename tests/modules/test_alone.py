@@ -1,4 +1,4 @@
-"""Policy and critic each by themselves in a plain Trainer, and inside the agent that composes them."""
+"""Policy and critic alone in a plain Trainer, and inside the agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAST = functools.partial(torch.optim.AdamW, lr=3e-3)
 
 
 class Curve(pl.Callback):
-    """Keep a logged figure of every step, and the mode that the step ran in."""
+    """Keep a logged metric of every step, and the modes of the modules."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ def train(module, minibatch, *, figure, steps=30):
     return curve
 
 
-def test_a_policy_alone_learns_the_responses(make):
+def test_policy_alone_learns_the_responses(make):
     agent = make.agent()
     minibatch = make.minibatch(make.batch(agent))
     policy = PolicyModule(make.bundle(seed=4), optimizer=FAST)
@@ -48,7 +48,7 @@ def test_a_policy_alone_learns_the_responses(make):
     assert curve.values[0] > 5 and curve.values[-1] < curve.values[0] - 1
 
 
-def test_a_critic_alone_regresses_the_returns(make):
+def test_critic_alone_regresses_the_returns(make):
     agent = make.agent()
     minibatch = make.minibatch(make.batch(agent))
     critic = CriticModule(32, backbone=make.bundle(seed=4), optimizer=FAST)
@@ -61,14 +61,14 @@ def test_a_critic_alone_regresses_the_returns(make):
     assert curve.values[-1] < 0.2 * float(returns.var())
 
 
-def test_a_critic_alone_needs_a_backbone(make):
+def test_critic_alone_needs_a_backbone(make):
     minibatch = make.minibatch(make.batch(make.agent()))
     with pytest.raises(ValueError, match="give it a backbone to use it alone"):
         CriticModule(32).training_step(minibatch, 0)
 
 
 @pytest.mark.parametrize("module", ["policy", "critic"])
-def test_alone_the_default_optimizer_is_there(make, module):
+def test_module_alone_has_a_default_optimizer(make, module):
     made = PolicyModule(make.bundle()) if module == "policy" else CriticModule(32)
     optimizer = made.configure_optimizers()
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
@@ -76,7 +76,7 @@ def test_alone_the_default_optimizer_is_there(make, module):
     }
 
 
-def test_a_detached_critic_leaves_the_policy_alone(make):
+def test_detached_critic_gives_the_policy_no_gradient(make):
     for detach in (False, True):
         agent = make.agent()
         agent.critic.detach_states = detach
@@ -91,7 +91,7 @@ def test_a_detached_critic_leaves_the_policy_alone(make):
         assert reached is not detach
 
 
-def test_the_agent_is_made_of_policy_and_critic(make):
+def test_agent_state_is_that_of_policy_and_critic(make):
     agent = make.agent(own_critic=True, seed=0)
     state = agent.state_dict()
     other = make.agent(own_critic=True, seed=7)
@@ -108,7 +108,7 @@ def test_the_agent_is_made_of_policy_and_critic(make):
 
 
 @pytest.mark.parametrize("own_critic", [None, False, True], ids=["none", "shared", "own"])
-def test_the_warm_start_trains_both(make, own_critic):
+def test_warm_start_trains_policy_and_critic(make, own_critic):
     agent = make.agent()
     minibatch = make.minibatch(make.batch(agent))
     backbone = make.bundle(seed=5) if own_critic else None
@@ -127,7 +127,7 @@ def test_the_warm_start_trains_both(make, own_critic):
         assert float(value) < 0.6 * start
 
 
-def test_the_warm_starts_rate_rises_then_falls(make):
+def test_warm_start_learning_rate_rises_then_falls(make):
     module = WarmStartModule(
         PolicyModule(make.bundle()), None, optimizer=FAST, steps=100, warm_up=10, learning_rate_end=0.1
     )  # fmt: skip

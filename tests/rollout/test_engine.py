@@ -1,4 +1,4 @@
-"""The in-process engine: what it samples and the log-probs it tells, against plain forward passes."""
+"""The in-process engine: its samples and log-probs against plain forward passes, and its caches."""
 
 import copy
 from dataclasses import replace
@@ -6,7 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
+from ragen_pl.config import config_dir
 from ragen_pl.data.collate import collate
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import draw, log_distribution
@@ -17,10 +19,11 @@ from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.run.build import engine_factory
 from ragen_pl.seeding import derive_seed, uniforms
 from ragen_pl.trajectory import Observation
 
-WORLDS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
+ENVIRONMENTS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
 
 
 def play(proxy, engine, episode_specs, *, seed_key, greedy=False):
@@ -30,7 +33,7 @@ def play(proxy, engine, episode_specs, *, seed_key, greedy=False):
 
 def proxy_of(bundle, *, window, kind="text", num_envs=64, temperature=1.0, turns=4, **context):
     return AgentProxy(
-        environments=EnvironmentManager(target=WORLDS[kind], max_turns=turns, invalid_ends=False),
+        environments=EnvironmentManager(target=ENVIRONMENTS[kind], max_turns=turns, invalid_ends=False),
         context=ContextManager(bundle, window=window, system_prompt=None, **context),
         max_response_tokens=12, temperature=temperature, num_envs=num_envs,
     )  # fmt: skip
@@ -91,7 +94,7 @@ def scored(bundle, episodes):
 
 
 def gap(bundle, episodes) -> torch.Tensor:
-    """The trainer's log-probs of the sampled tokens less those that the engine told."""
+    """Difference of the trainer's and the engine's log-probs of the sampled tokens."""
     batch, scores = scored(bundle, episodes)
     return (scores.logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs()
 
@@ -108,7 +111,7 @@ def same(first, second) -> None:
 # ---- against plain forwards
 
 
-def test_greedy_responses_are_those_of_generate(lm):
+def test_greedy_responses_match_generate(lm):
     engine = TransformersEngine(PolicyModule(lm))
     prompts = [words(lm, text) for text in ("me 1 2", "goal 3 0 avoid Up", "x")]
     requests = [request(p, session=n, temperature=0.0) for n, p in enumerate(prompts)]
@@ -123,14 +126,14 @@ def test_greedy_responses_are_those_of_generate(lm):
 
 @pytest.mark.parametrize("kind", ["text", "images"])
 @pytest.mark.parametrize("window", [1, 2, "all"])
-def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind, window):
+def test_sampled_tokens_and_logprobs_match_a_fresh_forward(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.8)
     episodes = play(
         proxy, TransformersEngine(PolicyModule(bundle)), starts(3), seed_key=(5, "sample")
     )
     lengths = {len(turn.response_ids) for episode in episodes for turn in episode.turns}
-    assert len(lengths) > 4  # environments did end at different tokens
+    assert len(lengths) > 4  # responses end at different tokens
     worst = 0.0
     for episode in episodes[::2]:
         for number, turn in enumerate(episode.turns):
@@ -146,7 +149,7 @@ def test_sampled_tokens_and_logprobs_are_those_of_a_fresh_forward(lm, vlm, kind,
 
 @pytest.mark.parametrize("kind", ["text", "images"])
 @pytest.mark.parametrize("window", [1, 2, "all"])
-def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
+def test_trainer_and_engine_agree_on_logprobs_and_entropy(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.7)
     episodes = play(
@@ -167,7 +170,7 @@ def test_the_trainer_scores_what_was_sampled_alike(lm, vlm, kind, window):
 
 
 @pytest.mark.parametrize("window", [1, "all"])
-def test_attention_that_adds_its_mask_sees_no_more(fresh_lm, window):
+def test_additive_masks_match_the_trainer(fresh_lm, window):
     fresh_lm.model.set_attn_implementation("eager")
     proxy = proxy_of(fresh_lm, window=window, turns=3)
     episodes = play(
@@ -176,7 +179,7 @@ def test_attention_that_adds_its_mask_sees_no_more(fresh_lm, window):
     assert float(gap(fresh_lm, episodes).max()) < 1e-4
 
 
-def test_a_greedy_episode_is_recorded_as_what_its_logprobs_are(lm):
+def test_greedy_logprobs_are_those_at_temperature_1(lm):
     proxy = proxy_of(lm, window=1, temperature=0.5)
     episodes = play(
         proxy, TransformersEngine(PolicyModule(lm)), starts(2), seed_key=(0,), greedy=True
@@ -185,7 +188,7 @@ def test_a_greedy_episode_is_recorded_as_what_its_logprobs_are(lm):
     assert float(gap(lm, episodes).max()) < 1e-4
 
 
-def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
+def test_template_that_rewrites_history_trains_on_the_prompts_shown(lm):
     tokenizer = copy.deepcopy(lm.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content'] is string -%}{{- message['content']",
@@ -200,11 +203,11 @@ def test_a_template_that_rewrites_history_is_trained_on_as_it_was_seen(lm):
     assert float(gap(bundle, episodes).max()) < 1e-4
 
 
-# ---- what must not matter
+# ---- independence of slots, order and other requests
 
 
 @pytest.mark.parametrize("window", [1, "all"])
-def test_neither_the_number_of_slots_nor_the_order_changes_a_trajectory(lm, window):
+def test_trajectories_do_not_depend_on_num_envs_or_order(lm, window):
     engine, key = TransformersEngine(PolicyModule(lm)), (1, "sample", 3)
     whole = play(proxy_of(lm, window=window), engine, starts(4), seed_key=key)
     pairs = play(proxy_of(lm, window=window, num_envs=3), engine, starts(4), seed_key=key)
@@ -217,7 +220,7 @@ def test_neither_the_number_of_slots_nor_the_order_changes_a_trajectory(lm, wind
     assert any(first[n] != first[n + 1] for n in (0, 2, 4, 6))  # members sample for themselves
 
 
-def test_temperature_limit_and_greed_belong_to_each_request(lm):
+def test_each_request_has_its_own_temperature_limit_and_seed(lm):
     engine = TransformersEngine(PolicyModule(lm))
     prompt = words(lm, "me 1 2")
     mixed = [
@@ -241,7 +244,7 @@ def test_temperature_limit_and_greed_belong_to_each_request(lm):
     assert len(together[2].ids) <= 3
 
 
-def test_a_response_is_cut_exactly_where_it_has_no_end_token(lm):
+def test_response_hits_its_length_limit_exactly_without_an_end_token(lm):
     engine = TransformersEngine(PolicyModule(lm))
     requests = [request(words(lm, "go"), session=n, seed=n, tokens=3 + n % 5) for n in range(40)]
     responses = generate(engine, requests, keep=False)
@@ -254,7 +257,7 @@ def test_a_response_is_cut_exactly_where_it_has_no_end_token(lm):
     assert {response.hit_length_limit for response in responses} == {True, False}
 
 
-def test_banned_tokens_are_never_sampled_however_likely(fresh_vlm):
+def test_banned_tokens_are_never_sampled(fresh_vlm):
     bundle = fresh_vlm
     slot, banned = bundle.image_token_id, bundle.banned_token_ids
     assert slot in banned and bundle.pad_token_id in banned and bundle.end_of_turn_id not in banned
@@ -272,9 +275,9 @@ def test_banned_tokens_are_never_sampled_however_likely(fresh_vlm):
 # ---- caches
 
 
-def talks_with_images(bundle, engine, *, slots: int, turns: int):
+def talks_with_images(bundle, engine, *, slots: int, turns: int, window: int | str = "all"):
     """Conversations with a new image every turn; yields each turn's requests and responses."""
-    context, rng = ContextManager(bundle, window="all"), np.random.default_rng(0)
+    context, rng = ContextManager(bundle, window=window), np.random.default_rng(0)
     talks = [context.start("rules") for _ in range(slots)]
     for turn in range(turns):
         requests = []
@@ -289,7 +292,7 @@ def talks_with_images(bundle, engine, *, slots: int, turns: int):
         yield requests, responses
 
 
-def test_images_of_later_turns_take_their_own_places(vlm):
+def test_images_of_later_turns_fill_their_own_slots(vlm):
     for requests, responses in talks_with_images(
         vlm, TransformersEngine(PolicyModule(vlm)), slots=3, turns=3
     ):
@@ -297,7 +300,7 @@ def test_images_of_later_turns_take_their_own_places(vlm):
             assert close(response, replay(vlm, one.prompt, draws_of(one), 1.0))
 
 
-def test_only_what_is_new_is_computed_and_every_image_once(vlm, monkeypatch):
+def test_only_new_tokens_are_computed_and_images_encoded_once(vlm, monkeypatch):
     encoded = []
     plain = type(vlm).features
     monkeypatch.setattr(
@@ -316,7 +319,7 @@ def test_only_what_is_new_is_computed_and_every_image_once(vlm, monkeypatch):
     assert encoded == [3, 3, 3, 3]  # one new image an environment and turn
 
 
-def test_the_same_sessions_may_come_in_another_order(lm):
+def test_sessions_may_come_in_another_order(lm):
     engine = TransformersEngine(PolicyModule(lm))
     talks = [words(lm, text).ids for text in ("me 1 2", "goal", "avoid holes 3")]
     for turn, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 0, 2)]):
@@ -327,10 +330,10 @@ def test_the_same_sessions_may_come_in_another_order(lm):
     assert engine.prefilled_tokens < sum(map(len, talks))
 
 
-def test_new_weights_void_every_cache(fresh_vlm):
+def test_load_weights_drops_every_cache(fresh_vlm):
     bundle, engine = fresh_vlm, TransformersEngine(PolicyModule(fresh_vlm))
     context = ContextManager(bundle, window="all")
-    environments = EnvironmentManager(target=WORLDS["images"])
+    environments = EnvironmentManager(target=ENVIRONMENTS["images"])
     (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=3)])
     conversation = context.start("")
     first = context.observe(conversation, slot.observation, max_turns=5)
@@ -361,7 +364,7 @@ def close(response, expected) -> bool:
     )
 
 
-def test_a_session_whose_prompt_does_not_go_on_starts_afresh(lm):
+def test_session_with_another_prompt_starts_afresh(lm):
     engine = TransformersEngine(PolicyModule(lm))
     talks = [words(lm, "me 1 2"), words(lm, "goal")]
     first = generate(engine, [request(p, session=n) for n, p in enumerate(talks)], keep=True)
@@ -376,7 +379,7 @@ def test_a_session_whose_prompt_does_not_go_on_starts_afresh(lm):
         )
 
 
-def test_sessions_that_drop_out_leave_the_others_caches_right(lm):
+def test_finished_sessions_leave_the_other_caches_intact(lm):
     engine = TransformersEngine(PolicyModule(lm))
     talks = {n: words(lm, "me " * (n + 1)).ids for n in range(7)}
     playing = list(talks)
@@ -397,7 +400,7 @@ def test_sessions_that_drop_out_leave_the_others_caches_right(lm):
         playing = [n for n in playing if n % (turn + 2)] or playing
 
 
-def test_released_memory_and_a_rollouts_end(lm):
+def test_release_and_the_end_of_a_rollout_free_the_caches(lm):
     engine = TransformersEngine(PolicyModule(lm))
     generate(engine, [request(words(lm, "go"))], keep=True)
     assert engine._held is not None and engine._held.cache.memory_bytes() > 0
@@ -407,7 +410,7 @@ def test_released_memory_and_a_rollouts_end(lm):
     assert engine._held is None and not engine._features
 
 
-def test_a_policy_in_train_mode_is_refused(fresh_lm):
+def test_policy_in_train_mode_raises(fresh_lm):
     fresh_lm.model.train()
     with pytest.raises(RuntimeError, match=r"call policy\.eval\(\)"):
         generate(
@@ -415,9 +418,55 @@ def test_a_policy_in_train_mode_is_refused(fresh_lm):
         )
 
 
-def test_the_context_of_each_token_matters_in_these_models(lm, vlm):
-    """What the comparisons above rest on: a change far back moves log-probs by more than they allow."""
+def test_context_changes_the_logits_of_the_test_models(lm, vlm):
+    """The comparisons above need this: an early change moves log-probs by more than their tolerance."""
     for bundle in (lm, vlm):
         one, other = (words(bundle, f"{start} me goal avoid holes").ids for start in ("Up", "Down"))
         gap = (plain_logits(bundle, one, []) - plain_logits(bundle, other, []))[-1].abs().max()
         assert float(gap) > 0.05
+
+
+# ---- the protocol
+
+
+def test_generations_carry_the_version_of_the_weights(lm):
+    engine = TransformersEngine(PolicyModule(lm))
+    engine.load_weights(7)
+    (generation,) = generate(engine, [request(words(lm, "go"))], keep=False)
+    assert generation.version == 7 and generation.entropy is not None
+
+
+def test_submitted_requests_are_collected_together(lm):
+    engine = TransformersEngine(PolicyModule(lm))
+    requests = [request(words(lm, "go"), session=n, seed=n) for n in range(3)]
+    engine.submit(requests[:1], keep=False)
+    engine.submit(requests[1:], keep=False)
+    collected = dict(engine.collect())
+    assert engine.collect() == []
+    expected = generate(TransformersEngine(PolicyModule(lm)), requests, keep=False)
+    assert [collected[n].ids.tolist() for n in range(3)] == [one.ids.tolist() for one in expected]
+
+
+def test_generate_raises_for_missing_responses(lm):
+    class Silent(TransformersEngine):
+        def collect(self):
+            return []
+
+    with pytest.raises(RuntimeError, match=r"0 responses for 1 requests.*missing \[0\]"):
+        generate(Silent(PolicyModule(lm)), [request(words(lm, "go"))], keep=False)
+
+
+@pytest.mark.parametrize("window", [1, 2, "all"])
+def test_unexpanded_ids_have_one_token_for_each_image(vlm, window):
+    engine = TransformersEngine(PolicyModule(vlm))
+    for requests, _ in talks_with_images(vlm, engine, slots=1, turns=3, window=window):
+        prompt = requests[0].prompt
+        assert (prompt.unexpanded_ids == vlm.image_token_id).sum() == len(prompt.images)
+        expanded = vlm.expand_image_slots(prompt.unexpanded_ids, prompt.images)
+        assert expanded.tolist() == prompt.ids.tolist()
+
+
+def test_the_config_names_the_engine(lm):
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit")
+    assert isinstance(engine_factory(cfg)(PolicyModule(lm)), TransformersEngine)

@@ -1,4 +1,4 @@
-"""What is left out before a response is sampled: which parts, and that engine and trainer see the same rest."""
+"""Leaving patches and turns out: which have the lowest scores, and that engine and trainer see the same prompt."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def responses(trajectories) -> list[list[int]]:
     return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
 
 
-def test_the_least_scores_go_by_hand() -> None:
+def test_lowest_scores_are_dropped() -> None:
     rule = LeaveOut(patches=0.5, turns=0.5)
     ids = np.array([7, 9, 9, 9, 9, 8, 9, 9])  # images of four and two patches
     scores = np.array([5.0, 0.1, 0.4, 0.1, 0.2, 0.0, 0.3, 0.3])
@@ -63,7 +63,7 @@ def test_the_least_scores_go_by_hand() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, "all"])
 @pytest.mark.parametrize("shares", [(0.5, 0.0), (0.0, 0.6), (0.25, 0.5)])
-def test_engine_and_trainer_see_the_same_rest(vlm, window, shares) -> None:
+def test_engine_and_trainer_see_the_same_prompt(vlm, window, shares) -> None:
     patches, turns = shares
     trajectories = played(vlm, window=window, leave_out=LeaveOut(patches=patches, turns=turns))
     slot = vlm.image_token_id
@@ -82,7 +82,7 @@ def test_engine_and_trainer_see_the_same_rest(vlm, window, shares) -> None:
     assert mismatch(vlm, trajectories) < 5e-5
 
 
-def test_a_trainer_that_forgot_which_patches_were_shown_would_be_told(vlm) -> None:
+def test_wrong_patches_show_up_as_a_mismatch(vlm) -> None:
     trajectories = played(vlm, window=1, leave_out=LeaveOut(patches=0.5))
     for trajectory in trajectories:
         for turn in trajectory.turns:
@@ -90,7 +90,7 @@ def test_a_trainer_that_forgot_which_patches_were_shown_would_be_told(vlm) -> No
     assert mismatch(vlm, trajectories) > 1e-2
 
 
-def test_nothing_left_out_is_as_before(vlm, lm) -> None:
+def test_shares_of_zero_change_nothing(vlm, lm) -> None:
     for bundle, visual in ((vlm, True), (lm, False)):
         plain = played(bundle, window="all", leave_out=None, visual=visual)
         none = played(bundle, window="all", leave_out={"patches": 0.0, "turns": 0.0}, visual=visual)
@@ -102,14 +102,14 @@ def test_nothing_left_out_is_as_before(vlm, lm) -> None:
         assert collate(plain, bundle).samples.patches.shape[1:] == (0, 0)
 
 
-def test_it_does_not_depend_on_the_number_of_slots(vlm) -> None:
+def test_leave_out_does_not_depend_on_num_envs(vlm) -> None:
     rule = LeaveOut(patches=0.5, turns=0.5)
     many = played(vlm, window="all", leave_out=rule)
     few = played(vlm, window="all", leave_out=rule, slots=2)
     assert responses(many) == responses(few)
 
 
-def test_patches_that_matter_most_to_the_greedy_response_are_shown(vlm) -> None:
+def test_patches_with_the_highest_occlusion_scores_are_shown(vlm) -> None:
     (trajectory,) = played(vlm, window=1, leave_out=LeaveOut(patches=0.5), groups=1, max_turns=1)
     (turn,) = trajectory.turns
     whole = played(vlm, window=1, leave_out=None, groups=1, max_turns=1)[0].turns[0].prompt_ids
@@ -146,7 +146,7 @@ def distributions(bundle, ids, image, patches, response) -> torch.Tensor:
         return log_distribution(bundle.lm_head(states[len(ids) - 1 : -1]), banned=banned)
 
 
-def test_old_turns_of_text_are_left_out_and_chosen_anew(lm) -> None:
+def test_old_turns_are_chosen_anew_for_every_response(lm) -> None:
     trajectories = played(
         lm, window="all", leave_out=LeaveOut(turns=0.5), visual=False, max_turns=6
     )
@@ -159,7 +159,7 @@ def test_old_turns_of_text_are_left_out_and_chosen_anew(lm) -> None:
     assert mismatch(lm, trajectories) < 5e-5
 
 
-def test_turns_are_not_joined_over_other_images_with_the_same_ids(vlm) -> None:
+def test_turns_with_other_images_are_not_joined(vlm) -> None:
     (trajectory,) = played(vlm, window="all", leave_out=LeaveOut(patches=0.5), groups=1)
     assert len(split_into_samples(trajectory, 0)) == 1
     first, second = trajectory.turns[:2]
@@ -171,7 +171,7 @@ def test_turns_are_not_joined_over_other_images_with_the_same_ids(vlm) -> None:
     assert len(split_into_samples(trajectory, 0)) > 1
 
 
-def test_a_cut_episode_bootstraps_from_a_whole_last_image(vlm) -> None:
+def test_truncated_episode_bootstraps_from_a_whole_last_image(vlm) -> None:
     trajectories = played(
         vlm, window="all", leave_out=LeaveOut(patches=0.5), max_turns=3, turn_limit_bootstraps=True
     )
@@ -184,6 +184,6 @@ def test_a_cut_episode_bootstraps_from_a_whole_last_image(vlm) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"patches": 1.0}, {"turns": -0.1}])
-def test_wrong_shares_are_refused(wrong) -> None:
+def test_shares_out_of_range_raise(wrong) -> None:
     with pytest.raises(ValueError, match="LeaveOut"):
         LeaveOut(**wrong)

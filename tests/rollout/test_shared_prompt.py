@@ -1,4 +1,4 @@
-"""What all prompts begin with is computed once, and changes nothing that is sampled."""
+"""The common prefix of all prompts is computed once, without changing what is sampled."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def words(bundle, text: str, *, head: str = RULES) -> list[int]:
 
 
 @pytest.mark.parametrize("ends", [["Up", "Left and Up", "hole 1 2"], ["Up", "Up", "Up"]])
-def test_slots_with_the_same_rules_sample_what_they_would_alone(lm, ends):
+def test_shared_prefix_does_not_change_samples(lm, ends):
     ids = [words(lm, end) for end in ends]
     alike = [len(set(column)) == 1 for column in zip(*ids, strict=False)]
     shared = min([*np.flatnonzero(~np.array(alike)), min(map(len, ids)) - 1])
@@ -48,7 +48,7 @@ def test_slots_with_the_same_rules_sample_what_they_would_alone(lm, ends):
     check_like_alone(lm, [prompt_of(row) for row in ids], shared=int(shared))
 
 
-def test_a_few_tokens_alike_are_not_worth_a_pass_of_their_own(lm):
+def test_short_prefix_is_not_shared(lm):
     prompts = [prompt_of(words(lm, end, head="")) for end in ("Up", "Left")]
     check_like_alone(lm, prompts, shared=0)
 
