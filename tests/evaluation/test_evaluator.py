@@ -193,11 +193,11 @@ def test_validation_sets_are_rows_and_episodes_are_written(run: Path, tmp_path: 
 
 
 def test_unsuitable_weights_are_rejected(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds the weights of another model"):
+    with pytest.raises(ConfigError, match="holds another model or algorithm"):
         load_bundle(composed("evaluate", f"ckpt={run}", "model.build.text.hidden_size=64"))
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:5000])
-    with pytest.raises(ConfigError, match="can't be read as a checkpoint"):
+    with pytest.raises(ConfigError, match=r"broken\.ckpt: .*; give a checkpoint that a run"):
         policy_weights(broken)
     with pytest.raises(ConfigError, match=r"validation_sets\.held_out: .*reads text only"):
         evaluate(
