@@ -1,1 +1,1 @@
-"""Trajectories as tensors, and the DataModules that stream them."""
+"""Trajectories as tensors, and the DataModules that provide them."""

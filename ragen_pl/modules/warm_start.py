@@ -1,7 +1,7 @@
-"""WarmStartModule: policy and critic learn from demonstrations before any RL.
+"""WarmStartModule: supervised learning from demonstrations before RL.
 
-The policy learns to see, to keep the format and to act about as well as the demonstrator; the critic
-the demonstrator's returns.
+The policy learns to read images, to keep the prompt format and to act about as well as the demonstrator. The
+critic learns the demonstrator's returns.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ class WarmStartModule(pl.LightningModule):
     """Cross-entropy on responses plus the value error, on the same samples.
 
     Args:
-        policy: learns the responses.
-        critic: learns the returns; None to leave it out.
-        optimizer: makes the optimizer from parameters.
-        steps: optimizer steps, which the cosine decay of the rate is spread over.
-        warm_up: first steps, over which the rate rises.
+        policy: policy that learns the responses.
+        critic: critic that learns the returns; None to train the policy only.
+        optimizer: builds the optimizer from parameters.
+        steps: number of optimizer steps, the length of the cosine decay.
+        warm_up: number of first steps with a rising learning rate.
         value_coefficient: weight of half the squared value error.
-        learning_rate_end: the rate's share at the last step.
+        learning_rate_end: learning rate at the last step as a share of the highest.
     """
 
-    phase = "warm start"  # what a progress display calls it
+    # name in the progress display
+    phase = "warm start"
 
     @checked
     def __init__(
@@ -54,7 +55,7 @@ class WarmStartModule(pl.LightningModule):
         self.value_coefficient = value_coefficient
 
     def on_fit_start(self) -> None:
-        """Leave the eval mode that models are built and loaded in; Lightning does not."""
+        """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:

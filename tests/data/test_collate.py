@@ -213,7 +213,7 @@ def test_padding_rows_take_no_part_in_credit(lm, make_trajectory):
     assert layout.turn.tolist() == [[0, 0, 1, 1, 1]] and 2 not in layout.rows
 
 
-# ---- parts and copies
+# ---- rows and checkpoints
 
 
 def test_select_shortens_rows_to_the_longest(lm, make_trajectory):

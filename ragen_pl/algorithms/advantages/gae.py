@@ -1,4 +1,4 @@
-"""Generalised advantage estimation that steps over tokens outside the mask."""
+"""Generalized advantage estimation that steps over tokens outside the mask."""
 
 from __future__ import annotations
 

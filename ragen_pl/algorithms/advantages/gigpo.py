@@ -16,7 +16,7 @@ from ragen_pl.constraints import Fraction, NonNegative, checked
 
 
 def step_returns(turn_rewards: Tensor, *, gamma: float) -> Tensor:
-    """Sum what is still to come from each turn on, discounted per turn.
+    """Sum the rewards from each turn on, discounted per turn.
 
     Args:
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
@@ -61,7 +61,7 @@ def gigpo(
 
     `A(i, k) = A_episode(i) + step_weight A_step(i, k)`: the return of the episode relative to its group's,
     and the discounted return from turn k on relative to those of all steps that the group took from
-    the same state. A state that was met once has no step advantage.
+    the same state. A state that occurs once has no step advantage.
 
     Args:
         returns: `[trajectories]`.
@@ -69,8 +69,8 @@ def gigpo(
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
         state: int64 `[trajectories, turns]`, -1 beyond the last turn.
         gamma: discount per turn of the step returns.
-        step_weight: of the step advantage.
-        scale_by_std: divide both by the deviation (GRPO) or only centre them (Dr. GRPO).
+        step_weight: weight of the step advantage.
+        scale_by_std: divide both by the deviation (GRPO) or only center them (Dr. GRPO).
 
     Returns:
         float32 `[trajectories, turns]`, 0 beyond the last turn.

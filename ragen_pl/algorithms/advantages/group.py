@@ -46,7 +46,7 @@ def group_std(returns: Tensor, group: Tensor) -> Tensor:
 
 
 def grpo(returns: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Standardise returns within the group (GRPO; Shao et al., 2024).
+    """Standardize returns within the group (GRPO; Shao et al., 2024).
 
     `(R - mean) / (std + eps)` with the unbiased std; a group of one gets 0.
 
@@ -66,7 +66,7 @@ def grpo(returns: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def dr_grpo(returns: Tensor, group: Tensor) -> Tensor:
-    """Centre returns within the group, without the deviation (Dr. GRPO; Liu et al., 2025).
+    """Center returns within the group, without the deviation (Dr. GRPO; Liu et al., 2025).
 
     Args:
         returns: `[trajectories]`.
@@ -103,7 +103,7 @@ def rloo(returns: Tensor, group: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRelative(Estimator):
-    """Returns centred in their group, divided by its deviation (GRPO) or not (Dr. GRPO)."""
+    """Returns centered in their group, divided by its deviation (GRPO) or not (Dr. GRPO)."""
 
     needs_groups: ClassVar[bool] = True
     scale_by_std: bool = True

@@ -21,7 +21,7 @@ from ragen_pl.constraints import Fraction, checked
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Sum what is still to come, discounted once per token of the mask.
+    """Sum the remaining rewards, discounted once per token of the mask.
 
     Args:
         rewards: `[trajectories, tokens]`; those off the mask are not read.
@@ -80,7 +80,7 @@ def raw(returns: Tensor) -> Tensor:
 
 
 def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = None) -> Tensor:
-    """Standardise trajectory returns over the whole batch (BRPO in RAGEN's ladder).
+    """Standardize trajectory returns over the whole batch (BRPO in RAGEN's ladder).
 
     `(R - mean) / (std + eps)` with the unbiased std; a batch of one gets 0.
 

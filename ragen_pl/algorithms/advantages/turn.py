@@ -28,7 +28,7 @@ def turn_gae(
     """Estimate one advantage per turn and give it to all the turn's tokens.
 
     The step of the decision process is the turn: its value is read before its first token, its
-    reward is the sum of its tokens' rewards, and generalised advantage estimation runs over turns.
+    reward is the sum of its tokens' rewards, and generalized advantage estimation runs over turns.
 
     Args:
         rewards: `[trajectories, tokens]`.
