@@ -199,17 +199,16 @@ def build_logger(cfg: DictConfig, run: Run) -> Any:
     return instantiate(cfg.logger, **settings, _recursive_=False, _convert_="all")
 
 
-def build_trainer(cfg: DictConfig | dict[str, Any], **settings: Any) -> pl.Trainer:
-    """Build a Trainer from `cfg.trainer` and the run's own settings.
+def build_trainer(configured: dict[str, Any], **settings: Any) -> pl.Trainer:
+    """Build a Trainer from the config's `trainer` and the run's own settings.
 
     Raises:
         ConfigError: Lightning does not accept the settings.
     """
-    given = plain(OmegaConf.create(cfg))
-    accelerator = choose_accelerator(given.get("accelerator", "auto"))
+    accelerator = choose_accelerator(configured.get("accelerator", "auto"))
     hint = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
     with config_errors("trainer", hint=hint):
-        return pl.Trainer(**(given | {"accelerator": accelerator}), **settings)
+        return pl.Trainer(**(configured | {"accelerator": accelerator}), **settings)
 
 
 def choose_accelerator(name: str) -> str:
@@ -217,9 +216,7 @@ def choose_accelerator(name: str) -> str:
 
     Other accelerators, such as Apple's MPS, are never chosen.
     """
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return device_named(name).type if name == "auto" else name
 
 
 def device_named(name: str) -> torch.device:

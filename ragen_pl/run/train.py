@@ -41,6 +41,7 @@ from ragen_pl.run.build import (
     build_warm_start,
     check_optimizer,
     choose_accelerator,
+    plain,
 )
 from ragen_pl.run.folder import RUN_DIR, Run, locate, share_with_children, stop_sharing
 from ragen_pl.run.weights import check_resumable, load_initial_weights
@@ -121,7 +122,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         check_resumable(checkpoint, module)
     shared = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
     trainer = build_trainer(
-        {name: cfg.trainer[name] for name in shared if name in cfg.trainer},
+        {name: value for name, value in plain(cfg.trainer).items() if name in shared},
         max_steps=cfg.warm_start.steps,
         max_epochs=-1,
         logger=logger,
@@ -181,7 +182,7 @@ def reinforce(
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)
     trainer = build_trainer(
-        cfg.trainer,
+        plain(cfg.trainer),
         logger=logger,
         callbacks=callbacks,
         num_sanity_val_steps=0,

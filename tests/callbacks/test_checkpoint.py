@@ -12,8 +12,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import OmegaConf
 
 from ragen_pl.callbacks.checkpoint import BestCheckpoint, RandomState, RunCheckpoint, StopSignals
+from ragen_pl.config import config_dir
 
 
 @pytest.fixture
@@ -116,6 +118,8 @@ def test_last_checkpoint_holds_the_best_score_of_its_iteration(tmp_path):
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
     (state,) = [state for name, state in saved.items() if name.startswith("BestCheckpoint")]
     assert float(state["best_model_score"]) == 1.0
+    configured = OmegaConf.load(config_dir() / "callbacks" / "default.yaml")
+    assert list(configured)[:2] == ["best", "checkpoint"]
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
