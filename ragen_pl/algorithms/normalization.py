@@ -61,6 +61,7 @@ class Normalizer(Protocol):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict`."""
+        return None
 
 
 @dataclass(frozen=True)

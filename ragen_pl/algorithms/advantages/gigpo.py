@@ -119,9 +119,14 @@ class GroupInGroup(Estimator):
         inside = torch.where(credit.turn >= 0, credit.rewards.float(), 0.0)
         if state.shape[1]:
             turn_rewards = turn_rewards.scatter_add(1, turn, inside)
-        settings = {"step_weight": self.step_weight, "scale_by_std": self.scale_by_std}
         of_turn = gigpo(
-            credit.returns, credit.group, turn_rewards, state, gamma=self.gamma, **settings
+            credit.returns,
+            credit.group,
+            turn_rewards,
+            state,
+            gamma=self.gamma,
+            step_weight=self.step_weight,
+            scale_by_std=self.scale_by_std,
         )
         of_token = of_turn.gather(1, turn) if state.shape[1] else torch.zeros_like(inside)
         result = broadcast(credit.returns, credit)
