@@ -1,7 +1,7 @@
-"""Time the update phase: trained tokens a second, where its time goes, and what is computed on padding.
+"""Time the update phase: trained tokens per second, shares of its time, and the share of padding.
 
-Run as `python benchmarks/update.py`. Trajectories are real ones of `env=frozenlake_visual`, played by the
-recipe's noisy policy: one turn a sample (`context.window=1`) and the whole history (`context.window=all`).
+Run as `python benchmarks/update.py`. The trajectories are those of the demonstrations' noisy policy in
+`env=frozenlake_visual`, with one turn in a sample (`context.window=1`) and the whole history (`context.window=all`).
 """
 
 from __future__ import annotations

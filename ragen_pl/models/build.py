@@ -47,7 +47,7 @@ def build_small_vlm(
 
     tokenizer = load_tokenizer(prompt_format=prompt_format)
     config = SmallVLMConfig(
-        vision=vision,
+        vision=dict(vision or {}),
         text_config=_ids(tokenizer) | dict(text or {}),
         image_token_id=tokenizer.get_vocab()[IMAGE],
         pad_token_id=tokenizer.pad_token_id,

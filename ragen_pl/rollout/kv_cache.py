@@ -35,8 +35,7 @@ class InPlaceLayer(DynamicLayer):
         keys, values = self._reserve(key_states, end)
         keys[:, :, self.length : end] = key_states
         values[:, :, self.length : end] = value_states
-        self._use(end)
-        return self.keys, self.values
+        return self._use(end)
 
     def select(self, rows: Tensor) -> InPlaceLayer:
         """Return a copy with these rows only."""
@@ -73,11 +72,12 @@ class InPlaceLayer(DynamicLayer):
             buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None
         )
 
-    def _use(self, length: int) -> None:
+    def _use(self, length: int) -> tuple[Tensor, Tensor]:
+        """Take the first `length` slots into use and return views of them."""
         assert self.key_buffer is not None and self.value_buffer is not None
-        self.length, self.is_initialized = length, True
-        self.keys = self.key_buffer[:, :, :length]
-        self.values = self.value_buffer[:, :, :length]
+        keys, values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
+        self.length, self.is_initialized, self.keys, self.values = length, True, keys, values
+        return keys, values
 
     def _reserve(self, like: Tensor, needed: int) -> tuple[Tensor, Tensor]:
         """Return the buffers with room for `needed` slots."""
