@@ -7,6 +7,7 @@ same annotations from the source for the command line.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
@@ -17,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from numbers import Integral, Real
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -60,6 +63,41 @@ class Contains:
     def accepts(self, value: str) -> bool:
         """Return whether the text holds the part."""
         return self.part in value
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Metadata of a text in a configuration that is one of the names in the constants of this name.
+
+    The modules of `metrics` and `callbacks` declare them. Other names are possible outside a configuration.
+    """
+
+    constant: str
+    prefix: str = ""
+    expected = "a name that the run measures (docs/diagnostics.md)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names; some are patterns, such as `action/*`."""
+        return tuple(f"{self.prefix}{name}" for name in declared_names(self.constant))
+
+    def accepts(self, value: str) -> bool:
+        """Return whether the text is one of the names."""
+        return any(fnmatchcase(value, name) for name in self.names)
+
+
+@functools.cache
+def declared_names(constant: str) -> tuple[str, ...]:
+    """Return the names in all constants of this name, read from source: an import would load torch."""
+    package = Path(__file__).parent
+    files = [file for part in ("metrics", "callbacks") for file in (package / part).glob("*.py")]
+    return tuple(name for file in sorted(files) for name in _constant_in(file, constant))
+
+
+def _constant_in(file: Path, constant: str) -> Iterator[str]:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == constant and node.value:
+            yield from ast.literal_eval(node.value)
 
 
 @dataclass(frozen=True)
@@ -212,10 +250,15 @@ def problem(annotation: Any, value: object, *, components: bool = True) -> str |
     parts = list(options(annotation))
     if any(accepts(part, value, components=components) for part in parts):
         return None
-    words = [word for part in parts if part is not None for word in words_of(part)]
+    words = [word for part in parts if part is not None for word in _suggestions(part)]
     expected = " or ".join(_expectation(part) for part in parts)
     close = get_close_matches(str(value), words, n=1)
     return f"expected {expected}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _suggestions(annotation: Any) -> tuple[str, ...]:
+    names = [item.names for item in unwrapped(annotation)[1] if isinstance(item, Declared)]
+    return names[0] if names else words_of(annotation)
 
 
 def accepts(annotation: Any, value: object, *, components: bool = True) -> bool:
@@ -241,7 +284,11 @@ def accepts(annotation: Any, value: object, *, components: bool = True) -> bool:
             fits = isinstance(value, str)
         case _:
             return _accepts_container(base, value, components=components)
-    return fits and all(_holds(constraint, value) for constraint in metadata)
+    return fits and all(
+        _holds(constraint, value)
+        for constraint in metadata
+        if components or not isinstance(constraint, Declared)
+    )
 
 
 def _accepts_container(base: Any, value: object, *, components: bool) -> bool:
@@ -344,7 +391,6 @@ class RunFacts:
         environment: name of the environment's class.
         environment_members: names of its members.
         callbacks: callbacks of the run, in order.
-        readings: names of the readings that alarms may watch; some are patterns.
     """
 
     group_size: int
@@ -356,7 +402,6 @@ class RunFacts:
     environment: str
     environment_members: frozenset[str]
     callbacks: tuple[object, ...]
-    readings: tuple[str, ...]
 
 
 @runtime_checkable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from difflib import get_close_matches
 from types import FrameType
 from typing import Annotated, Literal, TypedDict, Unpack
 
@@ -15,10 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from ragen_pl.constraints import CountOrZero, Positive, RunFacts, checked
+from ragen_pl.constraints import CountOrZero, Declared, Positive, checked
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.metrics.rollout import RolloutStatistics
 
 
 class StopSignals:
@@ -170,7 +168,10 @@ class BestCheckpoint(ModelCheckpoint):
         monitor: metric to maximize.
     """
 
-    def __init__(self, *, monitor: str = "val/success") -> None:
+    @checked
+    def __init__(
+        self, *, monitor: Annotated[str, Declared("METRICS", prefix="val/")] = "val/success"
+    ) -> None:
         super().__init__(
             filename="best",
             monitor=monitor,
@@ -181,16 +182,6 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self._measured = False
-
-    def check_run(self, facts: RunFacts) -> None:
-        """Check that the validation measures the metric."""
-        names = [f"val/{name}" for name in RolloutStatistics.metric_names]
-        if self.monitor not in names:
-            close = get_close_matches(str(self.monitor), names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it measures {', '.join(names)}"
-            raise ValueError(
-                f"callbacks.best.monitor={self.monitor}: the validation measures no such metric; {hint}"
-            )
 
     def forget(self) -> None:
         """Forget this iteration's metrics: the weights are no longer those that were validated."""

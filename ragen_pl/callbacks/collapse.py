@@ -6,11 +6,9 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
 
@@ -18,7 +16,7 @@ from ragen_pl.callbacks.access import callbacks_of, mlflow_loggers, run_folder
 from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
-from ragen_pl.constraints import Count, CountOrZero, Fraction, RunFacts, checked, shown
+from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, RunFacts, checked, shown
 from ragen_pl.files import atomic_write
 from ragen_pl.modules.agent import AgentModule
 
@@ -42,7 +40,7 @@ class Alarm:
         calm_above: success rate from which the alarm stays silent: a successful run may settle.
     """
 
-    reading: str
+    reading: Annotated[str, Declared("READINGS")]
     below: float | None = None
     above: float | None = None
     patience: Count = 1
@@ -123,18 +121,11 @@ class CollapseMonitor(pl.Callback):
         self.good: int | None = None
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check the alarms' readings and the mitigation's filter against the run."""
+        """Check that the run has the diagnostics, and groups for the mitigation's filter."""
         if not any(isinstance(callback, Diagnostics) for callback in facts.callbacks):
             raise ValueError(
                 "callbacks.diagnostics=null: callbacks.collapse reads it; set callbacks.collapse=null too"
             )
-        for name, alarm in self.alarms.items():
-            if not any(fnmatchcase(alarm.reading, pattern) for pattern in facts.readings):
-                close = get_close_matches(alarm.reading, facts.readings, n=1)
-                raise ValueError(
-                    f"callbacks.collapse.alarms.{name}.reading={alarm.reading}: no such reading; "
-                    + (f"did you mean {close[0]}?" if close else "docs/diagnostics.md lists them")
-                )
         group_filter = self.mitigation.group_filter if Action.MITIGATE in self.actions else None
         if group_filter is not None and group_filter.needs_groups and facts.group_size == 1:
             raise ValueError(

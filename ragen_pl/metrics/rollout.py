@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Final
 
 import numpy as np
 
@@ -37,6 +37,27 @@ _SUMS = (
 )
 _REASONING_SPANS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
 
+METRICS: Final = (
+    "episodes",
+    "success",
+    "return",
+    "return_std",
+    "turns",
+    "valid_actions",
+    "effective_actions",
+    "response_tokens",
+    "think_tokens",
+    "entropy",
+    "overlong_responses",
+    "failed",
+    "turn_limit",
+    "think_accuracy",
+    "observation_accuracy",
+    "prediction_accuracy",
+    "group_return_std",
+)
+"""Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
+
 
 class RolloutStatistics(NamedSums):
     """Sums over trajectories; a group must not be split over ranks.
@@ -44,27 +65,6 @@ class RolloutStatistics(NamedSums):
     Args:
         over_ranks: whether `compute` adds up the sums of all ranks, or returns those of this process alone.
     """
-
-    metric_names: ClassVar[tuple[str, ...]] = (
-        "episodes",
-        "success",
-        "return",
-        "return_std",
-        "turns",
-        "valid_actions",
-        "effective_actions",
-        "response_tokens",
-        "think_tokens",
-        "entropy",
-        "overlong_responses",
-        "failed",
-        "turn_limit",
-        "think_accuracy",
-        "observation_accuracy",
-        "prediction_accuracy",
-        "group_return_std",
-    )
-    """Names of the metrics that `compute` returns; the last four where there is something to measure."""
 
     def __init__(self, *, over_ranks: bool = True) -> None:
         super().__init__(_SUMS, over_ranks=over_ranks)

@@ -18,7 +18,6 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.readings import declared_readings
 from ragen_pl.constraints import ChecksRun, ChecksSettings, RunFacts
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
@@ -106,7 +105,6 @@ def run_facts(
         environment=type(environment).__name__,
         environment_members=frozenset(dir(environment)),
         callbacks=tuple(callbacks),
-        readings=declared_readings(),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.run.checks import check_run
 from ragen_pl.run.environment_check import make_environment
 
@@ -107,7 +107,7 @@ ALARM = "callbacks.collapse.alarms.entropy"
         (f"{ALARM}.reading=entropy_rato", "did you mean entropy_ratio?"),
         (f"{ALARM}=null", None),
         ("callbacks.collapse=null", None),
-        ("callbacks.best.monitor=banana", "monitor=banana: the validation measures no such metric"),
+        ("callbacks.best.monitor=banana", "monitor=banana: expected a name that the run measures"),
         ("callbacks.best.monitor=val/sucess", "did you mean val/success?"),
         ("callbacks.best.monitor=val/return", None),
         (
@@ -121,7 +121,9 @@ def test_components_are_checked_against_the_run(
 ) -> None:
     cfg = fit_config(tmp_path, *overrides.split())
     if message is None:
+        check_config(cfg)
         check_run(cfg)
     else:
         with pytest.raises(ConfigError, match=message):
+            check_config(cfg)
             check_run(cfg)

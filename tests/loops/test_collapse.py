@@ -12,7 +12,7 @@ import torch
 from ragen_pl.callbacks.collapse import Alarm, CollapseMonitor
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
-from ragen_pl.config.readings import declared_readings
+from ragen_pl.constraints import declared_names
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.loggers import RunLogger
@@ -77,7 +77,7 @@ def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     taken = {name for _, point in points for name in point if name.startswith("diagnostics/")}
     known = [name.removeprefix("diagnostics/") for name in taken]
     assert not [
-        one for one in known if not any(fnmatchcase(one, name) for name in declared_readings())
+        one for one in known if not any(fnmatchcase(one, name) for name in declared_names("READINGS"))
     ]
     # Between probes, the last probe is logged.
     information = [point["mutual_information"] for point in logged]
