@@ -190,7 +190,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     ),
     "own_images": (
         "env=custom",
-        "env.target=environments.BrightSide",
+        "env.target=my_environments.BrightSide",
         "env.visual=true",
         "model=small_vlm",
     ),
@@ -574,7 +574,7 @@ def cases() -> dict[str, tuple[str, ...]]:
     for name in _options("algorithm"):
         presets[f"algorithm/{name}"] = (f"algorithm={name}", *IMAGES)
     for name in _options("env"):
-        target = ("env.target=environments.GuessTheNumber",) if name == "custom" else ()
+        target = ("env.target=my_environments.GuessTheNumber",) if name == "custom" else ()
         presets[f"env/{name}"] = (f"env={name}", *target)
     for name in _options("experiment"):
         presets[f"experiment/{name}"] = (f"experiment={name}", *IMAGES)

@@ -162,7 +162,7 @@ def checked(target: Function) -> Function:
     """
     if inspect.isclass(target):
         fields = functools.cache(lambda: _fields(target))
-        target.__init__ = _checked_call(target.__init__, fields, name=target.__name__)  # type: ignore[misc]
+        target.__init__ = _checked_call(target.__init__, fields, name=target.__name__)  # type: ignore[method-assign]
         return target
     parameters = functools.cache(lambda: _parameters(target))
     return _checked_call(target, parameters, name=target.__qualname__.removesuffix(".__init__"))
@@ -279,7 +279,7 @@ def accepts(annotation: Any, value: object, *, components: bool = True) -> bool:
         case _ if base is int:
             fits = isinstance(value, Integral) and not isinstance(value, bool)
         case _ if base is float:
-            fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            fits = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
         case _ if base is str:
             fits = isinstance(value, str)
         case _:

@@ -73,6 +73,7 @@ class StopSignals:
 class CheckpointSettings(TypedDict, total=False):
     """Keyword arguments of Lightning's ModelCheckpoint."""
 
+    dirpath: str | None
     filename: str | None
     monitor: str | None
     mode: Literal["min", "max"]

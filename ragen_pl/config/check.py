@@ -227,9 +227,8 @@ def _add_arguments(fields: Fields, arguments: Arguments) -> None:
 
 def _arguments_of(constraint: ArgumentsOf, node: Any, *, root: DictConfig) -> Fields:
     parent = node._get_parent() if isinstance(node, DictConfig) else None
-    target = (parent or {}).get(constraint.sibling) or OmegaConf.select(
-        root, constraint.default or "_"
-    )
+    sibling = parent.get(constraint.sibling) if isinstance(parent, DictConfig) else None
+    target = sibling or OmegaConf.select(root, constraint.default or "_")
     path = class_path(str(target)) if target else None
     try:
         return fields_of_target(path) if path else Fields(closed=False)

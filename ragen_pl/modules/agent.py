@@ -167,8 +167,9 @@ class AgentModule(pl.LightningModule):
         def share(iteration: int) -> float:
             return 1.0 - (1.0 - end) * min(1.0, iteration / iterations)
 
-        shares = [share] * len(optimizer.param_groups)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shares)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, [share] * len(optimizer.param_groups)
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "epoch", "name": "rate"},

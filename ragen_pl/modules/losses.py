@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -169,7 +169,7 @@ class UpdateLoss:
         surrogate = self.policy(
             scores.logprobs, samples.behavior_logprobs, samples.advantages, mask, turn=samples.turn
         )
-        average = {
+        average: dict[str, Any] = {
             "how": self.policy.aggregation,
             "tokens": batch.loss_tokens,
             "sequences": batch.sequences,

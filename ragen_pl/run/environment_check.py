@@ -120,9 +120,9 @@ def _reset(
     slot = EnvironmentSlot(env=env, spec=EpisodeSpec(group=0, member=0, seed=_SEED))
     with config_errors(place):
         manager.observe(slot, result[0])
-    if not isinstance(slot.state_description, str | None):
-        kind = _kind(slot.state_description)
-        raise ConfigError(f"{place}: describe() returned {kind}, expected a str")
+    description: Any = slot.state_description
+    if not isinstance(description, str | None):
+        raise ConfigError(f"{place}: describe() returned {_kind(description)}, expected a str")
     return slot
 
 

@@ -76,8 +76,9 @@ def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     assert all(name in point for point in logged for name in wanted)
     taken = {name for _, point in points for name in point if name.startswith("diagnostics/")}
     known = [name.removeprefix("diagnostics/") for name in taken]
+    declared = declared_names("READINGS")
     assert not [
-        one for one in known if not any(fnmatchcase(one, name) for name in declared_names("READINGS"))
+        name for name in known if not any(fnmatchcase(name, pattern) for pattern in declared)
     ]
     # Between probes, the last probe is logged.
     information = [point["mutual_information"] for point in logged]

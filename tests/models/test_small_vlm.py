@@ -297,6 +297,6 @@ def test_placeholders_are_expanded_and_counted(bundle, images):
     image = bundle.image_token_id
     then = bundle.tokenizer("then")["input_ids"]
     assert data["input_ids"][0].tolist() == [2, *[image] * 16, *then, *[image] * 16]
-    for images in (list(images[:1]), None):
+    for too_few in (list(images[:1]), None):
         with pytest.raises(ValueError, match="found 2 "):
-            bundle.processor(images=images, text=text)
+            bundle.processor(images=too_few, text=text)

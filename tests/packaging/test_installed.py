@@ -92,7 +92,7 @@ def test_doctor_and_user_environment_work_when_installed(installed, tmp_path):
     found = json.loads(done.stdout)
     assert found["configuration"]["found"].startswith(str(installed.parent))
     (tmp_path / "my_environment.py").write_text(
-        (ROOT / "examples/own_environments/environments.py").read_text()
+        (ROOT / "examples/own_environments/my_environments.py").read_text()
     )
     environment = (
         "env=custom",
