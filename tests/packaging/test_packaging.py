@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ragen_pl", "envs", "visual_envs")
 # Names under which distributions are imported, where they differ.
-IMPORTED_AS = {"hydra-core": "hydra", "pillow": "PIL"}
+IMPORTED_AS = {"annotated-types": "annotated_types", "hydra-core": "hydra", "pillow": "PIL"}
 # Optional: imported in one file, behind an extra.
 OPTIONAL = {"vllm", "peft"}
 
