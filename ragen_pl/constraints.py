@@ -102,7 +102,7 @@ def _constant_in(file: Path, constant: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class DivisorOf:
-    """Metadata of a number that divides the setting of this name beside it."""
+    """Metadata of a number that divides the setting of this name in the same node."""
 
     name: str
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` and rename it to `path` at the end of the block.
+    """Yield a temporary path next to `path` and rename it to `path` at the end of the block.
 
     A process that is killed inside the block leaves `path` as it was.
 

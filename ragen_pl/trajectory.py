@@ -101,7 +101,7 @@ class Turn:
         hit_length_limit: whether the length limit came before an end-of-turn token.
         temperature: sampling temperature.
         reward_terms: reward terms by name. `EnvironmentManager` sets `environment` and `format`.
-        info: what the environment's last step returned beside the observation.
+        info: what the environment's last step returned in addition to the observation.
         statements: claims about the state, in formats that ask for them.
         state_description: the environment's own description of the state before the actions.
         state_key: key of that state, where it is recorded.

@@ -263,7 +263,7 @@ class CollapseMonitor(pl.Callback):
             trainer.save_checkpoint(_good_checkpoint(trainer))
 
     def _roll_back(self, trainer: pl.Trainer) -> str:
-        """Load weights and optimizer of the last good state; the iteration's number goes on."""
+        """Load weights and optimizer of the last good state; the iteration's number continues."""
         file, strategy = _good_checkpoint(trainer), trainer.strategy
         if not strategy.broadcast(self.good is not None and file.exists()):
             return "found no good state to roll back to"

@@ -106,7 +106,7 @@ class ReasoningProbe:
         }
 
     def __str__(self) -> str:
-        """Return the metrics in one line, each beside its bound."""
+        """Return the metrics in one line, each with its bound."""
         return (
             f"I(X;Z) {self.mutual_information:.2f} of at most {self.bound:.2f} nats (log N), "
             f"H(Z|X) {self.conditional_entropy:.2f} ({self.entropy_per_token:.3f} a token), "

@@ -232,7 +232,7 @@ def _arguments_of(constraint: ArgumentsOf, node: Any, *, root: DictConfig) -> Fi
     path = class_path(str(target)) if target else None
     try:
         return fields_of_target(path) if path else Fields(closed=False)
-    except SignatureError:  # told of the setting that names the class
+    except SignatureError:  # reported at the setting that names the class
         return Fields(closed=False)
 
 
@@ -243,7 +243,7 @@ def class_path(target: str) -> str | None:
     from gymnasium import registry
 
     module, _, name = target.rpartition(":")
-    with suppress(Exception):  # told when the environment is made
+    with suppress(Exception):  # reported when the environment is made
         if module:
             import_module(module)
     entry_point = registry[name].entry_point if name in registry else None

@@ -14,7 +14,7 @@ _OURS = ("envs", "visual_envs")
 def config_dir() -> Path:
     """Return the absolute path of the configuration.
 
-    It is in the package when installed from a wheel, and beside it in a checkout or an editable install.
+    It is in the package when installed from a wheel, and next to it in a checkout or an editable install.
 
     Raises:
         ConfigError: there is none.

@@ -44,7 +44,7 @@ class ArgumentsOf:
     """Metadata of a node whose keys are arguments of the class that another setting names.
 
     Args:
-        sibling: the setting beside the node.
+        sibling: the setting in the same parent.
         default: full name of the setting that counts where there is no such sibling.
     """
 

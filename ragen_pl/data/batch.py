@@ -101,7 +101,7 @@ class Episodes:
     weight: Tensor
     """float32 `[episodes]`, factor of the policy's loss, 1 unless a group filter changes it."""
     truncated: Tensor
-    """bool `[episodes]`, whether the episode was truncated, so that `bootstrap` applies."""
+    """bool `[episodes]`, whether the episode was truncated and `bootstrap` applies."""
     bootstrap: Tensor
     """float32 `[episodes]`, value of the state after the last turn, 0 where the task ended."""
 

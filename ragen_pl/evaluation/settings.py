@@ -79,7 +79,7 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         has_run = bool(checkpoint.settings())
         if not has_run and not checkpoint.is_folder and not (model and env):
             raise ConfigError(
-                f"ckpt={checkpoint.path}: no run's config.yaml beside it; set paths.run_dir=… of the run, or "
+                f"ckpt={checkpoint.path}: no run's config.yaml next to it; set paths.run_dir=… of the run, or "
                 "env=… and model=…"
             )
         _apply_checkpoint(settings, checkpoint, keep_env=env is not None)

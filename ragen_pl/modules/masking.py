@@ -123,7 +123,7 @@ def _weights(mask: Mask) -> Tensor:
 
 
 def _weight(mask: Mask, label: Span) -> float:
-    """Return what a mask gives a token of this label, beside tokens of other labels."""
+    """Return what a mask gives a token of this label among tokens of other labels."""
     return float(_weights(mask)[0, _LABELS.index(label)])
 
 

@@ -102,11 +102,11 @@ class TurnResult:
         observation: what the environment shows next.
         reward_terms: terms `environment` and `format`.
         statements: statements of the response, with the true relations.
-        status: how the episode ended; None while it goes on.
+        status: how the episode ended; None while it runs.
         success: whether the task is solved.
         effective: whether an action changed the environment.
         actions: names of the actions carried out.
-        info: what the last step returned beside the observation.
+        info: what the last step returned in addition to the observation.
         error: the environment's error.
     """
 

@@ -1,6 +1,6 @@
 """AgentProxy: the turn loop that joins environments, contexts and a responder.
 
-Many episodes are played at once, and each goes on as soon as its response is there. The random draws of a
+Many episodes are played at once, and each continues as soon as its response is there. The random draws of a
 turn depend on its own seed (group, member, turn) only. The number of environments, the number of ranks and
 the order in which responses finish change no trajectory.
 """

@@ -19,7 +19,7 @@ from ragen_pl.seeding import uniforms
 
 @dataclass(slots=True)
 class SamplingParameters:
-    """What decides the next token of each row beside the logits."""
+    """What decides the next token of each row, in addition to the logits."""
 
     uniforms: Tensor
     """float64 `[rows, tokens]`."""

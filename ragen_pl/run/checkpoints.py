@@ -17,7 +17,7 @@ from ragen_pl.run.folder import run_of, time_of
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
 
 EXPORTED = "ragen_pl.yaml"
-"""Settings and origin of the weights, beside them in a folder that `ragen_pl.export` wrote."""
+"""Settings and origin of the weights, next to them in a folder that `ragen_pl.export` wrote."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _CHOICES = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
@@ -98,7 +98,7 @@ def newest_run(root: str, *, name: str | None, file: str) -> Path:
 
 
 def exported(folder: Path) -> dict[str, Any]:
-    """Return the settings that `ragen_pl.export` wrote beside the weights, empty in another folder."""
+    """Return the settings that `ragen_pl.export` wrote next to the weights, empty in another folder."""
     file = folder / EXPORTED
     return _load(file) if file.exists() else {}
 

@@ -85,7 +85,7 @@ def time_of(config: Path) -> tuple[int, str]:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run that a checkpoint is in, in `checkpoints/` or beside its config, else None."""
+    """Return the run that a checkpoint is in, in `checkpoints/` or next to its config, else None."""
     folders = (checkpoint.parent.parent, checkpoint.parent)
     return next((folder for folder in folders if (folder / "config.yaml").exists()), None)
 

@@ -47,7 +47,7 @@ class RunLogger(MLFlowLogger):
         settings: the resolved config, logged as an artifact and as parameters.
         experiment_name: MLflow's experiment.
         uri: the tracking server; default MLFLOW_TRACKING_URI, else a sqlite file `<root>/mlflow.db`.
-        root: folder of the local store; default `paths.root` of the config, else beside the run.
+        root: folder of the local store; default `paths.root` of the config, else next to the run.
 
     Raises:
         ConfigError: the server cannot be reached or returns an error.
@@ -195,7 +195,7 @@ class RunCSVLogger(CSVLogger):
 
     Args:
         run_dir: the run's folder.
-        settings: the resolved config, written beside the metrics.
+        settings: the resolved config, written with the metrics.
     """
 
     def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:

@@ -91,9 +91,9 @@ def test_discounts_rise_after_success_and_stay_inside_their_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [({"low": 0.97}, "gamma_turn"), ({"high": 1.5}, "high"), ({"window": 0}, "window")],
 )
-def test_wrong_settings_are_rejected(wrong, said) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_settings_are_rejected(wrong, message) -> None:
+    with pytest.raises(ValueError, match=message):
         AdaptiveBilevelGAE(**wrong)

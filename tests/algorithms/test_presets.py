@@ -133,7 +133,7 @@ def test_setting_changes_its_metric_and_the_weights(
 ) -> None:
     overrides = f"algorithm={base}".split()
     before, after = run(*overrides), run(*overrides, *switch.split())
-    if figure is None:  # the default, said aloud
+    if figure is None:  # the default, stated
         assert torch.equal(before.weights, after.weights)
         return
     assert before.metrics.get(figure) != pytest.approx(after.metrics.get(figure), rel=1e-5)

@@ -28,7 +28,7 @@ def shipped_configs() -> list[tuple[str, str]]:
         group = file.parent.name
         command = "evaluate" if group in EVALUATION else "fit"
         option = f"{group}={file.stem}"
-        # a model without images goes with an environment told in words
+        # a model without images goes with an environment described in words
         more = " env=frozenlake" if option == "model=small_lm" else ""
         if group in EVALUATION and file.stem != "held_out":
             more = f" env={file.stem}"
@@ -126,7 +126,7 @@ def test_missing_value_and_dangling_reference_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             {"_target_": "ragen_pl.callbacks.progress.RolloutProgres"},
@@ -141,10 +141,12 @@ def test_missing_value_and_dangling_reference_are_named() -> None:
         ),
     ],
 )
-def test_a_class_path_that_leads_nowhere_is_told(settings: dict[str, object], told: str) -> None:
+def test_a_class_path_that_leads_nowhere_is_refused(
+    settings: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(OmegaConf.create({"callbacks": {"mine": settings}}))
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith(("callbacks.mine._target_=", "unknown key"))
 
 

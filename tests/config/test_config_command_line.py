@@ -1,4 +1,4 @@
-"""The command line: Hydra's ways, one line for a mistake, nothing heavy before it is told."""
+"""The command line: the ways to run Hydra, one line for a mistake, no slow import before it is printed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def call(program: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["seed=abc"], "seed=abc: expected a whole number"),
         (
@@ -75,13 +75,15 @@ def call(program: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
         (["seed=13"], "seed=13: brings bad luck"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(program: Path, arguments: list[str], told: str) -> None:
+def test_a_mistake_is_refused_in_one_line(
+    program: Path, arguments: list[str], message: str
+) -> None:
     began = time.perf_counter()
     done = call(program, *arguments)
     assert time.perf_counter() - began < 5
     assert done.returncode == 2
     assert done.stderr.startswith("ragen_pl: ")
-    assert told in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert "run" not in done.stdout or "13" in arguments[0]
 

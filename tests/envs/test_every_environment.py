@@ -52,14 +52,14 @@ def play(env: gymnasium.Env[Any, Any], *, seed: int) -> list[Any]:
     """Return all that an episode of fixed actions tells."""
     environment = env.unwrapped
     observation, info = env.reset(seed=seed)
-    told = [observation, info, environment.state_key(), environment.difficulty()]
+    outcomes = [observation, info, environment.state_key(), environment.difficulty()]
     rng = np.random.default_rng(seed)
     for _ in range(LIMIT):
         observation, reward, terminated, truncated, info = env.step(int(rng.integers(2)))
-        told += [observation, reward, terminated, truncated, info, environment.state_key()]
+        outcomes += [observation, reward, terminated, truncated, info, environment.state_key()]
         if terminated:
             break
-    return told
+    return outcomes
 
 
 def same(left: Any, right: Any) -> bool:

@@ -27,7 +27,7 @@ QUICK = (
 
 @dataclass
 class Told:
-    """How a command ended and what it said."""
+    """How a command ended and what it printed."""
 
     code: object
     stderr: str

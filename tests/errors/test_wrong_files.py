@@ -51,9 +51,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(fit, run):
 
 def test_weights_to_begin_from_that_do_not_fit_are_refused(fit, run, tmp_path):
     def begin(file: str, *changes: str) -> str:
-        said = fit(*TINY, f"warm_start.weights={file}", "paths.run_dir=other", *changes).refused()
+        message = fit(
+            *TINY, f"warm_start.weights={file}", "paths.run_dir=other", *changes
+        ).refused()
         assert not (tmp_path / "other" / "warm_start.pt").exists()
-        return said
+        return message
 
     given = "run/warm_start.pt"
     wider = begin(given, "model.build.text.intermediate_size=32")
@@ -116,13 +118,15 @@ def test_a_models_folder_that_cannot_be_read_is_refused(fit, model):
 def test_adapters_that_can_not_be_put_in_are_refused(fit, model, monkeypatch):
     assert "model.build.lora.r=0: expected" in load(fit, "model.build.lora={r: 0}").refused()
     assert "model.build.lora=8: expected" in load(fit, "model.build.lora=8").refused()
-    said = load(fit, "model.build.lora={rank: 8}").refused()
-    assert said.startswith("model.build: ") and "'rank'" in said
+    message = load(fit, "model.build.lora={rank: 8}").refused()
+    assert message.startswith("model.build: ") and "'rank'" in message
     off = "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.AdaptersOff"
     assert "has no adapters to switch off; set model.build.lora" in load(fit, off).refused()
     monkeypatch.setattr("ragen_pl.run.checks.find_spec", lambda name: None)
-    said = load(fit, "model.build.lora={r: 8}").refused()
-    assert said.startswith("model.build.lora: peft is not installed; pip install 'ragen_pl[lora]'")
+    message = load(fit, "model.build.lora={r: 8}").refused()
+    assert message.startswith(
+        "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]'"
+    )
 
 
 def test_damaged_weights_and_a_missing_tokenizer_are_refused(fit, model):
@@ -150,8 +154,8 @@ def test_a_chat_template_that_is_missing_or_broken_is_refused(fit, model):
 
 def test_a_chat_template_that_breaks_its_prefix_is_told(fit, model):
     (model / "chat_template.jinja").write_text(KEEPS_NOT)
-    told = load(fit, "context.window=all", "validation.baselines=null")
-    assert told.code == 0
-    said = "ragen_pl: the model's chat template rewrites earlier responses"
-    assert told.stderr.count(said) == 1
-    assert said not in load(fit, "context.window=1", "validation.baselines=null").stderr
+    result = load(fit, "context.window=all", "validation.baselines=null")
+    assert result.code == 0
+    message = "ragen_pl: the model's chat template rewrites earlier responses"
+    assert result.stderr.count(message) == 1
+    assert message not in load(fit, "context.window=1", "validation.baselines=null").stderr

@@ -1,4 +1,4 @@
-"""What a user may get wrong: told in one line with the mend, exit code 2, no traceback."""
+"""Wrong input of a user is refused in one line with the remedy: exit code 2, no traceback."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OF_THE_COMMAND = [
     ("paths.root=/proc/nowhere", "/proc/nowhere.*(may not be written|MB are left)"),
 ]
 
-OF_THE_WORLD = [
+OF_THE_ENVIRONMENT = [
     ("NoEnvironment", "found a NoEnvironment, expected a gymnasium.Env"),
     ("NumberForText", "returned an observation of type int; expected a str, or a dict"),
     ("NoNames", r"found action_names=\(\), expected a name for each of 2 actions"),
@@ -81,9 +81,11 @@ OF_THE_WORLD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), OF_THE_COMMAND, ids=[a for a, _ in OF_THE_COMMAND])
-def test_a_wrong_command_is_refused(fit, arguments, told):
-    with pytest.raises(AssertionError, match=told):
+@pytest.mark.parametrize(
+    ("arguments", "message"), OF_THE_COMMAND, ids=[a for a, _ in OF_THE_COMMAND]
+)
+def test_a_wrong_command_is_refused(fit, arguments, message):
+    with pytest.raises(AssertionError, match=message):
         raise AssertionError(fit(*arguments.split()).refused())
 
 
@@ -95,14 +97,14 @@ def custom():
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"), OF_THE_WORLD, ids=[name for name, _ in OF_THE_WORLD]
+    ("environment", "message"), OF_THE_ENVIRONMENT, ids=[name for name, _ in OF_THE_ENVIRONMENT]
 )
 def test_a_environment_that_breaks_the_protocol_is_refused(
-    custom, monkeypatch, tmp_path, environment, told
+    custom, monkeypatch, tmp_path, environment, message
 ):
     monkeypatch.syspath_prepend(str(HERE))
     custom.env.target, custom.paths.root = f"broken_environments.{environment}", str(tmp_path)
-    with pytest.raises(ConfigError, match=told) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         check_run(custom)
     assert "\n" not in str(error.value)
 
@@ -142,15 +144,15 @@ OF_THE_USERS_FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text", "told"), OF_THE_USERS_FILES)
-def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, told):
+@pytest.mark.parametrize(("name", "text", "message"), OF_THE_USERS_FILES)
+def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, message):
     file = tmp_path / "conf" / name
     file.parent.mkdir(parents=True)
     file.write_text(text)
     line = fit(
         "--config-dir", "conf", "env=mine", "+env.target=broken_environments.Sound"
     ).refused()
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         raise AssertionError(line)
 
 
@@ -161,8 +163,8 @@ def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):
     config.write_text("seed: 1\n")  # as a run that was refused leaves it
     assert fit(*mine, "seed=3").code == 0
     assert "seed: 3" in config.read_text()
-    said = fit(*mine, "seed=4").refused()
-    assert said == (
+    message = fit(*mine, "seed=4").refused()
+    assert message == (
         "paths.run_dir=mine: holds a run already; continue it by ckpt_path=last, or set another folder"
     )
     assert "seed: 3" in config.read_text()
@@ -171,8 +173,10 @@ def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS"])
 def test_processes_started_from_outside_must_agree_on_a_folder(fit, monkeypatch, name):
     monkeypatch.setenv(name, "4")
-    said = fit("env=frozenlake").refused()
-    assert said.startswith("paths.run_dir=null: 4 processes") and said.endswith("set paths.run_dir")
+    message = fit("env=frozenlake").refused()
+    assert message.startswith("paths.run_dir=null: 4 processes") and message.endswith(
+        "set paths.run_dir"
+    )
 
 
 def test_a_folder_in_the_way_is_refused(fit, tmp_path):

@@ -79,7 +79,7 @@ def test_merged_it_is_a_plain_model_that_says_the_same(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"modules_to_save": ["norm"]}, "modules_to_save and bias train weights"),
         ({"bias": "all"}, "modules_to_save and bias train weights"),
@@ -87,8 +87,8 @@ def test_merged_it_is_a_plain_model_that_says_the_same(folder, tmp_path):
         ({"target_modules": ["embed_tokens"]}, "adapters on the embeddings or the head"),
     ],
 )
-def test_what_can_not_be_merged_or_switched_off_is_refused(folder, settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_can_not_be_merged_or_switched_off_is_refused(folder, settings, message):
+    with pytest.raises(ValueError, match=message):
         load_pretrained(str(folder), lora={**LORA, **settings})
 
 

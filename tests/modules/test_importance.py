@@ -1,4 +1,4 @@
-"""Gradient saliency and the masks made of it: what is scored, what is kept, what is told."""
+"""Gradient saliency and the masks made of it: what is scored, what is kept, what is logged."""
 
 from dataclasses import replace
 

@@ -99,8 +99,8 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
         ["bash", "-c", command.replace("CHECKOUT", str(ROOT))], cwd=folder, env=environment,
         capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240,
     )  # fmt: skip
-    told = (done.stdout + done.stderr)[-3000:]
-    assert done.returncode == 0, f"{command}\nended with {done.returncode}:\n{told}"
+    output = (done.stdout + done.stderr)[-3000:]
+    assert done.returncode == 0, f"{command}\nended with {done.returncode}:\n{output}"
 
 
 @pytest.mark.slow
