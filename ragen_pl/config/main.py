@@ -172,10 +172,20 @@ def _compose(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
     except Exception as error:  # of Hydra, OmegaConf or YAML
         if "Config group override must be" in str(error):
             _check_group_options(overrides, folder=folder)
-        keys: list[str] = []
-        with suppress(Exception):  # only for suggestions
-            keys = [key for key, _ in leaves(compose(name))]
-        raise ConfigError(translated(error, keys=keys)) from error
+        raise ConfigError(translated(error, keys=_suggestions(name, overrides))) from error
+
+
+def _suggestions(name: str, overrides: Sequence[str]) -> list[str]:
+    """Return the settings of the chosen groups, or of the defaults if these can't be composed."""
+    groups = [
+        override
+        for override in overrides
+        if "." not in override.partition("=")[0] or override.startswith("hydra.")
+    ]
+    for choice in (groups, []):
+        with suppress(Exception):  # the error is the one that is reported
+            return [key for key, _ in leaves(compose(name, overrides=choice))]
+    return []
 
 
 def _check_group_options(overrides: list[str], *, folder: Path) -> None:

@@ -17,6 +17,10 @@ HERE = Path(__file__).parent
 
 OF_THE_COMMAND = [
     ("trainer.max_epoch=3", "unknown key trainer.max_epoch; did you mean trainer.max_epochs?"),
+    (
+        "env=bandit env.kwargs.nmes=train",
+        "unknown key env.kwargs.nmes; did you mean env.kwargs.names?",
+    ),
     ("env=frozenlak", "env=frozenlak: no such option; did you mean frozenlake?"),
     ("env=custom", "env.target has no value; set env.target="),
     ("model=pretrained", "model.build.path has no value; set model.build.path="),
