@@ -24,6 +24,7 @@ from ragen_pl.callbacks.reasoning_probe import (
 from ragen_pl.constraints import Count, CountOrZero, checked
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
+from ragen_pl.metrics.rollout import READINGS as ROLLOUT_READINGS
 from ragen_pl.metrics.sums import ratio
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
@@ -31,12 +32,6 @@ from ragen_pl.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 READINGS: Final = (
-    "success",
-    "return_mean",
-    "valid_actions",
-    "think_accuracy",
-    "entropy",
-    "think_tokens",
     "deviation",
     "gradient_norm_*",
     "gradient_spike",
@@ -50,15 +45,6 @@ READINGS: Final = (
 )
 """Names of the readings of this module. The config reads this constant without importing the module."""
 
-# Readings copied from the rollout's metrics, by the metric's name.
-_COPIED = {
-    "success": "success",
-    "return": "return_mean",
-    "entropy": "entropy",
-    "think_tokens": "think_tokens",
-    "valid_actions": "valid_actions",
-    "think_accuracy": "think_accuracy",
-}
 # Readings with a ratio to their mean over the first iterations, and the smallest mean that a ratio makes
 # sense for.
 _COMPARED = {
@@ -203,6 +189,6 @@ class Diagnostics(RolloutCallback):
 
 def _rollout_readings(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the readings of the rollout's metrics; deviation is over all episodes if groups are single."""
-    readings = {reading: metrics[name] for name, reading in _COPIED.items() if name in metrics}
+    readings = {name: metrics[name] for name in ROLLOUT_READINGS if name in metrics}
     deviation = metrics.get("group_return_std", metrics.get("return_std"))
     return readings if deviation is None else readings | {"deviation": deviation}

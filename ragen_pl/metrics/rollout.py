@@ -58,6 +58,16 @@ METRICS: Final = (
 )
 """Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
 
+READINGS: Final = (
+    "success",
+    "return",
+    "valid_actions",
+    "entropy",
+    "think_tokens",
+    "think_accuracy",
+)
+"""Metrics that are diagnostics too. The config reads this constant without importing the module."""
+
 
 class RolloutStatistics(NamedSums):
     """Sums over trajectories; a group must not be split over ranks.

@@ -70,7 +70,7 @@ def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     ]
     assert len(logged) == 4
     wanted = (
-        "return_mean", "deviation", "entropy", "think_tokens", "think_blocks", "distinct_responses", "action_entropy",
+        "return", "deviation", "entropy", "think_tokens", "think_blocks", "distinct_responses", "action_entropy",
         "gradient_norm_policy", "gradient_norm_critic",
     )  # fmt: skip
     assert all(name in point for point in logged for name in wanted)
