@@ -30,6 +30,12 @@ class Span(IntEnum):
     SHOWN = 7
 
 
+SAMPLED_SPANS = tuple(span for span in Span if span is not Span.SHOWN)
+"""Blocks whose tokens the policy sampled."""
+REASONING_SPANS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
+"""Blocks inside the think block."""
+
+
 class EpisodeStatus(StrEnum):
     """How an episode ended.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.turns import following_in_turn, nearest_in_turn
-from ragen_pl.trajectory import Span
+from ragen_pl.trajectory import REASONING_SPANS, Span
 
 
 def sampled(labels: Tensor, turn: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def think_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tens
     >>> think_span(torch.tensor([[1, 3, 2, 4]]), torch.tensor([[0, 0, 0, 0]]))
     tensor([[ True, False, False, False]])
     """
-    thoughts = (labels == Span.THINK) | (labels == Span.OBSERVATION) | (labels == Span.PREDICTION)
+    thoughts = torch.isin(labels, labels.new_tensor(REASONING_SPANS))
     return _fill_empty_turns(thoughts, labels, turn, fill_empty)
 
 

@@ -21,7 +21,14 @@ from ragen_pl.data.collate import collate
 from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.modules.forward import split_by_tokens
 from ragen_pl.modules.policy import PolicyModule, TokenScores
-from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import (
+    REASONING_SPANS,
+    EpisodeStatus,
+    Observation,
+    Span,
+    Trajectory,
+    Turn,
+)
 
 READINGS: Final = (
     "conditional_entropy",
@@ -35,8 +42,6 @@ READINGS: Final = (
     "regime",
 )
 """Names of the probe's metrics. The config reads this constant without importing the module."""
-
-_REASONING_SPANS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
 
 
 class Regime(StrEnum):
@@ -162,7 +167,7 @@ def _first_thought(trajectory: Trajectory) -> FirstThought | None:
     if not trajectory.turns:
         return None
     turn = trajectory.turns[0]
-    positions = np.flatnonzero(np.isin(turn.spans, _REASONING_SPANS))
+    positions = np.flatnonzero(np.isin(turn.spans, REASONING_SPANS))
     if turn.think is None or not len(positions):
         return None
     return FirstThought(

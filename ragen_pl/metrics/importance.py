@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from ragen_pl.metrics.sums import NamedSums, ratio
+from ragen_pl.trajectory import SAMPLED_SPANS
 
-KINDS = ("image", "text", "think", "tag", "action", "end", "other", "seen", "predicted")
+KINDS = ("image", "text", *(span.name.lower() for span in SAMPLED_SPANS))
 
 
 class ImportanceStatistics(NamedSums):
     """Sums over the positions of an iteration, by kind of token.
 
-    `image` and `text` are tokens of the prompt, all other kinds are sampled tokens. `seen` and `predicted` are
-    the observation and the prediction of prompt formats that ask for them.
+    `image` and `text` are tokens of the prompt. All other kinds are sampled tokens, by their block.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ragen_pl.metrics.sums import NamedSums, ratio
-from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory, Turn
+from ragen_pl.trajectory import REASONING_SPANS, EpisodeStatus, Trajectory, Turn
 
 _SUMS = (
     "episodes",
@@ -35,7 +35,6 @@ _SUMS = (
     "predictions",
     "prediction_agreement",
 )
-_REASONING_SPANS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
 
 METRICS: Final = (
     "episodes",
@@ -144,7 +143,7 @@ def _add_turn(sums: dict[str, float], turn: Turn) -> None:
     sums["valid"] += turn.action_is_valid
     sums["effective"] += turn.action_is_effective
     sums["response_tokens"] += len(turn.response_ids)
-    sums["think_tokens"] += int(np.isin(turn.spans, _REASONING_SPANS).sum())
+    sums["think_tokens"] += int(np.isin(turn.spans, REASONING_SPANS).sum())
     if turn.response_entropy is not None:
         sums["entropy"] += turn.response_entropy * len(turn.response_ids)
         sums["entropy_tokens"] += len(turn.response_ids)

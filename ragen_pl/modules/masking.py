@@ -18,7 +18,7 @@ from ragen_pl.constraints import PositiveFraction, RunFacts, checked
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
-from ragen_pl.trajectory import Span
+from ragen_pl.trajectory import SAMPLED_SPANS, Span
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 """(spans, turn index), both `[episodes, tokens]` → bool or, for M_loss, a weight `[episodes, tokens]`."""
@@ -256,9 +256,9 @@ def record_importance(
     image = prompt & (samples.input_ids == (-1 if image_token is None else image_token))
     statistics.add("image", scores, image)
     statistics.add("text", scores, prompt & ~image)
-    for number, name in enumerate(("other", "think", "action", "tag", "end", "seen", "predicted")):
-        of_span = samples.sampled & (samples.spans == number)
-        statistics.add(name, scores, of_span, before=before, after=after)
+    for span in SAMPLED_SPANS:
+        of_span = samples.sampled & (samples.spans == span)
+        statistics.add(span.name.lower(), scores, of_span, before=before, after=after)
 
 
 def _of_turn(values: Tensor, turn: Tensor) -> Tensor:

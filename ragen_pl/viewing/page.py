@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_pl.files import atomic_write
+from ragen_pl.trajectory import Span
 from ragen_pl.viewing.records import sample_groups
 
 PAGE = "page.html"
@@ -76,6 +77,7 @@ def page_html(
     data = {
         "note": f"{len(kept)} of {total} episodes, whole groups" if len(kept) < total else "",
         "episodes": [_slim(record) for record in kept],
+        "spans": [span.name.lower() for span in Span],
         "images": {name: _data_uri(images / name) for name in _image_names(kept)},
     }
     folder = files("ragen_pl.viewing")

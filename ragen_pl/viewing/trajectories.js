@@ -1,7 +1,7 @@
 "use strict";
 // All text of a record is untrusted: it enters the page by textContent and never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
-const SPANS = ["other", "think", "action", "tag", "end", "observation", "prediction", "shown"];
+const SPANS = data.spans;
 const COLUMNS = { advantage: "advantages", value: "values", return: "returns", "log-prob": "logprobs" };
 
 function make(tag, settings = {}, ...children) {

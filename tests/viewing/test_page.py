@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ragen_pl.trajectory import Span
 from ragen_pl.viewing.page import page_html, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -100,6 +101,7 @@ def test_page_is_self_contained(folder: Path) -> None:
     assert data["images"]["images/a.png"].startswith("data:image/png;base64,")
     assert data["episodes"][0]["turns"][0]["advantages"] == [1.0, -2.0, 0.0, 0.5]
     assert data["episodes"][0]["seed"] == str(2**60 + 1)
+    assert data["spans"][Span.PREDICTION] == "prediction"
 
 
 def test_response_text_is_not_markup(folder: Path) -> None:
