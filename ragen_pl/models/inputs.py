@@ -1,7 +1,8 @@
 """Decoder inputs: the only place that turns token ids and images into embeddings, positions and attention masks.
 
 The rollout engine, scoring, saliency and occlusion all build their inputs and run the decoder here. What a model
-family needs in addition to embeddings (rotary positions of several axes, masks by layer type, deepstack features) belongs here.
+family needs in addition to embeddings (rotary positions of several axes, masks by layer type, deepstack features)
+belongs here.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(fit, run):
     assert "is [32, 64], expected [32, 32]; give the overrides that the run had" in wider
     other = go_on(fit, "trainer.max_epochs=2", "algorithm.critic=own")
     assert "warm_start.pt: holds another model or algorithm: critic.model." in other
-    assert "is not there, expected [" in other and "give the overrides that the run had" in other
+    assert "is missing, expected [" in other and "give the overrides that the run had" in other
     (run / "warm_start.pt").unlink()
     other = go_on(
         fit, "warm_start=none", "algorithm=grpo", "rollout.group_size=2", "rollout.groups=2"
@@ -62,11 +62,11 @@ def test_weights_to_begin_from_that_do_not_fit_are_refused(fit, run, tmp_path):
     assert wider.startswith(
         f"warm_start.weights={given}: holds another model or algorithm: policy."
     )
-    assert wider.endswith("give that of a like run")
+    assert wider.endswith("give the file of a run with the same model and algorithm")
     own = begin(given, "algorithm.critic=own")
-    assert "critic.model." in own and "is not there, expected [" in own
+    assert "critic.model." in own and "is missing, expected [" in own
     torch.save({"layer": torch.zeros(2)}, tmp_path / "foreign.pt")
-    assert "policy.model." in begin("foreign.pt") and "is not there" in begin("foreign.pt")
+    assert "policy.model." in begin("foreign.pt") and "is missing" in begin("foreign.pt")
     torch.save(torch.zeros(2), tmp_path / "tensor.pt")
     assert "warm_start.weights=tensor.pt: " in begin("tensor.pt")
     (tmp_path / "half.pt").write_bytes((run / "warm_start.pt").read_bytes()[:1000])

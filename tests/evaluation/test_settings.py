@@ -179,7 +179,7 @@ def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
         (["ckpt=best", "paths.run_dir={run}"], "has no best checkpoint: no validation"),
         (["ckpt=last", "paths.run_dir={root}"], "paths.run_dir=.*: expected a run's folder"),
         (["ckpt={root}/frozenlake"], "holds no model .config.json. and no run"),
-        (["ckpt={root}/alone.ckpt"], "no run's config.yaml beside it; set paths.run_dir"),
+        (["ckpt={root}/alone.ckpt"], "no run's config.yaml next to it; set paths.run_dir"),
         (["ckpt=" + "ab" * 16], "there is no MLflow store sqlite:.*set paths.root"),
         (["ckpt=last,best"], "ckpt=last,best: several values; evaluate one at a time"),
         (["ckpt={run}", "env=frozenlak"], "env=frozenlak: no such option; did you mean frozenlake"),
