@@ -38,6 +38,20 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+@runtime_checkable
+class TextConstraint(Protocol):
+    """Metadata that decides which texts are accepted."""
+
+    @property
+    def expected(self) -> str:
+        """Return the constraint in words."""
+        ...
+
+    def accepts(self, value: str) -> bool:
+        """Return whether the text is accepted."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExistingPath:
     """Metadata of a text that names an existing file or folder."""
@@ -306,8 +320,8 @@ def _accepts_container(base: Any, value: object, *, components: bool) -> bool:
 
 
 def _holds(constraint: Any, value: Any) -> bool:
-    if hasattr(constraint, "accepts"):
-        return bool(constraint.accepts(value))
+    if isinstance(constraint, TextConstraint):
+        return constraint.accepts(value)
     limits = _limits((constraint,))
     return (
         (limits.get("ge") is None or value >= limits["ge"])
@@ -361,7 +375,8 @@ def _expectation(annotation: Any) -> str:
     if bounds:
         text += f", {' and '.join(bounds)}"
     for constraint in metadata:
-        text = getattr(constraint, "expected", text)
+        if isinstance(constraint, TextConstraint):
+            text = constraint.expected
     notes = [constraint.text for constraint in metadata if isinstance(constraint, Note)]
     return text + "".join(f" ({note})" for note in notes)
 

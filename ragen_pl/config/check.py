@@ -19,6 +19,7 @@ from ragen_pl.config.relations import relation_problems
 from ragen_pl.config.schema import Arguments, ArgumentsOf, Settings
 from ragen_pl.config.signatures import SignatureError, fields_of, read_signature
 from ragen_pl.constraints import (
+    DivisorOf,
     Open,
     TextOnly,
     accepts,
@@ -167,12 +168,12 @@ def _problems_of_group(
             child = Any
         yield from _problems(value, child, key=place, root=root)
         for constraint in unwrapped(child)[1]:
-            relation = getattr(constraint, "problem", None)
-            if relation is not None and (expected := relation(value, values)) is not None:
-                yield (
-                    place,
-                    f"{place}={shown(value)}: {expected.replace(constraint.name, f'{key}.{constraint.name}')}",
-                )
+            if not isinstance(constraint, DivisorOf):
+                continue
+            expected = constraint.problem(value, values)
+            if expected is not None:
+                named = expected.replace(constraint.name, f"{key}.{constraint.name}")
+                yield place, f"{place}={shown(value)}: {named}"
 
 
 def fields_of_target(target: str) -> Fields:
