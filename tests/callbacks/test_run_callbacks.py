@@ -163,7 +163,7 @@ def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) ->
 
     from ragen_pl.run.loggers import RunLogger
 
-    uri = f"sqlite:///{empty_store}"
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     logger = RunLogger(run_dir=str(tmp_path), uri=uri)
     fit(tmp_path, LogTrajectories(count=1), module=ScriptedPolicy(), logger=logger, max_epochs=1)
     files = MlflowClient(uri).list_artifacts(logger.run_id, "trajectories/iteration_0000")

@@ -205,6 +205,7 @@ def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
         data.train_dataloader()
     trajectories = data.collect(4, module)
     assert len(trajectories) == 6 and module.engine.version == 4
+    data.curriculum.observe(1.0, iteration=4)
     assert data.has_buffer(4) and not data.has_buffer(5)
     other = make()
     other.load_state_dict(data.state_dict())
