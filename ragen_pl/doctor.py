@@ -26,6 +26,7 @@ from ragen_pl.run.tracking import check_reachable, tracking_uri
 
 _OPTIONAL = {
     "peft": ("LoRA", "pip install 'ragen_pl[lora]'"),
+    "gguf": ("ragen_pl.import_gguf", "pip install 'ragen_pl[gguf]'"),
     "deepspeed": ("trainer.strategy=deepspeed", "pip install deepspeed"),
     "pygame": ("gymnasium's own FrozenLake images, in benchmarks", "pip install pygame"),
 }

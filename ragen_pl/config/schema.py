@@ -269,6 +269,10 @@ class Settings(TypedDict, total=False):
     source: Source
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
 
+    # import_gguf
+    file: Annotated[str, ExistingPath()]
+    dtype: Literal["float32", "bfloat16"]
+
     # play and page
     policy: Literal["agent", "human", "random", "optimal"]
     episode: Annotated[int, Ge(0), Note("which start of the held-out validation set")]

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.evaluation.validation_sets import validation_settings
-from ragen_pl.run.checks import check_folder
+from ragen_pl.run.checks import check_folder, check_new_folder
 from ragen_pl.run.environment_check import make_environment
 from ragen_pl.run.tracking import check_reachable, known_run
 
@@ -50,16 +50,9 @@ def check_export(cfg: DictConfig) -> None:
         ConfigError: with the first thing that is wrong.
     """
     check_source(cfg)
-    if cfg.to is None:
-        raise ConfigError("to has no value; set to=FOLDER")
-    folder = Path(cfg.to).expanduser()
-    if folder.is_dir() and any(folder.iterdir()) and not cfg.overwrite:
-        raise ConfigError(
-            f"to={cfg.to}: the folder is not empty; give another, or set overwrite=true"
-        )
-    if cfg.source.checkpoint and Path(cfg.source.checkpoint) == folder.absolute():
+    folder = check_new_folder(cfg.to, overwrite=cfg.overwrite)
+    if cfg.source.checkpoint and Path(cfg.source.checkpoint) == folder:
         raise ConfigError(f"to={cfg.to}: the weights are read from there; give another folder")
-    check_folder(folder.absolute(), place=f"to={cfg.to}", hint=_HINT)
 
 
 def is_greedy(cfg: DictConfig) -> bool:

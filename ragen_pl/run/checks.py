@@ -131,6 +131,21 @@ def check_folder(
         )
 
 
+def check_new_folder(to: str | None, *, overwrite: bool) -> Path:
+    """Check the folder that a command is to write, the setting `to`, and return its absolute path.
+
+    Raises:
+        ConfigError: there is none, it is not empty, or it cannot be written.
+    """
+    if to is None:
+        raise ConfigError("to has no value; set to=FOLDER")
+    folder = Path(to).expanduser().absolute()
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise ConfigError(f"to={to}: the folder is not empty; give another, or set overwrite=true")
+    check_folder(folder, place=f"to={to}", hint="give a folder that can be written")
+    return folder
+
+
 def check_shared_folder(cfg: DictConfig) -> None:
     """Check that all processes that torchrun or srun started know the run's folder.
 

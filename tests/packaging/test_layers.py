@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "evaluate": {"config", "evaluation"},
     "export": {"config", "evaluation"},
     "fit": {"config", "run"},
+    "import_gguf": {"config", "models", "run"},
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "viewing/checks", "viewing/play"},
 }

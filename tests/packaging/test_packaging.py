@@ -51,7 +51,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    assert set(extras) == {"lora", "dev"}
+    assert set(extras) == {"dev", "gguf", "lora"}
 
 
 def test_top_level_import_is_light() -> None:
