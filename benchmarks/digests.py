@@ -102,7 +102,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         *IMAGES,
         "algorithm=turn_ppo",
         "algorithm.critic=own",
-        "critic_learning_rate_scale=0.5",
+        "critic.lr=1e-3",
         "algorithm.loss.value_clip=0.1",
         "context.window=3",
         "env.turn_limit_bootstraps=true",

@@ -94,6 +94,13 @@ class Optimizer(TypedDict, total=False):
     weight_decay: NonNegative
 
 
+class Critic(TypedDict, total=False):
+    """`critic`: settings of the critic that `algorithm.critic` chooses."""
+
+    lr: NonNegative | None
+    detach: bool
+
+
 class Rollout(TypedDict, total=False):
     """`rollout`: besides these keys arguments of the proxy and of the DataModule."""
 
@@ -123,6 +130,7 @@ class WarmStart(TypedDict, total=False):
     weights: str | None
     demonstrator: Component | None
     checkpoint_every_n_steps: Count | None
+    critic_lr: NonNegative | None
     optimizer: Annotated[Optimizer, Open()]
 
 
@@ -235,7 +243,9 @@ class Settings(TypedDict, total=False):
     ]
     optimizer: Annotated[Optimizer, Open()]
     learning_rate_end: Fraction
-    critic_learning_rate_scale: NonNegative
+    master_weights: bool
+    decay_vectors: bool
+    critic: Critic
     curriculum: Component | None
     algorithm: Algorithm
     model: Model

@@ -6,8 +6,9 @@ metrics. Formulas are in `ragen_pl.algorithms`; the config chooses among them.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.mismatch import Correction, TruncatedWeights
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.validation import ValidationChunk
@@ -29,10 +31,11 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
+from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 from ragen_pl.rollout.responders import EngineResponder
 
-OptimizerFactory = Callable[[Iterable[dict[str, object]]], torch.optim.Optimizer]
+log = logging.getLogger(__name__)
 
 
 class IterationData(Protocol):
@@ -56,7 +59,9 @@ class AgentModule(pl.LightningModule):
         engine: builds the rollout engine of the policy.
         normalizer: normalizer of the episodes' returns; None to leave them.
         learning_rate_end: learning rate at the last iteration as a share of the first, with a linear decay.
-        critic_learning_rate_scale: learning rate of the critic as a multiple of the policy's.
+        critic_learning_rate: learning rate of the critic; None for the policy's.
+        master_weights: keep float32 copies of trained weights in bfloat16.
+        decay_vectors: apply the optimizer's weight decay to norms and biases too.
         tokens_per_forward: positions of a forward pass before an update, padding included.
     """
 
@@ -72,7 +77,9 @@ class AgentModule(pl.LightningModule):
         engine: EngineFactory,
         normalizer: RewardNormalizer | None = None,
         learning_rate_end: float = 0.1,
-        critic_learning_rate_scale: float = 1.0,
+        critic_learning_rate: float | None = None,
+        master_weights: bool = True,
+        decay_vectors: bool = False,
         tokens_per_forward: int = 16_384,
     ) -> None:
         super().__init__()
@@ -84,7 +91,8 @@ class AgentModule(pl.LightningModule):
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
         self.learning_rate_end = learning_rate_end
-        self.critic_learning_rate_scale = critic_learning_rate_scale
+        self.critic_learning_rate = critic_learning_rate
+        self.master_weights, self.decay_vectors = master_weights, decay_vectors
         self.tokens_per_forward = tokens_per_forward
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
@@ -100,6 +108,37 @@ class AgentModule(pl.LightningModule):
         if isinstance(self.reference, torch.nn.Module):
             self.reference.eval()
         return self
+
+    # ---- precision
+
+    @property
+    def computes_in_float32(self) -> bool:
+        """Whether the forward passes round nothing to a lower precision."""
+        dtypes = {parameter.dtype for parameter in self.policy.parameters()}
+        return self.trainer.precision == "32-true" and dtypes == {torch.float32}
+
+    @property
+    def correction(self) -> Correction | None:
+        """Correction of the engine's distribution to the trainer's; see `UpdateLoss.mismatch`."""
+        mismatch = self.loss.mismatch
+        if mismatch == "auto":
+            return None if self.computes_in_float32 else TruncatedWeights()
+        return mismatch
+
+    def on_fit_start(self) -> None:
+        """Log what the precision of the run has changed."""
+        if rank() > 0:
+            return
+        if isinstance(self.optimizers(use_pl_optimizer=False), MasterWeights):
+            log.info(
+                "optimizer: keeps float32 copies of the weights, which are in bfloat16; master_weights=false leaves "
+                "this to an optimizer of its own"
+            )
+        if self.loss.mismatch == "auto" and self.correction is not None:
+            log.info(
+                "policy loss: its old log-probs are the trainer's, with truncated importance weights for the engine's, "
+                "since compute is not in float32; algorithm.loss.mismatch=null takes the engine's"
+            )
 
     # ---- rollout phase
 
@@ -136,6 +175,7 @@ class AgentModule(pl.LightningModule):
                 tokens_per_forward=self.tokens_per_forward,
                 normalizer=self.normalizer,
                 importance=self.importance,
+                correction=self.correction,
             )
         return move_data_to_device(batch, torch.device("cpu"))
 
@@ -154,11 +194,19 @@ class AgentModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return one optimizer with the groups `policy` and `critic`, and a linear decay by iteration."""
-        optimizer = self.optimizer_factory([{"params": _trainable(self.policy), "name": "policy"}])
+        groups: list[dict[str, Any]] = [{"params": self.policy.parameters(), "name": "policy"}]
         if self.critic is not None:
-            rate = optimizer.param_groups[0]["lr"] * self.critic_learning_rate_scale
-            group = {"params": _trainable(self.critic), "name": "critic"}
-            optimizer.add_param_group(group | {"lr": rate, "initial_lr": rate})
+            rate = self.critic_learning_rate
+            groups.append(
+                {"params": self.critic.parameters(), "name": "critic"}
+                | ({} if rate is None else {"lr": rate})
+            )
+        optimizer = build_optimizer(
+            self.optimizer_factory,
+            groups,
+            master_weights=self.master_weights,
+            decay_vectors=self.decay_vectors,
+        )
         max_epochs = self.trainer.max_epochs
         iterations = max(1, max_epochs or 1)
         # a run without a last iteration keeps its learning rate
@@ -181,13 +229,14 @@ class AgentModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip each parameter group by its own norm, and keep the largest norms of the update."""
+        """Clip policy and critic by their own norms, and keep the largest norms of the update."""
+        parameters: dict[str, list[torch.nn.Parameter]] = {}
         for group in optimizer.param_groups:
+            parameters.setdefault(group["name"], []).extend(group["params"])
+        for name, group_parameters in parameters.items():
             limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-            norm = torch.nn.utils.clip_grad_norm_(group["params"], limit)
-            self.gradient_norms[group["name"]] = max(
-                self.gradient_norms.get(group["name"], 0.0), float(norm)
-            )
+            norm = torch.nn.utils.clip_grad_norm_(group_parameters, limit)
+            self.gradient_norms[name] = max(self.gradient_norms.get(name, 0.0), float(norm))
 
     # ---- metrics
 
@@ -262,10 +311,6 @@ class AgentModule(pl.LightningModule):
                 self.importance.import_state(state["importance"][rank()])
         self.gradient_norms = dict(state["gradient_norms"])
         self.normalizer.load_state_dict(state["normalizer"])
-
-
-def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,8 @@ from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.inputs import run_decoder
 from ragen_pl.models.value_head import ValueHead
 from ragen_pl.modules.forward import Readout, sample_inputs, sampled_states, split_by_length
-from ragen_pl.modules.policy import OptimizerFactory, PolicyModule, TokenReadout, TokenScores
+from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
+from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -103,9 +105,8 @@ class CriticModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a critic that is trained alone."""
-        if self.optimizer_factory is None:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-        return self.optimizer_factory(list(self.parameters()))
+        factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
+        return build_optimizer(factory, [{"params": self.parameters(), "name": "critic"}])
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ class UpdateLoss:
         entropy_coefficient: weight of the entropy bonus.
         entropy_target: entropy in nats at which the bonus reaches 0; None for a constant bonus.
         whiten: whiten advantages over all trained tokens of the iteration.
-        mismatch: correction of the engine's distribution to the trainer's; None for none.
+        mismatch: correction of the engine's distribution to the trainer's; None for none, auto for `TruncatedWeights`
+            unless compute is in float32, where both agree.
     """
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
@@ -91,7 +92,7 @@ class UpdateLoss:
     entropy_coefficient: float = 0.0
     entropy_target: Positive | None = None
     whiten: bool = True
-    mismatch: Correction | None = None
+    mismatch: Correction | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         if self.entropy_target is not None and self.entropy_coefficient == 0:

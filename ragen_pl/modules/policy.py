@@ -5,8 +5,9 @@ In a plain `Trainer` it learns conversations by cross-entropy. Inside the agent 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -18,12 +19,11 @@ from ragen_pl.constraints import Count, checked
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.distribution import entropy
 from ragen_pl.modules.forward import Readout, sampled_states, split_by_length
+from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.modules.critic import CriticModule
-
-OptimizerFactory = Callable[[Iterable[object]], torch.optim.Optimizer]
 
 
 class TokenScores(NamedTuple):
@@ -103,9 +103,8 @@ class PolicyModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a policy that is trained alone."""
-        if self.optimizer_factory is None:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-        return self.optimizer_factory(list(self.parameters()))
+        factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
+        return build_optimizer(factory, [{"params": self.parameters(), "name": "policy"}])
 
 
 @dataclass(frozen=True, slots=True)

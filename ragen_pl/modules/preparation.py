@@ -11,6 +11,7 @@ from ragen_pl.algorithms.credit import (
     Estimator,
 )
 from ragen_pl.algorithms.kl import KLEstimator
+from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, Minibatch, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks
@@ -107,6 +108,7 @@ def prepare_batch(
     tokens_per_forward: int,
     normalizer: RewardNormalizer | None = None,
     importance: ImportanceStatistics | None = None,
+    correction: Correction | None = None,
 ) -> PreparationStatistics:
     """Fill in masks, values, reference log-probs, advantages and returns.
 
@@ -118,6 +120,7 @@ def prepare_batch(
         tokens_per_forward: Positions of a forward pass, padding included.
         normalizer: Normalizer of the episodes' returns.
         importance: Statistics of importance masks, changed in place.
+        correction: Correction of the engine's distribution to the trainer's.
 
     Returns:
         Statistics of log-probs, returns and values.
@@ -144,14 +147,14 @@ def prepare_batch(
         normalizer=normalizer,
         penalty=penalty,
     )
-    if loss.mismatch is not None:
+    if correction is not None:
         behavior = layout.gather(samples.behavior_logprobs)
-        weight = loss.mismatch(layout.gather(scores.logprobs), behavior, layout.turn)
+        weight = correction(layout.gather(scores.logprobs), behavior, layout.turn)
         estimates.advantages = estimates.advantages * weight
     write_credit(samples, layout, kept, estimates)
 
     statistics = _statistics(samples, scores)
-    if loss.mismatch is not None:
+    if correction is not None:
         # the ratio of the loss is taken to the trainer's own log-probs before the update
         samples.behavior_logprobs = torch.where(samples.turn >= 0, scores.logprobs, 0.0)
     batch.entropy = _mean_entropy(samples, scores)

@@ -7,6 +7,7 @@ critic learns the demonstrator's returns.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +18,8 @@ from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.constraints import CountOrZero, Fraction, NonNegative, checked
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.critic import CriticModule, score_together
-from ragen_pl.modules.policy import OptimizerFactory, PolicyModule
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
 
 class WarmStartModule(pl.LightningModule):
@@ -26,11 +28,13 @@ class WarmStartModule(pl.LightningModule):
     Args:
         policy: policy that learns the responses.
         critic: critic that learns the returns; None to train the policy only.
-        optimizer: builds the optimizer from parameters.
+        optimizer: builds the optimizer from the named parameter groups `policy` and `critic`.
         steps: number of optimizer steps, the length of the cosine decay.
         warm_up: number of first steps with a rising learning rate.
         value_coefficient: weight of half the squared value error.
         learning_rate_end: learning rate at the last step as a share of the highest.
+        critic_learning_rate: highest learning rate of the critic; None for the policy's.
+        master_weights: keep float32 copies of trained weights in bfloat16.
     """
 
     # name in the progress display
@@ -47,12 +51,15 @@ class WarmStartModule(pl.LightningModule):
         warm_up: CountOrZero = 20,
         value_coefficient: NonNegative = 2.0,
         learning_rate_end: Fraction = 0.05,
+        critic_learning_rate: NonNegative | None = None,
+        master_weights: bool = True,
     ) -> None:
         super().__init__()
         self.policy, self.critic = policy, critic
         self.optimizer_factory = optimizer
         self.steps, self.warm_up, self.learning_rate_end = steps, warm_up, learning_rate_end
         self.value_coefficient = value_coefficient
+        self.critic_learning_rate, self.master_weights = critic_learning_rate, master_weights
 
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
@@ -77,8 +84,15 @@ class WarmStartModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and its schedule: a linear rise, then a cosine fall."""
-        optimizer = self.optimizer_factory(
-            [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": self.policy.parameters(), "name": "policy"}]
+        if self.critic is not None:
+            rate = self.critic_learning_rate
+            groups.append(
+                {"params": self.critic.parameters(), "name": "critic"}
+                | ({} if rate is None else {"lr": rate})
+            )
+        optimizer = build_optimizer(
+            self.optimizer_factory, groups, master_weights=self.master_weights
         )
 
         def share(step: int) -> float:

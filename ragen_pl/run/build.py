@@ -99,7 +99,10 @@ def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
     backbone = build_bundle(cfg) if kind == "own" else None
     with seeded(cfg.seed, "critic"):
         return CriticModule(
-            bundle.hidden_size, backbone=backbone, length_buckets=cfg["update"].length_buckets
+            bundle.hidden_size,
+            backbone=backbone,
+            detach=cfg.critic.detach,
+            length_buckets=cfg["update"].length_buckets,
         )
 
 
@@ -116,7 +119,9 @@ def build_agent(components: RunComponents) -> AgentModule:
         engine=engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         learning_rate_end=cfg.learning_rate_end,
-        critic_learning_rate_scale=cfg.critic_learning_rate_scale,
+        critic_learning_rate=cfg.critic.lr,
+        master_weights=cfg.master_weights,
+        decay_vectors=cfg.decay_vectors,
     )
 
 
@@ -159,6 +164,8 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, Demons
         warm_up=cfg.warm_up,
         value_coefficient=cfg.value_coefficient,
         learning_rate_end=cfg.learning_rate_end,
+        critic_learning_rate=cfg.critic_lr,
+        master_weights=components.cfg.master_weights,
     )
     demonstrations = DemonstrationDataModule(
         proxy_with(components, held_out=frozenset(held_out_states(components))),

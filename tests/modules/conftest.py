@@ -58,7 +58,7 @@ def build_agent(
         "estimator": BilevelGAE(gamma_turn=0.9),
         "masks": Masks(),
         "loss": UpdateLoss(),
-        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0),
         "engine": TransformersEngine,
     }
     agent = AgentModule(

@@ -145,7 +145,7 @@ def test_penalty_without_a_reference_is_rejected(make):
 
 
 def test_optimizer_has_a_group_for_policy_and_critic(make):
-    agent = make.agent(loss=KL, critic_learning_rate_scale=3.0, learning_rate_end=0.5)
+    agent = make.agent(loss=KL, critic_learning_rate=3e-3, learning_rate_end=0.5)
     made = agent.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     groups = {group["name"]: group for group in optimizer.param_groups}
@@ -187,6 +187,19 @@ def test_parameter_groups_are_clipped_by_their_own_norm(make):
     agent.configure_gradient_clipping(optimizer, gradient_clip_val=None)
     assert norms() == pytest.approx([5.0, 0.5], rel=1e-4)
     assert agent.gradient_norms == pytest.approx({"policy": 10.0, "critic": 0.5}, rel=1e-4)
+
+
+def test_weights_without_decay_are_clipped_with_the_others_of_their_module(make):
+    agent = make.agent(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1))
+    optimizer = agent.configure_optimizers()["optimizer"]
+    names = [group["name"] for group in optimizer.param_groups]
+    assert names == ["policy", "policy", "critic", "critic"]
+    for weight in agent.parameters():
+        weight.grad = torch.ones_like(weight)
+    agent.configure_gradient_clipping(optimizer, gradient_clip_val=1.0)
+    for module in (agent.policy, agent.critic):
+        clipped = torch.cat([weight.grad.flatten() for weight in module.parameters()])
+        assert float(clipped.norm()) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_estimator_that_needs_values_requires_a_critic(make):

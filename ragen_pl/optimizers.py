@@ -1,0 +1,191 @@
+"""Optimizers for weights in low precision, and the parameter groups of a training module.
+
+AdamW's steps at a learning rate of 1e-6 are smaller than half the distance between two bfloat16 numbers, so weights in
+bfloat16 would stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ragen_pl.distributed import world_size
+
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+ParameterGroup = dict[str, Any]
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+# entry of the optimizer's state
+_MASTER = "master"
+
+
+class MasterWeights(Optimizer):
+    """Another optimizer on float32 copies of the weights that are in bfloat16 or float16.
+
+    A step casts the gradients to float32, steps the copies and rounds them back into the weights (Micikevicius et al.,
+    2018, Mixed Precision Training). Float32 weights are stepped as they are. The parameter groups hold the model's
+    weights, for clipping and schedules, and the settings of the other optimizer. Its state of a weight has the entry
+    `master` besides the other optimizer's own.
+
+    Outside of DDP, gradients are accumulated in float32.
+
+    Args:
+        groups: Parameter groups.
+        optimizer: Builds the other optimizer from parameter groups.
+    """
+
+    def __init__(self, groups: Iterable[ParameterGroup], optimizer: OptimizerFactory) -> None:
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+        self._masters: dict[Tensor, nn.Parameter] = {}
+        # the weights may still change before the first step
+        self._copied = False
+        self.inner = optimizer([self._of_masters(group) for group in groups])
+        super().__init__(groups, dict(self.inner.defaults))
+
+    def _of_masters(self, group: ParameterGroup) -> ParameterGroup:
+        """Return a parameter group with float32 copies of its weights."""
+        for weight in group["params"]:
+            if weight.dtype in _LOW_PRECISION:
+                self._masters[weight] = nn.Parameter(weight.detach().float())
+                if world_size() == 1 or isinstance(weight, DTensor):
+                    weight.grad_dtype = torch.float32
+        return {
+            **group,
+            "params": [self._masters.get(weight, weight) for weight in group["params"]],
+        }
+
+    def add_param_group(self, param_group: ParameterGroup) -> None:
+        """Add a group to both optimizers."""
+        param_group = {**param_group, "params": list(param_group["params"])}
+        if len(self.param_groups) == len(self.inner.param_groups):
+            self.inner.add_param_group(self._of_masters(param_group))
+        settings = _settings(self.inner.param_groups[len(self.param_groups)])
+        super().add_param_group(settings | {"params": param_group["params"]})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the float32 copies and round them into the weights; return the closure's result."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._copy_weights()
+        for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_settings(ours))
+        for weight, master in self._masters.items():
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self.inner.step()
+        for weight, master in self._masters.items():
+            weight.copy_(master)
+            master.grad = None
+        self._mirror()
+        return loss
+
+    def _copy_weights(self) -> None:
+        """Copy the weights once, unless a checkpoint held the copies."""
+        if not self._copied:
+            for weight, master in self._masters.items():
+                master.copy_(weight)
+        self._copied = True
+
+    def _mirror(self) -> None:
+        """Show the other optimizer's settings and state as this one's."""
+        for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            ours.update(_settings(inner))
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                master = self._masters.get(weight)
+                state = dict(self.inner.state.get(weight if master is None else master, {}))
+                if master is not None and self._copied:
+                    state[_MASTER] = master.data
+                if state:
+                    self.state[weight] = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings, and after the first step the state, as any optimizer does."""
+        self._mirror()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load `state_dict`'s result.
+
+        A state without copies, of a run in float32, leaves them to be made from the weights.
+
+        Raises:
+            ValueError: The parameter groups differ.
+        """
+        states = state_dict["state"]
+        inner = {
+            number: {name: value for name, value in state.items() if name != _MASTER}
+            for number, state in states.items()
+        }
+        self.inner.load_state_dict(
+            {**state_dict, "state": {number: state for number, state in inner.items() if state}}
+        )
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        masters = {
+            number: states.get(number, {}).get(_MASTER)
+            for number, weight in enumerate(weights)
+            if weight in self._masters
+        }
+        self._copied = bool(masters) and all(saved is not None for saved in masters.values())
+        if self._copied:
+            for number, saved in masters.items():
+                self._masters[weights[number]].copy_(saved)
+        self._mirror()
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def build_optimizer(
+    optimizer: OptimizerFactory,
+    groups: Iterable[ParameterGroup],
+    *,
+    master_weights: bool = True,
+    decay_vectors: bool = False,
+) -> Optimizer:
+    """Build an optimizer from parameter groups.
+
+    Args:
+        optimizer: Builds the optimizer that the config names.
+        groups: Parameter groups, each with a `name`; frozen parameters are left out.
+        master_weights: Keep float32 copies of weights in bfloat16 or float16.
+        decay_vectors: Apply a weight decay to norms and biases too. Otherwise they become a group of their own, of the
+            same name.
+
+    Raises:
+        ValueError: Weights in float16 are to be trained.
+    """
+    groups = [
+        {**group, "params": [weight for weight in group["params"] if weight.requires_grad]}
+        for group in groups
+    ]
+    weights = [weight for group in groups for weight in group["params"]]
+    if any(weight.dtype is torch.float16 for weight in weights):
+        raise ValueError(
+            "model.build.dtype=float16: the gradients of float16 weights underflow; set model.build.dtype=bfloat16, or "
+            "model.build.dtype=float32 and trainer.precision=16-mixed"
+        )
+    probe = optimizer([nn.Parameter(torch.zeros(1))])
+    if probe.defaults.get("weight_decay") and not decay_vectors:
+        groups = [part for group in groups for part in _split(group)]
+    low = any(weight.dtype in _LOW_PRECISION for weight in weights)
+    return MasterWeights(groups, optimizer) if low and master_weights else optimizer(groups)
+
+
+def _split(group: ParameterGroup) -> list[ParameterGroup]:
+    """Return a group's matrices, and its vectors without weight decay."""
+    matrices = [weight for weight in group["params"] if weight.ndim > 1]
+    vectors = [weight for weight in group["params"] if weight.ndim <= 1]
+    parts = [{**group, "params": matrices}, {**group, "params": vectors, "weight_decay": 0.0}]
+    return [part for part in parts if part["params"]]
