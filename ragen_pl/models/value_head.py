@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
 from torch import Tensor, nn
 
 
@@ -24,5 +27,10 @@ class ValueHead(nn.Module):
         """Return float32 values `[…]` of states `[…, hidden]`."""
         weight = self.layers[0].weight
         assert isinstance(weight, Tensor)
-        values: Tensor = self.layers(hidden.to(weight.dtype)).float()
+        # under autocast too: bfloat16 has three digits, which are too few for a value
+        plain = (
+            nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False)
+        )
+        with plain:
+            values: Tensor = self.layers(hidden.to(weight.dtype)).float()
         return values.squeeze(-1)
