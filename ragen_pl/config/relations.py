@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 def relation_problems(cfg: DictConfig) -> Iterator[str]:
     """Yield one line for each group of settings that do not agree."""
-    for relation in (_response_and_context, _left_out_patches, _left_out_turns, _ranks):
+    for relation in (_response_and_context, _left_out_patches, _left_out_turns, _ranks, _size):
         if (message := relation(lambda key: OmegaConf.select(cfg, key))) is not None:
             yield message
 
@@ -62,6 +62,13 @@ def _left_out_turns(get: _Get) -> str | None:
             f"context.leave_out.turns={turns}: of the old turns in context.window={window} that is none; "
             "set context.window=all, or turns=0"
         )
+    return None
+
+
+def _size(get: _Get) -> str | None:
+    size, sizes = get("model.size"), get("model.sizes")
+    if isinstance(sizes, DictConfig) and size not in sizes:
+        return f"model.size={size}: expected one of {', '.join(map(str, sizes))}"
     return None
 
 

@@ -80,9 +80,15 @@ class Algorithm(TypedDict, total=False):
 
 
 class Model(TypedDict, total=False):
-    """`model`."""
+    """`model`: how it is built; of a named model also its sizes, from which the memory is planned.
+
+    `sizes` has what a size changes in `config`, which is a transformers config.
+    """
 
     build: Component
+    size: str
+    config: dict[str, Any]
+    sizes: dict[str, dict[str, Any]]
 
 
 class Optimizer(TypedDict, total=False):
