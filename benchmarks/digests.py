@@ -366,6 +366,13 @@ def digest(values: Iterable[object]) -> str:
     return sha.hexdigest()
 
 
+def _pixels(images: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return images of one size as `[images, 3, height, width]`; empty `[0]` without images."""
+    if not images:
+        return torch.zeros(0)
+    return torch.stack([image.permute(2, 0, 1) for image in images])
+
+
 def _encoded(value: object) -> bytes:
     if isinstance(value, Enum):
         return _encoded(value.value)
@@ -448,7 +455,7 @@ def batch_values(batch: TrajectoryBatch) -> dict[str, list[object]]:
             samples.patches,
             samples.episode,
             samples.weight,
-            batch.pixel_values,
+            _pixels(batch.images),
         ],
         "behavior": [samples.behavior_logprobs],
         "masks": [samples.loss_mask, samples.loss_weight, samples.advantage_mask, samples.kl_mask],

@@ -121,7 +121,7 @@ def generate_response(
     """Return the responses of transformers' `generate` on the whole history."""
     ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts]))
     images = [image for prompt in prompts for image in prompt.images]
-    pixels = {"pixel_values": bundle.pixel_values(images)} if images else {}
+    pixels = bundle.processor(images=images, return_tensors="pt") if images else {}
     output = bundle.model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), **pixels, do_sample=True, top_k=0, use_cache=True,
         suppress_tokens=list(bundle.banned_token_ids), min_new_tokens=tokens, max_new_tokens=tokens,

@@ -92,7 +92,7 @@ class Reinforce(pl.LightningModule):
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Return the REINFORCE loss."""
-        scores = self.policy(batch.samples, batch.pixel_values)
+        scores = self.policy(batch.samples, batch.images)
         return -(scores.logprobs * batch.samples.advantages).sum() / batch.sequences
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

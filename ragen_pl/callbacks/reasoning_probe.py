@@ -193,7 +193,7 @@ def cross_score(
     batch = collate(pairs, policy.bundle)
     batch = move_data_to_device(batch, next(policy.parameters()).device)
     microbatches = split_by_tokens(batch.samples.length, tokens_per_forward)
-    scored: TokenScores = policy(batch.samples, batch.pixel_values, microbatches=microbatches)
+    scored: TokenScores = policy(batch.samples, batch.images, microbatches=microbatches)
     values = scored.logprobs.double().sum(1).cpu().view(len(thoughts), len(thoughts))
     return values, torch.tensor([len(thought.ids) for thought in thoughts])
 

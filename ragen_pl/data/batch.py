@@ -112,8 +112,8 @@ class TrajectoryBatch:
 
     samples: Samples
     episodes: Episodes
-    pixel_values: Tensor
-    """`[images, …]` as `ModelBundle.pixel_values` returns them; empty `[0]` without images."""
+    images: list[Tensor]
+    """RGB images, each uint8 `[height, width, 3]`; the model's processor turns them into its inputs when it runs."""
     final: Samples | None = None
     """Prompts after the last turn of truncated episodes, in the order of `episode`."""
     reference: Tensor | None = None
@@ -150,7 +150,8 @@ class Minibatch:
     """Input of one training step. Counts are over all ranks and accumulated steps of the optimizer step."""
 
     samples: Samples
-    pixel_values: Tensor
+    images: list[Tensor]
+    """RGB images, each uint8 `[height, width, 3]`."""
     reference: Tensor | None
     entropy: float
     """Mean over the trained tokens of the iteration before its update, nats."""

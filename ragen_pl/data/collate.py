@@ -109,7 +109,7 @@ def collate(
     return TrajectoryBatch(
         samples=samples,
         episodes=_episodes(kept, [weight for _, weight in pairs]),
-        pixel_values=images.pixel_values(bundle),
+        images=images.tensors(),
         final=final_samples,
     )
 
@@ -127,9 +127,9 @@ class _ImageStore:
             self._arrays.append(image)
         return self._numbers[id(image)]
 
-    def pixel_values(self, bundle: ModelBundle) -> Tensor:
-        """Return the images as the model's processor gives them; empty `[0]` without images."""
-        return bundle.pixel_values(self._arrays) if self._arrays else torch.zeros(0)
+    def tensors(self) -> list[Tensor]:
+        """Return the images, each uint8 `[height, width, 3]`."""
+        return [torch.from_numpy(array) for array in self._arrays]
 
 
 def _patches(drafts: Sequence[_Draft], images: int, bundle: ModelBundle) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class MinibatchLoader:
         loss_tokens, advantage_tokens, kl_tokens, sequences = counts
         return Minibatch(
             samples=samples,
-            pixel_values=_keep_own_images(samples, batch.pixel_values),
+            images=_keep_own_images(samples, batch.images),
             reference=reference,
             entropy=batch.entropy,
             loss_tokens=loss_tokens,
@@ -115,9 +115,9 @@ def _padding_row(samples: Samples) -> Samples:
     return row
 
 
-def _keep_own_images(samples: Samples, pixel_values: Tensor) -> Tensor:
+def _keep_own_images(samples: Samples, images: Sequence[Tensor]) -> list[Tensor]:
     """Return the images of these samples and number `image_index` accordingly."""
     used, index = torch.unique(samples.image_index, return_inverse=True)
     missing = int(bool(len(used) and used[0] < 0))
     samples.image_index = index.view_as(samples.image_index) - missing
-    return pixel_values[used[missing:]] if len(pixel_values) else pixel_values
+    return [images[number] for number in used[missing:].tolist()]

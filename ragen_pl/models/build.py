@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -156,12 +155,6 @@ def load_pretrained(
         model = AutoModelForImageTextToText.from_pretrained(path, **settings)
         processor = AutoProcessor.from_pretrained(path, **where)
         tokenizer = processor.tokenizer
-        if "mrope_section" in (config.get_text_config().to_dict().get("rope_parameters") or {}):
-            warnings.warn(
-                f"{path} was trained with positions in rows and columns of an image; rollouts and updates give it "
-                "one-dimensional positions, and it may see worse at first",
-                stacklevel=2,
-            )
     else:
         model = AutoModelForCausalLM.from_pretrained(path, **settings)
         tokenizer, processor = _load_tokenizer(path, **where), None

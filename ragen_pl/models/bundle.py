@@ -5,7 +5,7 @@ Nothing outside this package branches on the model family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,62 +14,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from ragen_pl.models.distribution import log_distribution
+from ragen_pl.models.facts import ModelFacts
+from ragen_pl.models.images import ImageEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
-    """Properties of a model that its family's config may or may not name, with their defaults."""
-
-    image_token_id: int | None = None
-    """Id that stands for an image's features."""
-    eos_token_ids: frozenset[int] = frozenset()
-    """Ids that end a response, by the generation config."""
-    logit_factor: float = 1.0
-    """Factor of the logits: Granite divides them, Cohere multiplies them."""
-    logit_bound: float | None = None
-    """Bound of the logits, as in Gemma 2."""
-    additive_masks: bool = False
-    """Whether attention adds its mask to the scores instead of reading it as true and false."""
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelFacts:
-        """Read the facts from a model's configs. This is the only place that probes them."""
-        config, generation = model.config, model.generation_config
-        text = config.get_text_config()
-        eos = None if generation is None else generation.eos_token_id
-        factor = getattr(text, "logit_scale", None) or 1.0
-        divisor = getattr(text, "logits_scaling", None) or 1.0
-        return cls(
-            image_token_id=getattr(config, "image_token_id", None),
-            eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
-            logit_factor=factor / divisor,
-            logit_bound=getattr(text, "final_logit_softcapping", None),
-            additive_masks=text._attn_implementation == "eager",
-        )
-
-
 @dataclass
 class ModelBundle:
-    """A policy's model, its tokenizer and, if it sees images, its processor."""
+    """A policy's model, its tokenizer and, if it sees images, its processor.
+
+    Attributes:
+        model: Model with its language-model head.
+        tokenizer: Tokenizer.
+        processor: Processor of a vision-language model; None for a text model.
+        image_settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     processor: ProcessorMixin | None = None
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
-    _image_tokens: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
-    # by number of patches
-    _grids: dict[int, Tensor] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def facts(self) -> ModelFacts:
         """What the model's configs say; read on first use."""
         return ModelFacts.of(self.model)
+
+    def with_model(self, model: PreTrainedModel) -> ModelBundle:
+        """Return a bundle of another model with the same tokenizer and processor."""
+        return ModelBundle(model, self.tokenizer, self.processor, self.image_settings)
 
     @property
     def device(self) -> torch.device:
@@ -146,91 +126,50 @@ class ModelBundle:
         """Id that stands for an image's features, None for a text model."""
         return None if self.processor is None else self.facts.image_token_id
 
+    @cached_property
+    def images(self) -> ImageEncoder | None:
+        """Encoder of images, None for a text model."""
+        if self.processor is None:
+            return None
+        return ImageEncoder(self.model, self.processor, self.facts, self.image_settings)
+
     def num_image_tokens(self, image: np.ndarray) -> int:
-        """Return the number of tokens of an image `[height, width, 3]`."""
-        assert self.processor is not None
-        size = (image.shape[0], image.shape[1])
-        if size not in self._image_tokens:
-            count = self.processor._get_num_multimodal_tokens  # type: ignore[attr-defined]
-            self._image_tokens[size] = int(count(image_sizes=[list(size)]).num_image_tokens[0])
-        return self._image_tokens[size]
+        """Return the number of image tokens of an image `[height, width, 3]`."""
+        assert self.images is not None
+        return self.images.num_tokens(image)
 
-    def expand_image_slots(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
-        """Repeat each image token once for each feature of its image.
+    def expand_image_slots(self, text: str, images: Sequence[np.ndarray]) -> str:
+        """Replace the slot of each image in a rendered text by what the processor writes for the image.
 
         Raises:
-            ValueError: The number of image tokens is not the number of images.
+            ValueError: The number of slots is not the number of images, or the model reads text only.
         """
-        image_token = self.image_token_id
-        if image_token is None:
-            if images:
-                raise ValueError(
-                    "the environment shows images and the model reads text only; choose a vision-language "
-                    "model (model=small_vlm) or a text environment"
-                )
-            return ids
-        counts = np.ones(len(ids), dtype=np.int64)
-        places = np.flatnonzero(ids == image_token)
-        if len(places) != len(images):
-            raise ValueError(f"the prompt has {len(places)} image slots for {len(images)} images")
-        counts[places] = [self.num_image_tokens(image) for image in images]
-        return np.repeat(ids, counts)
-
-    def pixel_values(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return the model's input for images, `[images, …]`.
-
-        Args:
-            images: RGB images, each uint8 `[height, width, 3]`.
-
-        Raises:
-            ValueError: The images make grids of different sizes.
-        """
-        assert self.processor is not None
-        processed = self.processor.image_processor(images=list(images), return_tensors="pt")
-        values: Tensor = processed["pixel_values"]
-        grids: Tensor | None = processed.get("image_grid_thw")
-        if grids is None:
-            return values
-        # Qwen's processors join the patches of all images into one list
-        if len(grids.unique(dim=0)) != 1:
-            raise ValueError(f"found images of grids {grids.tolist()}, expected one size")
-        values = values.view(len(images), -1, values.shape[-1])
-        self._grids[values.shape[1]] = grids[0]
-        return values
-
-    def features(self, pixel_values: Tensor) -> Tensor:
-        """Return features `[images, tokens, hidden]` of rows of `pixel_values`."""
-        encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
-        if pixel_values.ndim == 3:  # patches: `[images, patches, values]`
-            grid = self._grids[pixel_values.shape[1]].to(pixel_values.device)
-            grids = grid.expand(len(pixel_values), 3)
-            output = encode(pixel_values.flatten(0, 1), image_grid_thw=grids)
-        else:
-            output = encode(pixel_values)
-        # a tensor, or one for each image
-        features = output.pooler_output
-        return features if isinstance(features, Tensor) else torch.stack(list(features))
+        if self.images is not None:
+            return self.images.expand(text, images)
+        if images:
+            raise ValueError(
+                "the environment shows images and the model reads text only; choose a vision-language "
+                "model (model=small_vlm) or a text environment"
+            )
+        return text
 
     # ---- the decoder
 
-    def embed(self, ids: Tensor, features: Tensor | None = None) -> Tensor:
-        """Return the decoder's input embeddings, `[…, time, hidden]`.
-
-        Args:
-            ids: int64 `[…, time]`.
-            features: `[image tokens, hidden]`, in the order of the image tokens; None if the ids have none.
-        """
-        embeds: Tensor = self.model.get_input_embeddings()(ids)
-        if features is None:
-            return embeds
-        slots = ids.eq(-1 if self.image_token_id is None else self.image_token_id).unsqueeze(-1)
-        return embeds.masked_scatter(slots, features.to(embeds.dtype))
-
     @property
-    def decoder(self) -> Callable[..., Any]:
-        """The decoder without its head, from embeddings to `last_hidden_state`."""
-        base: Callable[..., Any] = self.model.model
+    def backbone(self) -> Callable[..., Any]:
+        """The model without its head, from ids and encoded images to `last_hidden_state`."""
+        base: Callable[..., Any] = self.model.base_model
         return base
+
+    @cached_property
+    def first_layer(self) -> Module:
+        """The decoder's first layer, which the input embeddings enter."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        decoder: Module = self.model.get_decoder()
+        return next(
+            part for part in decoder.modules() if isinstance(part, GradientCheckpointingLayer)
+        )
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`, scaled and bounded as the model does."""

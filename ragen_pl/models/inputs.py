@@ -7,9 +7,10 @@ belongs here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,18 +20,26 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.models.images import ImageFeatures
+
+Mask = Tensor | dict[str, Tensor]
 
 
 @dataclass(kw_only=True, slots=True)
 class DecoderInputs:
     """Inputs of one decoder call. Row i of every tensor belongs to the same sequence."""
 
-    embeds: Tensor
-    """`[rows, time, hidden]`."""
+    ids: Tensor
+    """int64 `[rows, time]`."""
+    features: ImageFeatures | None = None
+    """Features of the image tokens in `ids`, row after row; None without images."""
     positions: Tensor | None = None
-    """int64 `[rows, time]`; None counts them from 0."""
-    mask: Tensor | None = None
-    """bool `[rows, 1, time, slots]`, True where a position attends; None for plain causal attention."""
+    """int64 `[rows, time]`, or `[3, rows, time]` for positions of three axes; None counts them from 0."""
+    mask: Mask | None = None
+    """bool `[rows, 1, time, slots]`, True where a position attends, or one for each type of layer.
+
+    None leaves it to the model, for sequences without padding on the left.
+    """
 
 
 def run_decoder(
@@ -38,30 +47,69 @@ def run_decoder(
 ) -> Tensor:
     """Return the decoder's last hidden states, `[rows, time, hidden]`.
 
+    The model's own forward places the image features, adds those of deeper layers and masks its layers.
+
     Args:
         bundle: Model.
         inputs: Inputs of this call.
         cache: Keys and values of earlier positions; those of this call are appended.
     """
-    mask = inputs.mask
-    if mask is not None and bundle.facts.additive_masks:
-        dtype = inputs.embeds.dtype
-        mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
-    states: Tensor = bundle.decoder(
-        inputs_embeds=inputs.embeds,
-        attention_mask=mask,
+    facts, features = bundle.facts, inputs.features
+    arguments: dict[str, Any] = {}
+    if features is not None:
+        assert bundle.images is not None
+        arguments["mm_encoder_outputs"] = bundle.images.outputs(features)
+        if facts.token_types is not None:
+            arguments[facts.token_types] = inputs.ids.eq(facts.image_token_id or 0).long()
+    states: Tensor = bundle.backbone(
+        input_ids=inputs.ids,
+        attention_mask=_as_model_reads(inputs.mask, bundle),
         position_ids=inputs.positions,
         past_key_values=cache,
         use_cache=cache is not None,
+        **arguments,
     ).last_hidden_state
     return states
+
+
+def _as_model_reads(mask: Mask | None, bundle: ModelBundle) -> Mask | None:
+    """Return a mask as the model's attention reads it: true and false, or a term of its scores."""
+    if mask is None or not bundle.facts.additive_masks:
+        return mask
+    if isinstance(mask, dict):
+        return {kind: _additive(part, bundle) for kind, part in mask.items()}
+    return _additive(mask, bundle)
+
+
+def _additive(mask: Tensor, bundle: ModelBundle) -> Tensor:
+    dtype = bundle.model.dtype
+    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+
+
+@contextmanager
+def embeddings_replaced(bundle: ModelBundle, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Run the decoder on changed input embeddings.
+
+    Args:
+        bundle: Model.
+        change: Returns the embeddings that enter the first layer instead of those given, `[rows, time, hidden]`.
+    """
+
+    def replace(layer: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (change(arguments[0]), *arguments[1:])
+
+    handle = bundle.first_layer.register_forward_pre_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def whole_inputs(
     bundle: ModelBundle,
     ids: Tensor,
     *,
-    pixel_values: Tensor,
+    images: Sequence[Tensor],
     image_index: Tensor,
     patches: Tensor,
 ) -> DecoderInputs:
@@ -72,18 +120,47 @@ def whole_inputs(
     Args:
         bundle: Model.
         ids: int64 `[rows, time]`.
-        pixel_values: Images as `ModelBundle.pixel_values` returns them.
-        image_index: int64 `[rows, images]`, indices into `pixel_values`, -1 for none.
+        images: RGB images, each uint8 `[height, width, 3]`.
+        image_index: int64 `[rows, images]`, indices into `images`, -1 for none.
         patches: bool `[rows, images, patches]`, the patches shown; `[rows, 0, 0]` if all are.
     """
     present = image_index >= 0
-    images = image_index[present]
-    if not len(images):
-        return DecoderInputs(embeds=bundle.embed(ids))
-    used, index = torch.unique(images, return_inverse=True)
-    features = bundle.features(pixel_values[used])[index]
-    shown = features[patches[present]] if patches.shape[-1] else features.flatten(0, 1)
-    return DecoderInputs(embeds=bundle.embed(ids, shown))
+    shown_images = image_index[present]
+    if not len(shown_images):
+        return DecoderInputs(ids=ids)
+    assert bundle.images is not None
+    used, index = torch.unique(shown_images, return_inverse=True)
+    features = bundle.images.encode([images[number].cpu().numpy() for number in used.tolist()])
+    shown: list[np.ndarray | None] = [None] * len(index)
+    if patches.shape[-1]:
+        shown = [row.nonzero().squeeze(-1).cpu().numpy() for row in patches[present]]
+    features = features.of(index.tolist(), shown)
+    positions = None if bundle.facts.position_axes == 1 else _rope_positions(bundle, ids, features)
+    return DecoderInputs(ids=ids, features=features, positions=positions)
+
+
+def _rope_positions(
+    bundle: ModelBundle, ids: Tensor, features: ImageFeatures | None, new: Tensor | None = None
+) -> Tensor:
+    """Return positions in time, height and width, int64 `[3, rows, time]`, counted from 0.
+
+    Args:
+        bundle: Model.
+        ids: int64 `[rows, time]`.
+        features: Features of the image tokens; None without images.
+        new: bool `[rows, time]`, False on padding; None without padding on the left.
+    """
+    if features is None:
+        counted = torch.ones_like(ids) if new is None else new.long()
+        return (counted.cumsum(1) - 1).clamp_(min=0).expand(3, *ids.shape)
+    index: Callable[..., tuple[Tensor, Tensor]] = bundle.model.base_model.get_rope_index  # type: ignore[assignment]
+    positions, _ = index(
+        ids,
+        mm_token_type_ids=ids.eq(bundle.facts.image_token_id or 0).int(),
+        image_grid_thw=features.grids,
+        attention_mask=None if new is None else new.long(),
+    )
+    return positions
 
 
 def continued_inputs(
@@ -92,8 +169,8 @@ def continued_inputs(
     *,
     valid: Tensor,
     next_position: Tensor,
-    features: Tensor | None,
-) -> tuple[DecoderInputs, Tensor]:
+    features: ImageFeatures | None,
+) -> tuple[DecoderInputs, Tensor, Tensor]:
     """Build the inputs of new ids that continue cached sequences.
 
     Args:
@@ -101,11 +178,12 @@ def continued_inputs(
         new_ids: New ids of each row, int64.
         valid: bool `[rows, slots]`, the cache's slots that hold a token of the row.
         next_position: int64 `[rows]`, position of each row's first new id.
-        features: `[image tokens, hidden]`, features of all image tokens in the new ids; None without images.
+        features: Features of all image tokens in the new ids; None without images.
 
     Returns:
-        The inputs, padded on the left to end in the same column, and `valid` with the new slots,
-        `[rows, slots + time]`.
+        The inputs, padded on the left to end in the same column; `valid` with the new slots, `[rows, slots + time]`;
+        and the position after the last new id, int64 `[rows]`. It is not the number of ids where an image's positions
+        have several axes.
     """
     width = max(len(ids) for ids in new_ids)
     padded = np.full((len(new_ids), width), bundle.pad_token_id, dtype=np.int64)
@@ -113,15 +191,19 @@ def continued_inputs(
     for row, ids in enumerate(new_ids):
         padded[row, width - len(ids) :], is_new[row, width - len(ids) :] = ids, True
     new = torch.from_numpy(is_new).to(valid.device)
-    inputs = DecoderInputs(
-        embeds=bundle.embed(torch.from_numpy(padded).to(valid.device), features),
-        positions=(next_position[:, None] + new.cumsum(1) - 1).clamp_(min=0),
-    )
+    inputs = DecoderInputs(ids=torch.from_numpy(padded).to(valid.device), features=features)
+    if bundle.facts.position_axes == 1:
+        inputs.positions = (next_position[:, None] + new.cumsum(1) - 1).clamp_(min=0)
+        after_last = next_position + new.sum(1)
+    else:
+        positions = _rope_positions(bundle, inputs.ids, features, new) + next_position[:, None]
+        inputs.positions = positions
+        after_last = torch.where(new, positions.amax(0), -1).amax(1) + 1
     after = torch.cat([valid, new], dim=1)
-    # the decoder's own causal rule is right for a first prefill without padding
+    # the model's own rule is right for a first prefill without padding
     if valid.shape[1] > 0 or not bool(new.all()):
-        inputs.mask = _causal_mask(after, width)
-    return inputs, after
+        inputs.mask = _masks(bundle, after, inputs.ids)
+    return inputs, after, after_last
 
 
 def token_inputs(
@@ -135,9 +217,11 @@ def token_inputs(
         positions: int64 `[rows]`.
         valid: bool `[rows, slots]`, slots to attend to, the new one included; None for all.
     """
-    mask = None if valid is None else valid[:, None, None, :]
+    at = positions[:, None]
     return DecoderInputs(
-        embeds=bundle.embed(tokens[:, None]), positions=positions[:, None], mask=mask
+        ids=tokens[:, None],
+        positions=at if bundle.facts.position_axes == 1 else at.expand(3, *at.shape),
+        mask=None if valid is None else _by_layer_type(bundle, valid[:, None, None, :], valid),
     )
 
 
@@ -145,28 +229,34 @@ def occluded_inputs(
     bundle: ModelBundle,
     ids: Tensor,
     *,
-    features: Tensor | None,
-    occlusions: Sequence[np.ndarray],
+    features: ImageFeatures | None,
+    kept: Sequence[np.ndarray],
 ) -> tuple[DecoderInputs, Tensor]:
-    """Build the inputs of a sequence and of its variants without some positions.
+    """Build the inputs of variants of a sequence that keep some of its positions.
 
     Args:
-        bundle: Model.
+        bundle: Model whose positions are plain, see `ModelFacts.plain_positions`.
         ids: int64 `[time]`.
-        features: `[image tokens, hidden]`; None without images.
-        occlusions: Positions that each variant leaves out, int64.
+        features: Features of the sequence's image tokens; None without images.
+        kept: Positions that each variant keeps, int64.
 
     Returns:
-        The inputs, the whole sequence first, padded on the right; and the rows' lengths, int64 `[rows]`.
+        The inputs, padded on the right; and the rows' lengths, int64 `[rows]`.
     """
-    embeds = bundle.embed(ids, features)
-    positions = np.arange(len(embeds))
-    kept = [positions, *(np.delete(positions, left_out) for left_out in occlusions)]
-    rows = embeds.new_zeros(len(kept), *embeds.shape)
+    rows = ids.new_full((len(kept), len(ids)), bundle.pad_token_id)
+    is_slot = ids.eq(-1 if bundle.image_token_id is None else bundle.image_token_id)
+    number = is_slot.cumsum(0) - 1
+    shown: list[np.ndarray] = []
     for row, places in enumerate(kept):
-        rows[row, : len(places)] = embeds[torch.from_numpy(places).to(embeds.device)]
-    lengths = torch.tensor([len(places) for places in kept], device=embeds.device)
-    return DecoderInputs(embeds=rows), lengths
+        at = torch.from_numpy(places).to(ids.device)
+        rows[row, : len(places)] = ids[at]
+        shown.append(number[at][is_slot[at]].cpu().numpy())
+    lengths = torch.tensor([len(places) for places in kept], device=ids.device)
+    if features is None:
+        return DecoderInputs(ids=rows), lengths
+    # the whole sequence's image tokens count as one image
+    whole = replace(features, counts=(len(features.tokens),), grids=None)
+    return DecoderInputs(ids=rows, features=whole.of([0] * len(kept), shown)), lengths
 
 
 def shown_patches(
@@ -178,24 +268,45 @@ def shown_patches(
     return [np.arange(bundle.num_image_tokens(image)) for image in images]
 
 
-def shown_features(features: Sequence[Tensor], patches: Sequence[np.ndarray]) -> Tensor:
-    """Return the features of the patches shown, `[image tokens, hidden]`.
+def _masks(bundle: ModelBundle, valid: Tensor, new_ids: Tensor) -> Mask:
+    """Return the masks of new ids, whose slots are the last ones.
+
+    A position attends to the valid slots before it, to its image, and to itself, which keeps padding finite.
 
     Args:
-        features: Features of each image, `[patches, hidden]`.
-        patches: Indices of the patches that each image shows, int64.
+        bundle: Model.
+        valid: bool `[rows, slots]`.
+        new_ids: int64 `[rows, new]`.
     """
-    return torch.cat(
-        [
-            whole if len(shown) == len(whole) else whole[torch.from_numpy(shown).to(whole.device)]
-            for whole, shown in zip(features, patches, strict=True)
-        ]
-    )
-
-
-def _causal_mask(valid: Tensor, new: int) -> Tensor:
-    """Return bool `[rows, 1, new, slots]`: valid earlier slots, and the slot itself to keep padding finite."""
-    slots = valid.shape[1]
+    slots, new = valid.shape[1], new_ids.shape[1]
     query = torch.arange(slots - new, slots, device=valid.device)[:, None]
     key = torch.arange(slots, device=valid.device)[None, :]
-    return (valid[:, None, None, :] & (key <= query)) | (key == query)
+    allowed = (valid[:, None, None, :] & (key <= query)) | (key == query)
+    if bundle.facts.bidirectional_images:
+        slot = new_ids.eq(bundle.facts.image_token_id or 0)
+        # the number of tokens before that are no image: equal inside an image
+        image = torch.where(slot, (~slot).cumsum(1), -1)
+        same = (image[:, :, None] == image[:, None, :]) & slot[:, :, None]
+        allowed[:, 0, :, slots - new :] |= same
+    return _by_layer_type(bundle, allowed, valid)
+
+
+def _by_layer_type(bundle: ModelBundle, allowed: Tensor, valid: Tensor) -> Mask:
+    """Return a mask for each type of layer, or one for all.
+
+    Args:
+        bundle: Model.
+        allowed: bool `[rows, 1, new, slots]`, for full attention.
+        valid: bool `[rows, slots]`, slots that hold a token of the row.
+    """
+    facts = bundle.facts
+    types = facts.layer_types
+    if facts.sliding_window is None or types == {"full_attention"}:
+        return allowed if types is None else dict.fromkeys(types, allowed)
+    # a window counts tokens, not slots
+    number = valid.cumsum(1)
+    distance = number[:, -allowed.shape[2] :, None] - number[:, None, :]
+    sliding = allowed & (distance < facts.sliding_window)[:, None]
+    if types is None:
+        return sliding
+    return {kind: sliding if kind == "sliding_attention" else allowed for kind in types}

@@ -66,7 +66,7 @@ class CriticModule(pl.LightningModule):
     def forward(
         self,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         *,
         microbatches: Sequence[Tensor] | None = None,
         readout: Readout | None = None,
@@ -75,7 +75,7 @@ class CriticModule(pl.LightningModule):
 
         Args:
             samples: Sequences.
-            pixel_values: Images that `samples.image_index` refers to.
+            images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
             microbatches: Rows that are computed together; the module's length buckets by default.
             readout: What is computed; `ValueReadout` by default, which returns values `[rows, time]`.
 
@@ -88,7 +88,7 @@ class CriticModule(pl.LightningModule):
             )
         readout = readout or ValueReadout(self)
         rows = microbatches or split_by_length(samples.length, self.length_buckets)
-        return readout(self.backbone, samples, pixel_values, rows)
+        return readout(self.backbone, samples, images, rows)
 
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
@@ -97,7 +97,7 @@ class CriticModule(pl.LightningModule):
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the sampled tokens inside the advantage mask."""
         mask = batch.samples.advantage_mask & batch.non_padding
-        values: Tensor = self(batch.samples, batch.pixel_values)
+        values: Tensor = self(batch.samples, batch.images)
         errors = (values - batch.samples.returns) ** 2 * mask
         loss = errors.sum() * batch.scale / batch.advantage_tokens
         self.log("train/value_loss", loss.detach(), prog_bar=True)
@@ -119,12 +119,12 @@ class ValueReadout:
         self,
         bundle: ModelBundle,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         microbatches: Sequence[Tensor],
     ) -> Tensor:
         """Return float32 `[rows, time]`, 0 off the sampled tokens."""
         result = torch.zeros_like(samples.input_ids, dtype=torch.float32)
-        for states in sampled_states(bundle, samples, pixel_values, microbatches):
+        for states in sampled_states(bundle, samples, images, microbatches):
             values = self.critic.read(states.hidden)
             result = result.index_put((states.rows, states.columns), values)
         return result
@@ -140,27 +140,27 @@ class LastValueReadout:
         self,
         bundle: ModelBundle,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         microbatches: Sequence[Tensor],
     ) -> Tensor:
         """Return float32 `[rows]`."""
         result = torch.zeros(len(samples), device=samples.input_ids.device)
         for rows in microbatches:
-            hidden = run_decoder(bundle, sample_inputs(bundle, samples, pixel_values, rows))
+            hidden = run_decoder(bundle, sample_inputs(bundle, samples, images, rows))
             last = torch.arange(len(rows), device=hidden.device), samples.length[rows] - 1
             result[rows] = self.critic.read(hidden[last])
         return result
 
 
 def last_values(
-    policy: PolicyModule, critic: CriticModule, samples: Samples, pixel_values: Tensor
+    policy: PolicyModule, critic: CriticModule, samples: Samples, images: Sequence[Tensor]
 ) -> Tensor:
     """Return the value of the state after each row's last token, float32 `[rows]`."""
     module = policy if critic.shares_trunk else critic
     # one row at a time, without padding
     microbatches = [torch.tensor([row]) for row in range(len(samples))]
     values: Tensor = module(
-        samples, pixel_values, microbatches=microbatches, readout=LastValueReadout(critic)
+        samples, images, microbatches=microbatches, readout=LastValueReadout(critic)
     )
     return values
 
@@ -169,7 +169,7 @@ def score_together(
     policy: PolicyModule,
     critic: CriticModule | None,
     samples: Samples,
-    pixel_values: Tensor,
+    images: Sequence[Tensor],
     *,
     reference: Tensor | None = None,
     microbatches: Sequence[Tensor] | None = None,
@@ -180,13 +180,13 @@ def score_together(
         policy: Policy.
         critic: Critic; None for scores without values.
         samples: Sequences.
-        pixel_values: Images that `samples.image_index` refers to.
+        images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
         reference: Reference's log-probs over the vocabulary, see `TokenReadout`.
         microbatches: Rows that are computed together; the module's length buckets by default.
     """
     shared = critic if critic is not None and critic.shares_trunk else None
     readout = TokenReadout(critic=shared, reference=reference)
-    scores: TokenScores = policy(samples, pixel_values, microbatches=microbatches, readout=readout)
+    scores: TokenScores = policy(samples, images, microbatches=microbatches, readout=readout)
     if critic is None or shared is not None:
         return scores
-    return scores._replace(values=critic(samples, pixel_values, microbatches=microbatches))
+    return scores._replace(values=critic(samples, images, microbatches=microbatches))

@@ -31,7 +31,7 @@ class Readout(Protocol):
         self,
         bundle: ModelBundle,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         microbatches: Sequence[Tensor],
     ) -> Any:
         """Run the model and return the result.
@@ -39,7 +39,7 @@ class Readout(Protocol):
         Args:
             bundle: Model of the module that is called.
             samples: Sequences to compute on.
-            pixel_values: Images that `samples.image_index` refers to.
+            images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
             microbatches: Rows that are computed together, each int64 `[rows]`.
         """
         ...
@@ -102,28 +102,28 @@ def split_by_tokens(lengths: Tensor, tokens: int) -> list[Tensor]:
 
 
 def sample_inputs(
-    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, rows: Tensor
+    bundle: ModelBundle, samples: Samples, images: Sequence[Tensor], rows: Tensor
 ) -> DecoderInputs:
     """Build the decoder inputs of these rows, cut to the longest of them."""
     time = int(samples.length[rows].max())
     return whole_inputs(
         bundle,
         samples.input_ids[rows, :time],
-        pixel_values=pixel_values,
+        images=images,
         image_index=samples.image_index[rows],
         patches=samples.patches[rows],
     )
 
 
 def sampled_states(
-    bundle: ModelBundle, samples: Samples, pixel_values: Tensor, microbatches: Sequence[Tensor]
+    bundle: ModelBundle, samples: Samples, images: Sequence[Tensor], microbatches: Sequence[Tensor]
 ) -> Iterator[SampledStates]:
     """Run the decoder on each microbatch and yield the states that predict sampled tokens.
 
     V(s_t) and the distribution of token t are both read at position t - 1. The shift is made here, once.
     """
     for rows in microbatches:
-        hidden = run_decoder(bundle, sample_inputs(bundle, samples, pixel_values, rows))
+        hidden = run_decoder(bundle, sample_inputs(bundle, samples, images, rows))
         sampled = samples.turn[rows, : hidden.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
         yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1])

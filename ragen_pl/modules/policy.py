@@ -69,7 +69,7 @@ class PolicyModule(pl.LightningModule):
     def forward(
         self,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         *,
         microbatches: Sequence[Tensor] | None = None,
         readout: Readout | None = None,
@@ -78,17 +78,17 @@ class PolicyModule(pl.LightningModule):
 
         Args:
             samples: Sequences.
-            pixel_values: Images that `samples.image_index` refers to.
+            images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
             microbatches: Rows that are computed together; the module's length buckets by default.
             readout: What is computed; `TokenReadout()` by default, which returns `TokenScores`.
         """
         readout = readout or TokenReadout()
         rows = microbatches or split_by_length(samples.length, self.length_buckets)
-        return readout(self.bundle, samples, pixel_values, rows)
+        return readout(self.bundle, samples, images, rows)
 
     def supervised_loss(self, batch: Minibatch) -> Tensor:
         """Return the cross-entropy of the responses, averaged over all trained tokens of the optimizer step."""
-        scores: TokenScores = self(batch.samples, batch.pixel_values)
+        scores: TokenScores = self(batch.samples, batch.images)
         return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.loss_tokens
 
     def on_fit_start(self) -> None:
@@ -124,14 +124,14 @@ class TokenReadout:
         self,
         bundle: ModelBundle,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         microbatches: Sequence[Tensor],
     ) -> TokenScores:
         """Return the scores."""
         places: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {}
         numbers = _numbers(samples)
-        for states in sampled_states(bundle, samples, pixel_values, microbatches):
+        for states in sampled_states(bundle, samples, images, microbatches):
             at = (states.rows, states.columns)
             log_probs = bundle.log_probs(
                 states.hidden, temperature=samples.temperature[at][:, None]
@@ -167,13 +167,13 @@ class VocabularyReadout:
         self,
         bundle: ModelBundle,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         microbatches: Sequence[Tensor],
     ) -> Tensor:
         """Return float32 `[sampled tokens, vocab]` by `samples.token`."""
         log_probs: list[Tensor] = []
         numbers: list[Tensor] = []
-        for states in sampled_states(bundle, samples, pixel_values, microbatches):
+        for states in sampled_states(bundle, samples, images, microbatches):
             at = (states.rows, states.columns)
             temperature = samples.temperature[at][:, None]
             log_probs.append(bundle.log_probs(states.hidden, temperature=temperature))

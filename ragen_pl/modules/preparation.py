@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,7 @@ class Scorer:
     def score(
         self,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         *,
         microbatches: list[Tensor],
         reference: Tensor | None = None,
@@ -57,7 +58,7 @@ class Scorer:
             self.policy,
             self.critic,
             samples,
-            pixel_values,
+            images,
             reference=reference,
             microbatches=microbatches,
         )
@@ -67,18 +68,18 @@ class Scorer:
         full = self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
         reference = batch.reference if full else None
         return score_together(
-            self.policy, self.critic, batch.samples, batch.pixel_values, reference=reference
+            self.policy, self.critic, batch.samples, batch.images, reference=reference
         )
 
     def bootstrap(self, batch: TrajectoryBatch) -> None:
         """Set the value of the state after the last turn of truncated episodes."""
         if batch.final is None or self.critic is None:
             return
-        values = last_values(self.policy, self.critic, batch.final, batch.pixel_values)
+        values = last_values(self.policy, self.critic, batch.final, batch.images)
         batch.episodes.bootstrap[batch.final.episode] = values.float()
 
     def reference_logprobs(
-        self, samples: Samples, pixel_values: Tensor, *, microbatches: list[Tensor]
+        self, samples: Samples, images: Sequence[Tensor], *, microbatches: list[Tensor]
     ) -> Tensor | None:
         """Return the reference's log-probs by token number: `[tokens, vocab]`, or `[tokens]` for estimates.
 
@@ -88,10 +89,10 @@ class Scorer:
             return None
         if self.loss.kl.estimator is KLEstimator.FULL:
             log_probs: Tensor = self.reference(
-                samples, pixel_values, microbatches=microbatches, readout=VocabularyReadout()
+                samples, images, microbatches=microbatches, readout=VocabularyReadout()
             )
             return log_probs
-        scores: TokenScores = self.reference(samples, pixel_values, microbatches=microbatches)
+        scores: TokenScores = self.reference(samples, images, microbatches=microbatches)
         sampled = samples.turn >= 0
         result = scores.logprobs.new_zeros(int(sampled.sum()))
         result[samples.token[sampled]] = scores.logprobs[sampled]
@@ -127,7 +128,7 @@ def prepare_batch(
     """
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
     microbatches = split_by_tokens(samples.length, tokens_per_forward)
-    reference = scorer.reference_logprobs(samples, batch.pixel_values, microbatches=microbatches)
+    reference = scorer.reference_logprobs(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
 
@@ -167,7 +168,7 @@ def _score(
     """Score the samples and set their values, bootstraps and the log-probs of shown text."""
     samples = batch.samples
     full = reference if reference is not None and reference.ndim == 2 else None
-    scores = scorer.score(samples, batch.pixel_values, microbatches=microbatches, reference=full)
+    scores = scorer.score(samples, batch.images, microbatches=microbatches, reference=full)
     if scores.values is not None:
         samples.values = scores.values
         scorer.bootstrap(batch)
@@ -189,7 +190,7 @@ def _narrow_by_importance(
     assert masks.importance is not None
     samples = batch.samples
     scores: Tensor = policy(
-        samples, batch.pixel_values, microbatches=microbatches, readout=SaliencyReadout()
+        samples, batch.images, microbatches=microbatches, readout=SaliencyReadout()
     )
     before = layout.scatter(kept.loss, like=samples.loss_mask)
     keep_important(kept, scores, batch, layout, keep=masks.importance)

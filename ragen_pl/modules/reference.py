@@ -45,14 +45,14 @@ class WithoutAdapters:
     def __call__(
         self,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         *,
         microbatches: Sequence[Tensor] | None = None,
         readout: Readout | None = None,
     ) -> Any:
         """Call the policy without its adapters. The arguments are those of `PolicyModule.forward`."""
         with adapters_off(self.policy.bundle.model):
-            return self.policy(samples, pixel_values, microbatches=microbatches, readout=readout)
+            return self.policy(samples, images, microbatches=microbatches, readout=readout)
 
 
 ReferencePolicy = PolicyModule | WithoutAdapters
@@ -74,8 +74,7 @@ class FrozenCopy:
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return a copy with frozen weights."""
-        bundle = copy.copy(policy.bundle)
-        bundle.model = copy.deepcopy(policy.bundle.model)
+        bundle = policy.bundle.with_model(copy.deepcopy(policy.bundle.model))
         frozen = PolicyModule(bundle, length_buckets=policy.length_buckets)
         frozen.requires_grad_(False)
         return frozen.eval()

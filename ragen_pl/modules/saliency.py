@@ -7,14 +7,14 @@ first order it is the change of the log-probability if the embedding faded to ze
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ragen_pl.data.batch import Samples
-from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.models.inputs import DecoderInputs, embeddings_replaced, run_decoder
 from ragen_pl.modules.forward import sample_inputs
 from ragen_pl.trajectory import Span
 
@@ -30,14 +30,14 @@ class SaliencyReadout:
         self,
         bundle: ModelBundle,
         samples: Samples,
-        pixel_values: Tensor,
+        images: Sequence[Tensor],
         microbatches: Sequence[Tensor],
     ) -> Tensor:
         """Return float32 `[rows, time]`, words and image slots alike; 0 on padding and after the last action."""
         scores = torch.zeros(samples.input_ids.shape, device=samples.input_ids.device)
         for rows in microbatches:
             with torch.no_grad():
-                inputs = sample_inputs(bundle, samples, pixel_values, rows)
+                inputs = sample_inputs(bundle, samples, images, rows)
             effect = _effect_on_actions(bundle, samples, inputs, rows)
             if effect is None:
                 continue
@@ -52,7 +52,7 @@ def _effect_on_actions(
 ) -> Tensor | None:
     """Return each position's effect on the action tokens of these rows; None if they have none."""
     actions = (samples.turn[rows] >= 0) & (samples.spans[rows] == Span.ACTION)
-    at, columns = actions[:, : inputs.embeds.shape[1]].nonzero(as_tuple=True)
+    at, columns = actions[:, : inputs.ids.shape[1]].nonzero(as_tuple=True)
     if not len(at):
         return None
     place = (rows.to(at.device)[at], columns)
@@ -85,9 +85,15 @@ def gradient_times_input(
         tokens: int64 `[tokens]`, ids at these places.
         temperature: Temperature of their distributions, `[tokens, 1]`.
     """
-    with torch.enable_grad():
-        embeds = inputs.embeds.detach().requires_grad_(True)
-        states = run_decoder(bundle, replace(inputs, embeds=embeds))
+    entering: list[Tensor] = []
+
+    def as_leaf(embeds: Tensor) -> Tensor:
+        entering.append(embeds.detach().requires_grad_(True))
+        return entering[-1]
+
+    with torch.enable_grad(), embeddings_replaced(bundle, as_leaf):
+        states = run_decoder(bundle, inputs)
         log_probs = bundle.log_probs(states[rows, columns - 1], temperature=temperature)
+        (embeds,) = entering
         (gradient,) = torch.autograd.grad(log_probs.gather(-1, tokens[:, None]).sum(), embeds)
     return (gradient * embeds.detach()).sum(-1).abs().float()

@@ -69,7 +69,7 @@ class WarmStartModule(pl.LightningModule):
         """Return the joint loss, averaged over all trained tokens of the step."""
         samples = batch.samples
         mask = samples.loss_mask & (samples.weight > 0)[:, None]
-        scores = score_together(self.policy, self.critic, samples, batch.pixel_values)
+        scores = score_together(self.policy, self.critic, samples, batch.images)
         response_loss = -(scores.logprobs * mask).sum() / batch.loss_tokens
         metrics = {"warm_start/loss": response_loss.detach()}
         loss = response_loss

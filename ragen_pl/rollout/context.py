@@ -192,9 +192,13 @@ class ContextManager:
         shown = [exchange for number, exchange in enumerate(window) if number not in left_out]
         images = [image for exchange in shown for image in exchange.images]
         if not self.template.keeps_prefix:
-            unexpanded_ids = self._render(conversation, shown)
-            ids = self.bundle.expand_image_slots(unexpanded_ids, images)
-            return Prompt(ids=ids, unexpanded_ids=unexpanded_ids, images=images)
+            rendering = self._render(conversation, shown)
+            expanded = self.bundle.expand_image_slots(rendering, images)
+            return Prompt(
+                ids=self._encode_markup(expanded),
+                unexpanded_ids=self._encode_markup(rendering),
+                images=images,
+            )
         unexpanded = [self._block(exchange, exchange.unexpanded_ids) for exchange in shown]
         first = len(conversation.exchanges) - len(window)
         return Prompt(
@@ -236,8 +240,8 @@ class ContextManager:
             patches += all_patches if exchange.patches is None else exchange.patches
         return patches
 
-    def _render(self, conversation: Conversation, shown: Sequence[Exchange]) -> np.ndarray:
-        """Return the unexpanded ids of the window, rendered as a whole for a template that rewrites its history."""
+    def _render(self, conversation: Conversation, shown: Sequence[Exchange]) -> str:
+        """Return the text of the window, rendered as a whole for a template that rewrites its history."""
         messages: list[Message] = self.template.system_messages(conversation.system)
         for exchange in shown:
             messages.append(user_message(self._plain(exchange.text), images=len(exchange.images)))
@@ -245,7 +249,7 @@ class ContextManager:
                 messages.append(
                     {"role": "assistant", "content": self._plain(exchange.response_text)}
                 )
-        return self._encode_markup(self.template.render(messages))
+        return self.template.render(messages)
 
     def _plain(self, text: str) -> str:
         """Return a text without the tokenizer's control tokens."""
@@ -262,10 +266,11 @@ class ContextManager:
         if not self.template.keeps_prefix:
             return NO_IDS, NO_IDS
         before, after = self.template.around_user(len(images))
-        slots = self._encode_markup(before)
+        expanded = self._encode_markup(self.bundle.expand_image_slots(before, images))
         rest = [self._encode_words(text), self._encode_markup(after)]
-        expanded = self.bundle.expand_image_slots(slots, images)
-        return np.concatenate([expanded, *rest]), np.concatenate([slots, *rest])
+        return np.concatenate([expanded, *rest]), np.concatenate(
+            [self._encode_markup(before), *rest]
+        )
 
     def _encode_markup(self, text: str) -> np.ndarray:
         return self._cached("markup:" + text, text, split_special_tokens=False)

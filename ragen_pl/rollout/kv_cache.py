@@ -193,7 +193,7 @@ class SessionCache:
         fed = torch.tensor([len(response) - 1 for response in responses], device=valid.device)
         columns = torch.arange(slots - prompt_slots, device=valid.device)
         valid[:, prompt_slots:] = columns < fed[:, None]
-        self.valid, self.next_position = valid, valid.sum(1)
+        self.valid, self.next_position = valid, self.next_position + fed
         self.ids = [
             np.concatenate([prompt, response[:-1]])
             for prompt, response in zip(prompts, responses, strict=True)

@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 
 from ragen_pl.constraints import FractionBelowOne, checked
-from ragen_pl.models.inputs import (
-    DecoderInputs,
-    occluded_inputs,
-    run_decoder,
-    shown_features,
-    shown_patches,
-)
+from ragen_pl.models.images import ImageFeatures
+from ragen_pl.models.inputs import occluded_inputs, run_decoder, shown_patches
 from ragen_pl.rollout.engine import GenerationRequest, Prompt, RolloutEngine, generate
 
 if TYPE_CHECKING:
@@ -124,21 +119,28 @@ def _scores(
 ) -> np.ndarray:
     ids = torch.from_numpy(np.concatenate([prompt.ids, response])).to(bundle.device)
     features = _features(bundle, prompt) if prompt.images else None
-    inputs, lengths = occluded_inputs(bundle, ids, features=features, occlusions=candidates)
-    microbatches = [DecoderInputs(embeds=embeds) for embeds in inputs.embeds.split(_ROWS)]
-    states = torch.cat([run_decoder(bundle, microbatch) for microbatch in microbatches])
-    # the response ends every row; the state before a token predicts it
-    back = torch.arange(len(response), 0, -1, device=ids.device)
-    columns = lengths[:, None] - back[None, :] - 1
-    rows = torch.arange(len(lengths), device=ids.device)[:, None]
-    log_probs = bundle.log_probs(states[rows, columns]).double()
+    positions = np.arange(len(ids))
+    kept = [positions, *(np.delete(positions, left_out) for left_out in candidates)]
+    parts: list[Tensor] = []
+    for start in range(0, len(kept), _ROWS):
+        inputs, lengths = occluded_inputs(
+            bundle, ids, features=features, kept=kept[start : start + _ROWS]
+        )
+        states = run_decoder(bundle, inputs)
+        # the response ends every row; the state before a token predicts it
+        back = torch.arange(len(response), 0, -1, device=ids.device)
+        columns = lengths[:, None] - back[None, :] - 1
+        rows = torch.arange(len(lengths), device=ids.device)[:, None]
+        parts.append(bundle.log_probs(states[rows, columns]).double())
+    log_probs = torch.cat(parts)
     whole = log_probs[:1]
     scores: np.ndarray = (whole.exp() * (whole - log_probs[1:])).sum((1, 2)).cpu().numpy()
     return scores
 
 
-def _features(bundle: ModelBundle, prompt: Prompt) -> Tensor:
-    """Return the features of the prompt's image tokens, `[image tokens, hidden]`."""
-    features = bundle.features(bundle.pixel_values(prompt.images).to(bundle.device))
-    patches = shown_patches(bundle, prompt.images, prompt.patches)
-    return shown_features(list(features), patches)
+def _features(bundle: ModelBundle, prompt: Prompt) -> ImageFeatures:
+    """Return the features of the prompt's image tokens."""
+    assert bundle.images is not None
+    features = bundle.images.encode(prompt.images)
+    shown = shown_patches(bundle, prompt.images, prompt.patches)
+    return features.of(range(len(prompt.images)), shown)

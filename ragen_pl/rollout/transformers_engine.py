@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ragen_pl.models.images import ImageFeatures, content_key
 from ragen_pl.models.inputs import (
     DecoderInputs,
     continued_inputs,
     run_decoder,
-    shown_features,
     shown_patches,
     token_inputs,
 )
@@ -55,7 +55,7 @@ class TransformersEngine:
         self._pending: list[GenerationRequest] = []
         self._keep = False
         self._held: SessionCache | None = None
-        self._features: dict[int, tuple[np.ndarray, Tensor]] = {}
+        self._features: dict[bytes, ImageFeatures] = {}
 
     def load_weights(self, version: int) -> None:
         """Drop what was computed with older weights; the weights themselves are the trainer's."""
@@ -123,7 +123,7 @@ class TransformersEngine:
         shared = longest if alike.all() else int(alike.argmin())
         if len(prompts) == 1 or shared < _SHARE_FROM:
             return
-        inputs, _ = continued_inputs(
+        inputs, _, _ = continued_inputs(
             self.bundle,
             [first[:shared]],
             valid=held.valid[:1],
@@ -138,21 +138,19 @@ class TransformersEngine:
         """Compute what is new in each prompt; return the last hidden states, `[rows, hidden]`."""
         new_ids = held.new_ids([prompt.ids for prompt in prompts])
         self.prefilled_tokens += sum(len(ids) for ids in new_ids)
-        inputs, valid = continued_inputs(
+        inputs, held.valid, held.next_position = continued_inputs(
             self.bundle,
             new_ids,
             valid=held.valid,
             next_position=held.next_position,
             features=self._new_features(prompts, new_ids),
         )
-        added = valid[:, held.valid.shape[1] :].sum(1)
-        held.valid, held.next_position = valid, held.next_position + added
         return self._last_states(held.cache, inputs)
 
     def _new_features(
         self, prompts: Sequence[Prompt], new_ids: Sequence[np.ndarray]
-    ) -> Tensor | None:
-        """Return the features of the image tokens in the new ids, `[image tokens, hidden]`."""
+    ) -> ImageFeatures | None:
+        """Return the features of the image tokens in the new ids."""
         image_token = self.bundle.image_token_id
         if image_token is None:
             return None
@@ -166,20 +164,21 @@ class TransformersEngine:
                 slots -= len(patches[first])
             images.extend(prompt.images[first:])
             shown.extend(patches[first:])
-        return shown_features(self._encode(images), shown) if images else None
+        return self._encode(images, shown) if images else None
 
-    def _encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
-        """Return each image's features, `[patches, hidden]`; every array is encoded once."""
-        new = {id(image): image for image in images if id(image) not in self._features}
+    def _encode(self, images: Sequence[np.ndarray], shown: Sequence[np.ndarray]) -> ImageFeatures:
+        """Return the features of the patches shown of each image; images of equal content are encoded once."""
+        assert self.bundle.images is not None
+        keys = [content_key(image) for image in images]
+        new = {
+            key: image for key, image in zip(keys, images, strict=True) if key not in self._features
+        }
         if new:
-            pixel_values = self.bundle.pixel_values(list(new.values())).to(self.bundle.device)
-            features = self.bundle.features(pixel_values)
-            # an array that is held keeps its id
-            self._features |= {
-                key: (image, feature)
-                for (key, image), feature in zip(new.items(), features, strict=True)
-            }
-        return [self._features[id(image)][1] for image in images]
+            features = self.bundle.images.encode(list(new.values()))
+            self._features |= dict(zip(new, features.split(), strict=True))
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        distinct = ImageFeatures.join([self._features[key] for key in numbers])
+        return distinct.of([numbers[key] for key in keys], shown)
 
     def _last_states(self, cache: InPlaceCache, inputs: DecoderInputs) -> Tensor:
         """Append inputs to the cache; return the decoder's states at their last column, `[rows, hidden]`."""

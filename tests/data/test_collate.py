@@ -105,12 +105,12 @@ def test_images_are_stored_once_and_belong_to_their_turns(vlm, make_trajectory, 
     )
     plain = make_trajectory(vlm, [3], images=False)
     batch = collate([trajectory, plain], vlm)
-    assert len(batch.pixel_values) == 4
+    assert len(batch.images) == 4
     for samples in (batch.samples, batch.final):
         slots = (samples.input_ids == vlm.image_token_id).sum(1)
         assert (slots == 4 * (samples.image_index >= 0).sum(1)).all()
     shown = {tuple(turn.prompt_images[-1].flatten()[:20]) for turn in trajectory.turns}
-    held = {tuple(image.permute(1, 2, 0).flatten()[:20].tolist()) for image in batch.pixel_values}
+    held = {tuple(image.flatten()[:20].tolist()) for image in batch.images}
     assert shown < held
     assert (batch.samples.image_index[-1] == -1).all()
     if window == "all":
@@ -238,4 +238,4 @@ def test_batch_survives_a_checkpoint(vlm, make_trajectory, tmp_path, status):
     first, second = batch.state_dict(), back.state_dict()
     assert str(first) == str(second) and (back.final is None) == (batch.final is None)
     assert torch.equal(back.samples.behavior_logprobs, batch.samples.behavior_logprobs)
-    assert torch.equal(back.pixel_values, batch.pixel_values)
+    assert all(map(torch.equal, back.images, batch.images))

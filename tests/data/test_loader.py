@@ -154,10 +154,10 @@ def test_reference_and_images_follow_their_rows(vlm, make_trajectory):
             )
             there, here = made.samples.image_index[whole], samples.image_index[row]
             assert torch.equal(there < 0, here < 0)
-            assert torch.equal(
-                step.pixel_values[here[here >= 0]], made.pixel_values[there[there >= 0]]
-            )
-        assert len(step.pixel_values) == int((samples.image_index >= 0).sum())
+            shown = [step.images[number] for number in here[here >= 0]]
+            expected = [made.images[number] for number in there[there >= 0]]
+            assert len(shown) == len(expected) and all(map(torch.equal, shown, expected))
+        assert len(step.images) == int((samples.image_index >= 0).sum())
 
 
 def test_validation_loader_gives_each_episode_once_in_chunks():

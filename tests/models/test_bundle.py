@@ -63,17 +63,17 @@ def test_rows_of_the_head_without_a_token_are_banned():
 
 
 def test_image_tokens_are_expanded_to_one_for_each_feature(vlm):
-    ids = np.array([2, 5, 40, 5, 3])
-    found = vlm.expand_image_slots(ids, [image(32), image(48)])
-    assert found.tolist() == [2, *[5] * 4, 40, *[5] * 9, 3]
+    text = "<|user|><|image|>then<|image|>"
+    expanded = vlm.expand_image_slots(text, [image(32), image(48)])
+    assert expanded == "<|user|>" + "<|image|>" * 4 + "then" + "<|image|>" * 9
     with pytest.raises(ValueError, match="2 image slots for 1 images"):
-        vlm.expand_image_slots(ids, [image()])
+        vlm.expand_image_slots(text, [image()])
 
 
 def test_text_model_with_images_raises(lm):
     assert lm.image_token_id is None and lm.processor is None
     with pytest.raises(ValueError, match="model=small_vlm"):
-        lm.expand_image_slots(np.array([2, 3]), [image()])
+        lm.expand_image_slots("<|user|>", [image()])
 
 
 def test_pieces_join_to_the_text(lm):
@@ -85,8 +85,7 @@ def test_pieces_join_to_the_text(lm):
 def test_decoder_and_head_match_the_model(vlm, lm):
     ids = torch.tensor([[2, 40, 41, 3]])
     for bundle in (vlm, lm):
-        embeds = bundle.model.get_input_embeddings()(ids)
-        states = bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        states = bundle.backbone(input_ids=ids, use_cache=False).last_hidden_state
         assert states.shape == (1, 4, bundle.hidden_size)
         assert torch.equal(bundle.lm_head(states), bundle.model(input_ids=ids).logits)
 
@@ -124,10 +123,8 @@ def test_logits_are_scaled_as_by_the_model(kind, config, scale):
     bundle = ModelBundle(made, load_tokenizer())
     ids = torch.arange(8, 24)[None]
     with torch.no_grad():
-        states = bundle.decoder(inputs_embeds=bundle.embed(ids)).last_hidden_state
-        torch.testing.assert_close(
-            bundle.lm_head(states), made(inputs_embeds=bundle.embed(ids)).logits
-        )
+        states = bundle.backbone(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(bundle.lm_head(states), made(input_ids=ids).logits)
 
 
 def test_control_tokens_without_a_role_are_banned():
@@ -174,8 +171,8 @@ def test_pretrained_vision_language_model_loads(tmp_path):
     )
     bundle = load_pretrained(str(tmp_path))
     assert bundle.image_token_id == 5
-    features = bundle.features(bundle.pixel_values([image(), image()]))
-    assert features.shape == (2, bundle.num_image_tokens(image()), 32)
+    features = bundle.images.encode([image(), image()])
+    assert features.tokens.shape == (2 * bundle.num_image_tokens(image()), 32)
 
 
 def test_model_with_patch_grids_loads(tmp_path):
@@ -197,16 +194,17 @@ def test_model_with_patch_grids_loads(tmp_path):
         video_processor=Qwen2VLVideoProcessor(), chat_template=tokenizer.chat_template,
     )  # fmt: skip
     ModelBundle(Qwen2_5_VLForConditionalGeneration(config), tokenizer, processor).save(tmp_path)
-    with pytest.warns(UserWarning, match="positions in rows and columns"):
-        bundle = load_pretrained(str(tmp_path))
-    shown = [np.full((56, 56, 3), value, dtype=np.uint8) for value in (10, 200)]
-    pixels = bundle.pixel_values(shown)
-    features = bundle.features(pixels)
-    assert features.shape == (2, bundle.num_image_tokens(shown[0]), 32) == (2, 4, 32)
-    assert torch.allclose(bundle.features(pixels[1:]), features[1:], atol=1e-6)
+    bundle = load_pretrained(str(tmp_path))
+    shown = [np.full((56, 56, 3), 10, np.uint8), np.full((28, 56, 3), 200, np.uint8)]
+    features = bundle.images.encode([*shown, shown[0]])
+    assert features.counts == (4, 2, 4) and features.grids.tolist() == [
+        [1, 4, 4],
+        [1, 2, 4],
+        [1, 4, 4],
+    ]
+    alone = bundle.images.encode(shown[1:])
+    torch.testing.assert_close(alone.tokens, features.tokens[4:6])
     assert {512, 513, 514, 515, 516, 519} < set(bundle.banned_token_ids)
-    with pytest.raises(ValueError, match="expected one size"):
-        bundle.pixel_values([shown[0], shown[1][:28]])
 
 
 def test_missing_model_raises_one_line(tmp_path):

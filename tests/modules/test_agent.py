@@ -28,9 +28,7 @@ def test_value_and_logprob_of_a_token_are_read_one_position_earlier(make, own_cr
     for row in range(len(samples)):
         ids = samples.input_ids[row : row + 1, : samples.length[row]]
         with torch.no_grad():
-            hidden = trunk.decoder(
-                inputs_embeds=trunk.model.get_input_embeddings()(ids), use_cache=False
-            ).last_hidden_state[0]
+            hidden = trunk.backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
             values = agent.critic.head(hidden)
             logits = agent.policy.model(ids).logits[0].double()
         logits[:, list(agent.policy.bundle.banned_token_ids)] = -torch.inf
@@ -85,9 +83,7 @@ def test_only_truncated_episodes_are_bootstrapped(make, own_critic):
     ids = torch.from_numpy(both[1].final_prompt_ids)[None]
     trunk = agent.critic.backbone if own_critic else bundle
     with torch.no_grad():
-        hidden = trunk.decoder(
-            inputs_embeds=trunk.model.get_input_embeddings()(ids), use_cache=False
-        ).last_hidden_state
+        hidden = trunk.backbone(input_ids=ids, use_cache=False).last_hidden_state
         value = float(agent.critic.head(hidden[0, -1]))
     assert abs(value) > 1e-3
     assert cut_one.episodes.bootstrap.tolist() == [0.0, pytest.approx(value, abs=1e-5)]

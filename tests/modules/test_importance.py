@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ragen_pl.algorithms.masks import top_in_turn
 from ragen_pl.data.collate import as_dummy_batch, collate
+from ragen_pl.models.inputs import embeddings_replaced, run_decoder
 from ragen_pl.modules.forward import sample_inputs
 from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.saliency import SaliencyReadout
@@ -43,20 +44,24 @@ def test_saliency_equals_the_change_when_an_embedding_fades(make, images) -> Non
     samples = batch.samples
     rows = torch.tensor([1])
     assert (samples.spans[1] == Span.ACTION).any()
-    scores = agent.policy(
-        samples, batch.pixel_values, microbatches=[rows], readout=SaliencyReadout()
-    )[1]
+    scores = agent.policy(samples, batch.images, microbatches=[rows], readout=SaliencyReadout())[1]
 
     def actions(embeds) -> torch.Tensor:
         policy = agent.policy
         columns = ((samples.spans[1] == Span.ACTION) & (samples.turn[1] >= 0)).nonzero()[:, 0]
-        states = policy.bundle.decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        states = policy.bundle.backbone(inputs_embeds=embeds, use_cache=False).last_hidden_state
         banned = torch.tensor(policy.bundle.banned_token_ids)
         logits = policy.bundle.lm_head(states[0, columns - 1]).index_fill(-1, banned, -1e30)
         return logits.log_softmax(-1).gather(-1, samples.input_ids[1, columns][:, None]).sum()
 
     with torch.no_grad():
-        embeds = sample_inputs(agent.policy.bundle, samples, batch.pixel_values, rows).embeds
+        entering: list[torch.Tensor] = []
+        inputs = sample_inputs(agent.policy.bundle, samples, batch.images, rows)
+        with embeddings_replaced(
+            agent.policy.bundle, lambda states: entering.append(states) or states
+        ):
+            run_decoder(agent.policy.bundle, inputs)
+        (embeds,) = entering
         for place in range(0, int(samples.length[1]), 3):
             down, up = embeds.clone(), embeds.clone()
             down[0, place] *= 0.99

@@ -21,7 +21,7 @@ def test_shown_text_takes_the_log_probs_before_the_update(make) -> None:
     batch = agent.prepare(raw)
     samples = batch.samples
     with torch.no_grad():
-        scores = agent.policy(samples, batch.pixel_values)
+        scores = agent.policy(samples, batch.images)
     assert samples.loss_mask[shown].all()
     torch.testing.assert_close(samples.behavior_logprobs[shown], scores.logprobs[shown])
     assert samples.behavior_logprobs[shown].max() < 0

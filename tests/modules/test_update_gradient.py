@@ -107,7 +107,7 @@ def test_gradient_with_images_does_not_depend_on_accumulation(make):
     for window in (1, "all"):
         agent = make.agent(loss=loss_settings(), images=True)
         batch = make.batch(agent, window=window, groups=3)
-        assert len(batch.pixel_values) > 1
+        assert len(batch.images) > 1
         nudge(agent)
         whole = make.gradient(agent, list(MinibatchLoader(batch, epochs=1, minibatches=1)))
         split = list(MinibatchLoader(batch, epochs=1, minibatches=1, accumulate=3))

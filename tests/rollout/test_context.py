@@ -245,7 +245,7 @@ def test_image_slots_match_image_features(vlm):
             assert (prompt.ids == vlm.image_token_id).sum() == 16 * count
             shades = [int(image[0, 0, 0]) for image in prompt.images]
             assert shades == [10, 20, 30][number + 1 - count : number + 1]
-            assert len(vlm.features(vlm.pixel_values(prompt.images)).flatten(0, 1)) == 16 * count
+            assert len(vlm.images.encode(prompt.images).tokens) == 16 * count
 
 
 def test_hostile_observation_with_an_image_adds_no_slot(vlm):

@@ -67,7 +67,7 @@ def draws_of(request: GenerationRequest) -> np.ndarray:
 
 def plain_logits(bundle, ids: np.ndarray, images) -> torch.Tensor:
     """The model's own forward over a whole sequence, no cache: `[time, vocab]`."""
-    pixels = {"pixel_values": bundle.pixel_values(images)} if len(images) else {}
+    pixels = bundle.processor(images=list(images), return_tensors="pt") if len(images) else {}
     with torch.no_grad():
         return bundle.model(input_ids=torch.from_numpy(ids)[None], **pixels).logits[0]
 
@@ -89,7 +89,7 @@ def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tup
 def scored(bundle, episodes):
     batch = collate(episodes, bundle)
     with torch.no_grad():
-        scores = PolicyModule(bundle, length_buckets=3)(batch.samples, batch.pixel_values)
+        scores = PolicyModule(bundle, length_buckets=3)(batch.samples, batch.images)
     return batch, scores
 
 
@@ -302,11 +302,11 @@ def test_images_of_later_turns_fill_their_own_slots(vlm):
 
 def test_only_new_tokens_are_computed_and_images_encoded_once(vlm, monkeypatch):
     encoded = []
-    plain = type(vlm).features
+    plain = vlm.model.get_image_features
     monkeypatch.setattr(
-        type(vlm),
-        "features",
-        lambda self, pixels: encoded.append(len(pixels)) or plain(self, pixels),
+        vlm.model,
+        "get_image_features",
+        lambda pixel_values: encoded.append(len(pixel_values)) or plain(pixel_values),
     )
     engine, new, sampled, held = TransformersEngine(PolicyModule(vlm)), 0, 0, [0] * 3
     for requests, responses in talks_with_images(vlm, engine, slots=3, turns=4):
@@ -462,8 +462,9 @@ def test_unexpanded_ids_have_one_token_for_each_image(vlm, window):
     for requests, _ in talks_with_images(vlm, engine, slots=1, turns=3, window=window):
         prompt = requests[0].prompt
         assert (prompt.unexpanded_ids == vlm.image_token_id).sum() == len(prompt.images)
-        expanded = vlm.expand_image_slots(prompt.unexpanded_ids, prompt.images)
-        assert expanded.tolist() == prompt.ids.tolist()
+        # an image of 32 x 32 pixels has 4 features
+        counts = np.where(prompt.unexpanded_ids == vlm.image_token_id, 4, 1)
+        assert np.repeat(prompt.unexpanded_ids, counts).tolist() == prompt.ids.tolist()
 
 
 def test_the_config_names_the_engine(lm):

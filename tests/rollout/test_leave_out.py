@@ -39,7 +39,7 @@ def mismatch(bundle, trajectories) -> float:
     """The largest difference between the trainer's log-probs and the engine's."""
     batch = collate(trajectories, bundle)
     with torch.no_grad():
-        found = PolicyModule(bundle)(batch.samples, batch.pixel_values).logprobs
+        found = PolicyModule(bundle)(batch.samples, batch.images).logprobs
     return float((found - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
 
 
@@ -139,9 +139,9 @@ def distributions(bundle, ids, image, patches, response) -> torch.Tensor:
     tokens = torch.from_numpy(np.concatenate([ids, response]))
     with torch.no_grad():
         embeds = bundle.model.get_input_embeddings()(tokens)
-        features = bundle.features(bundle.pixel_values([image]))[0, patches]
+        features = bundle.images.encode([image]).tokens[patches]
         embeds[tokens == bundle.image_token_id] = features
-        states = bundle.decoder(inputs_embeds=embeds[None], use_cache=False).last_hidden_state[0]
+        states = bundle.backbone(inputs_embeds=embeds[None], use_cache=False).last_hidden_state[0]
         banned = torch.tensor(bundle.banned_token_ids)
         return log_distribution(bundle.lm_head(states[len(ids) - 1 : -1]), banned=banned)
 

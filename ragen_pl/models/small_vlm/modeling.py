@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,15 +81,23 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
         use_cache: bool | None = None,
+        mm_encoder_outputs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the decoder's states; features of `pixel_values` replace the image tokens."""
+        """Return the decoder's states; features of images replace the image tokens.
+
+        The images are `pixel_values`, or encoded ones: the `image` of `mm_encoder_outputs`, an output of
+        `get_image_features`.
+        """
         if inputs_embeds is None:
             if input_ids is None:
                 raise ValueError("give input_ids or inputs_embeds")
             inputs_embeds = self.get_input_embeddings()(input_ids)
             if pixel_values is not None:
-                inputs_embeds = self._with_features(input_ids, inputs_embeds, pixel_values)
+                mm_encoder_outputs = {"image": self.get_image_features(pixel_values)}
+            if mm_encoder_outputs is not None:
+                features = mm_encoder_outputs["image"].pooler_output
+                inputs_embeds = self._with_features(input_ids, inputs_embeds, features)
         return self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -98,8 +107,8 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
             **kwargs,
         )
 
-    def _with_features(self, input_ids: Tensor, embeds: Tensor, pixel_values: Tensor) -> Tensor:
-        features = self.get_image_features(pixel_values)["pooler_output"].flatten(0, 1)
+    def _with_features(self, input_ids: Tensor, embeds: Tensor, features: Tensor) -> Tensor:
+        features = features.flatten(0, -2)
         slots = input_ids == self.config.image_token_id
         if int(slots.sum()) != len(features):
             raise ValueError(

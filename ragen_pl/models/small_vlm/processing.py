@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import BatchFeature, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
-from transformers.processing_utils import MultiModalData, ProcessorMixin
+from transformers.processing_utils import ProcessorMixin
 
 
 class SmallVLMImageProcessor(BaseImageProcessor):
@@ -68,52 +68,25 @@ class SmallVLMProcessor(ProcessorMixin):
         self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
-    def __call__(
-        self,
-        images: Any = None,
-        text: str | list[str] | None = None,
-        return_tensors: str = "pt",
-        **kwargs: Any,
-    ) -> BatchFeature:
-        """Encode texts with one `<|image|>` for each image, and the images in their order."""
-        texts = [text] if isinstance(text, str) else list(text or [])
-        data: dict[str, Any] = {}
-        sizes: list[Sequence[int]] = []
-        if images is not None:
-            pixels = self.image_processor(images, return_tensors=return_tensors)["pixel_values"]
-            data["pixel_values"] = pixels
-            sizes = [pixels.shape[2:]] * len(pixels)
-        if texts:
-            texts = self._expanded(texts, sizes)
-            data |= self.tokenizer(texts, return_tensors=return_tensors, **kwargs)
-        return BatchFeature(data)
+    def __call__(self, *args: Any, return_tensors: str = "pt", **kwargs: Any) -> BatchFeature:
+        """Encode texts with one `<|image|>` for each image, and the images in their order, to tensors."""
+        features: BatchFeature = super().__call__(*args, return_tensors=return_tensors, **kwargs)
+        return features
 
-    def _expanded(self, texts: list[str], sizes: Sequence[Sequence[int]]) -> list[str]:
-        count = sum(text.count(self.image_token) for text in texts)
-        if count != len(sizes):
-            raise ValueError(
-                f"found {count} {self.image_token} in the text for {len(sizes)} images"
-            )
-        counts = iter([self.image_processor.num_image_tokens(*size) for size in sizes])
-        return [
-            "".join(
-                part if number == 0 else self.image_token * next(counts) + part
-                for number, part in enumerate(text.split(self.image_token))
-            )
-            for text in texts
-        ]
-
-    def _get_num_multimodal_tokens(
-        self, image_sizes: list[list[int]] | None = None, **_: Any
-    ) -> MultiModalData:
-        counts = [self.image_processor.num_image_tokens(*size) for size in image_sizes or []]
-        return MultiModalData(num_image_tokens=counts, num_image_patches=[1] * len(counts))
+    def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **_: Any) -> str:
+        """Return the text of an image's slot: one image token for each feature."""
+        height, width = image_inputs["pixel_values"][image_idx].shape[-2:]
+        count: int = self.image_processor.num_image_tokens(height, width)
+        return self.image_token * count
 
 
 def _listed(images: Any) -> list[Any]:
+    """Return the images of an array `[images, height, width, 3]`, a list or a list for each text."""
     if isinstance(images, np.ndarray) and images.ndim == 4:
         return list(images)
-    return list(images) if isinstance(images, Sequence) else [images]
+    if not isinstance(images, Sequence):
+        return [images]
+    return [image for part in images for image in (part if isinstance(part, list) else [part])]
 
 
 def _array(image: Any) -> np.ndarray:

@@ -1,0 +1,99 @@
+"""ModelFacts: what a model's class and configs say about its inputs. The only place that probes them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# attention that masks by layer type can describe; other layers keep a state instead of keys and values
+_ATTENTION = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Properties of a model that its family may or may not have, with their defaults."""
+
+    family: str = ""
+    """`model_type` of the config."""
+    image_token_id: int | None = None
+    """Id that stands for an image's features."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Ids that end a response, by the generation config."""
+    logit_factor: float = 1.0
+    """Factor of the logits: Granite divides them, Cohere multiplies them."""
+    logit_bound: float | None = None
+    """Bound of the logits, as in Gemma 2."""
+    additive_masks: bool = False
+    """Whether attention adds its mask to the scores instead of reading it as true and false."""
+    custom_masks: bool = True
+    """Whether attention takes any mask; flash attention does not."""
+    layer_types: frozenset[str] | None = None
+    """Types of the decoder's layers; None for a decoder that takes one mask for all."""
+    sliding_window: int | None = None
+    """Number of latest tokens that sliding layers attend to, the token itself included."""
+    position_axes: int = 1
+    """Axes of a position: 3 (time, height, width) for multimodal rotary embeddings (Qwen2-VL, section 2.1)."""
+    token_types: str | None = None
+    """Argument that marks image tokens."""
+    bidirectional_images: bool = False
+    """Whether the tokens of an image attend to each other both ways."""
+    takes_features: bool = True
+    """Whether the model takes encoded images."""
+    vision_arguments: frozenset[str] = frozenset()
+    """Arguments of `get_image_features`."""
+
+    @property
+    def recurrent_layers(self) -> frozenset[str]:
+        """Types of layers without keys and values, or with a mask that no cache here can serve."""
+        return (self.layer_types or frozenset()) - _ATTENTION
+
+    @property
+    def plain_positions(self) -> bool:
+        """Whether leaving tokens out keeps a sequence valid: positions are counted and all attention is causal."""
+        return self.position_axes == 1 and not self.bidirectional_images
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelFacts:
+        """Read the facts of a model."""
+        config, generation, text = (
+            model.config,
+            model.generation_config,
+            model.config.get_text_config(),
+        )
+        eos = None if generation is None else generation.eos_token_id
+        factor = getattr(text, "logit_scale", None) or 1.0
+        divisor = getattr(text, "logits_scaling", None) or 1.0
+        layer_types = getattr(text, "layer_types", None)
+        base: Any = model.base_model
+        arguments = inspect.signature(base.forward).parameters
+        encode = getattr(model, "get_image_features", None)
+        types = [name for name in ("mm_token_type_ids", "token_type_ids") if name in arguments]
+        attention = text._attn_implementation
+        return cls(
+            family=config.model_type,
+            image_token_id=getattr(config, "image_token_id", None),
+            eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
+            logit_factor=factor / divisor,
+            logit_bound=getattr(text, "final_logit_softcapping", None),
+            additive_masks=attention == "eager",
+            custom_masks=attention in ("eager", "sdpa"),
+            layer_types=None if layer_types is None else frozenset(layer_types),
+            sliding_window=getattr(text, "sliding_window", None),
+            position_axes=3 if hasattr(base, "get_rope_index") else 1,
+            token_types=types[0] if encode is not None and types else None,
+            bidirectional_images=_bidirectional_images(model, text),
+            takes_features="mm_encoder_outputs" in arguments,
+            vision_arguments=frozenset(
+                () if encode is None else inspect.signature(encode).parameters
+            ),
+        )
+
+
+def _bidirectional_images(model: PreTrainedModel, text: Any) -> bool:
+    """Return whether image tokens attend to each other: always in Gemma 3, by a setting in Gemma 4."""
+    setting = getattr(text, "use_bidirectional_attention", None)
+    return model.config.model_type == "gemma3" or setting == "vision"

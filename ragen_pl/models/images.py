@@ -1,0 +1,231 @@
+"""Images of a vision-language model: the text of their slots, and their features.
+
+The model's own processor decides both. One slot in a chat template's text becomes the processor's replacement, such
+as a begin token, one image token for each feature and an end token. The features come from the model's
+`get_image_features`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
+    from ragen_pl.models.facts import ModelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFeatures:
+    """Features of images, one image after the other."""
+
+    tokens: Tensor
+    """`[image tokens, hidden]`, embeddings of the image tokens."""
+    counts: tuple[int, ...]
+    """Number of image tokens of each image."""
+    deepstack: tuple[Tensor, ...] = ()
+    """Features added to the states after the first decoder layers, each `[image tokens, hidden]` (Qwen3-VL)."""
+    grids: Tensor | None = None
+    """int64 `[images, 3]`, time, height and width in patches; None for families whose positions have one axis."""
+
+    def of(self, images: Sequence[int], patches: Sequence[np.ndarray | None]) -> Self:
+        """Return the features of these images, in this order.
+
+        Args:
+            images: Numbers of the images; an image may appear several times.
+            patches: Indices of the patches shown of each; None for all.
+        """
+        starts = np.concatenate([[0], np.cumsum(self.counts)])
+        index = [
+            starts[number] + (np.arange(self.counts[number]) if shown is None else shown)
+            for number, shown in zip(images, patches, strict=True)
+        ]
+        grids = self.grids
+        rows = torch.from_numpy(np.concatenate(index)).to(self.tokens.device)
+        return type(self)(
+            tokens=self.tokens[rows],
+            counts=tuple(len(shown) for shown in index),
+            deepstack=tuple(layer[rows] for layer in self.deepstack),
+            grids=None if grids is None else grids[torch.tensor(list(images), device=grids.device)],
+        )
+
+    def split(self) -> list[Self]:
+        """Return the features of each image."""
+        tokens = self.tokens.split(self.counts)
+        layers = [layer.split(self.counts) for layer in self.deepstack]
+        return [
+            type(self)(
+                tokens=tokens[number],
+                counts=(count,),
+                deepstack=tuple(layer[number] for layer in layers),
+                grids=None if self.grids is None else self.grids[number : number + 1],
+            )
+            for number, count in enumerate(self.counts)
+        ]
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the features of all images of the parts."""
+        if len(parts) == 1:
+            return parts[0]
+        grids = [part.grids for part in parts if part.grids is not None]
+        return cls(
+            tokens=torch.cat([part.tokens for part in parts]),
+            counts=tuple(count for part in parts for count in part.counts),
+            deepstack=tuple(
+                torch.cat(layers)
+                for layers in zip(*(part.deepstack for part in parts), strict=True)
+            ),
+            grids=torch.cat(grids) if grids else None,
+        )
+
+
+def content_key(image: np.ndarray) -> bytes:
+    """Return a key of an image's size and content; equal images have equal keys."""
+    digest = blake2b(repr(image.shape).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(image).data)
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class ImageEncoder:
+    """Turns images into the text of their slots and into features.
+
+    Attributes:
+        model: Vision-language model.
+        processor: Its processor.
+        facts: Facts of the model.
+        settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
+        pixels_per_call: Pixels of the images that are encoded together.
+    """
+
+    model: PreTrainedModel
+    processor: ProcessorMixin
+    facts: ModelFacts
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    pixels_per_call: int = 2**26
+    _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
+    _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
+    # whether the model's forward takes the features as one tensor for each image
+    _listed: bool = False
+
+    @property
+    def slot(self) -> str:
+        """Text that stands for an image in a chat template."""
+        slot: str = self.processor.image_token  # type: ignore[attr-defined]
+        return slot
+
+    def replacement(self, image: np.ndarray) -> str:
+        """Return the text that replaces the slot of an image `[height, width, 3]`. It depends on the size only."""
+        if image.shape not in self._replacements:
+            processed = self.processor(
+                images=[[image]],
+                text=[self.slot],
+                return_text_replacement_offsets=True,
+                **self.settings,
+            )
+            ((place,),) = processed["text_replacement_offsets"]
+            self._replacements[image.shape] = place["replacement"]
+        return self._replacements[image.shape]
+
+    def expand(self, text: str, images: Sequence[np.ndarray]) -> str:
+        """Return a text with the slot of each image replaced.
+
+        Raises:
+            ValueError: The number of slots is not the number of images.
+        """
+        parts = text.split(self.slot)
+        if len(parts) != len(images) + 1:
+            raise ValueError(
+                f"the prompt has {len(parts) - 1} image slots for {len(images)} images"
+            )
+        expanded = [parts[0]]
+        for image, part in zip(images, parts[1:], strict=True):
+            expanded += [self.replacement(image), part]
+        return "".join(expanded)
+
+    def num_tokens(self, image: np.ndarray) -> int:
+        """Return the number of image tokens of an image `[height, width, 3]`."""
+        if image.shape not in self._counts:
+            tokenizer: Any = self.processor.tokenizer
+            ids = tokenizer(self.replacement(image), add_special_tokens=False)["input_ids"]
+            self._counts[image.shape] = ids.count(self.facts.image_token_id)
+        return self._counts[image.shape]
+
+    def encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
+        """Return the features of images of any sizes, each uint8 `[height, width, 3]`.
+
+        Raises:
+            ValueError: The model gives another number of features than the processor has image tokens.
+        """
+        by_size: dict[tuple[int, ...], list[int]] = {}
+        for number, image in enumerate(images):
+            by_size.setdefault(image.shape, []).append(number)
+        calls = [call for size, numbers in by_size.items() for call in self._calls(size, numbers)]
+        features = ImageFeatures.join([self._encode([images[n] for n in call]) for call in calls])
+        order = [number for call in calls for number in call]
+        if order == sorted(order):
+            return features
+        place = np.argsort(order).tolist()
+        return features.of(place, [None] * len(place))
+
+    def _calls(self, size: tuple[int, ...], numbers: list[int]) -> list[list[int]]:
+        """Split images of one size into calls of the encoder."""
+        step = max(1, self.pixels_per_call // (size[0] * size[1]))
+        return [numbers[start : start + step] for start in range(0, len(numbers), step)]
+
+    def _encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
+        processed = self.processor(
+            images=[[image] for image in images],
+            text=[self.slot] * len(images),
+            return_tensors="pt",
+            **self.settings,
+        )
+        device = next(self.model.parameters()).device
+        inputs: dict[str, Tensor] = {
+            name: value.to(device)
+            for name, value in processed.items()
+            if name in self.facts.vision_arguments
+        }
+        encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
+        output = encode(**inputs)
+        counts = tuple(self.num_tokens(image) for image in images)
+        self._listed = not isinstance(output.pooler_output, Tensor)
+        tokens = _joined(output.pooler_output)
+        if len(tokens) != sum(counts):
+            raise ValueError(
+                f"{self.facts.family}: the model gives {len(tokens)} features for {len(images)} images and the "
+                f"processor has {sum(counts)} image tokens for them; the two do not belong together"
+            )
+        deepstack = output.get("deepstack_features") or ()
+        return ImageFeatures(
+            tokens=tokens,
+            counts=counts,
+            deepstack=tuple(_joined(layer) for layer in deepstack),
+            grids=inputs.get("image_grid_thw"),
+        )
+
+    def outputs(self, features: ImageFeatures) -> dict[str, Any]:
+        """Return features as the `mm_encoder_outputs` of the model's forward."""
+        tokens = features.tokens
+        return {
+            "image": SimpleNamespace(
+                pooler_output=tokens.split(features.counts) if self._listed else tokens,
+                deepstack_features=[layer.split(features.counts) for layer in features.deepstack],
+            )
+        }
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return `[image tokens, hidden]` of one tensor for all images or one for each."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([image.flatten(0, -2) for image in features])
