@@ -1,0 +1,329 @@
+"""Tiny random models of real architectures, with their processors, by the names of `families`.
+
+Every type of layer is there, sliding windows are shorter than prompts, and weights are large enough for a token of
+context to change a distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from families import FAMILIES
+from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    GenerationConfig,
+    GotOcr2ImageProcessor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2VlConfig,
+    Lfm2VlForConditionalGeneration,
+    Lfm2VlImageProcessor,
+    Lfm2VlProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
+
+from ragen_pl.models.bundle import ModelBundle
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+HEADS = TEXT | {"head_dim": 8}
+WINDOW = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+EYES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+Text = dict[str, Any]
+
+
+def _qwen2_5(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
+    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 7}
+    return Qwen2ForCausalLM(Qwen2Config(**TEXT, **window, **text))
+
+
+def _gemma3(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**HEADS, **WINDOW, **text))
+
+
+def _gemma4(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(
+        **HEADS | {"num_hidden_layers": 4}, **WINDOW | {"layer_types": layers}, **text, num_kv_shared_layers=2,
+        global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=text["vocab_size"],
+    )  # fmt: skip
+    return Gemma4ForConditionalGeneration(_gemma4_config(config.to_dict()))
+
+
+def _gemma4_config(text: dict[str, Any], **more: Any) -> Gemma4Config:
+    return Gemma4Config(text_config=text, vision_config=None, audio_config=None, **more)
+
+
+def _qwen3_5(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = Qwen3_5TextConfig(
+        **HEADS, **text, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
+
+
+def _lfm2(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return Lfm2ForCausalLM(Lfm2Config(**TEXT, **text, layer_types=["conv", "full_attention"]))
+
+
+def _marks(tokenizer: PreTrainedTokenizerFast, **names: str) -> dict[str, int]:
+    """Return the ids of control tokens by the name of a config's key."""
+    return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
+
+
+def _qwen2_5_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+              "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=TEXT | {"rope_parameters": MROPE} | text, vision_config=vision, **_qwen_marks(tokenizer)
+        )
+    )  # fmt: skip
+
+
+def _qwen_marks(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    return _marks(
+        tokenizer, image_token_id="<|image_pad|>", video_token_id="<|video_pad|>",
+        vision_start_token_id="<|vision_start|>", vision_end_token_id="<|vision_end|>",
+    )  # fmt: skip
+
+
+def _qwen3_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    vision = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+              "patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}  # fmt: skip
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            text_config=HEADS | {"rope_parameters": MROPE} | text, vision_config=vision, **_qwen_marks(tokenizer)
+        )
+    )  # fmt: skip
+
+
+def _gemma3_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = Gemma3Config(
+        text_config=HEADS | WINDOW | text,
+        vision_config=EYES | {"image_size": 32, "patch_size": 8, "vision_use_head": False},
+        mm_tokens_per_image=4, boi_token_index=tokenizer.boi_token_id, eoi_token_index=tokenizer.eoi_token_id,
+        image_token_index=tokenizer.image_token_id,
+    )  # fmt: skip
+    return Gemma3ForConditionalGeneration(config)
+
+
+def _smolvlm(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = SmolVLMConfig(
+        text_config=TEXT | {"model_type": "llama"} | text, vision_config=EYES | {"image_size": 32, "patch_size": 8},
+        scale_factor=2, image_token_id=tokenizer.image_token_id,
+    )  # fmt: skip
+    return SmolVLMForConditionalGeneration(config)
+
+
+def _llava_next(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = LlavaNextConfig(
+        text_config=TEXT | {"model_type": "mistral", "sliding_window": 7} | text,
+        vision_config=CLIPVisionConfig(**EYES, image_size=16, patch_size=8), vision_feature_layer=-1,
+        image_grid_pinpoints=[[16, 32], [32, 16]], image_token_index=tokenizer.image_token_id,
+    )  # fmt: skip
+    return LlavaNextForConditionalGeneration(config)
+
+
+def _internvl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"} | text,
+        vision_config=EYES | {"image_size": [32, 32], "patch_size": [8, 8]}, image_seq_length=4,
+        image_token_id=tokenizer.context_image_token_id,
+    )  # fmt: skip
+    return InternVLForConditionalGeneration(config)
+
+
+def _lfm2_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = Lfm2VlConfig(
+        text_config=TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]} | text,
+        vision_config=EYES | {"model_type": "siglip2_vision_model", "patch_size": 8, "num_patches": 64},
+        projector_hidden_size=32, image_token_id=tokenizer.image_token_id,
+    )  # fmt: skip
+    return Lfm2VlForConditionalGeneration(config)
+
+
+def _qwen_processor(
+    kind: Any, video: Any, **sizes: Any
+) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
+    def build(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+        processor: ProcessorMixin = kind(
+            Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=84 * 84, **sizes), tokenizer, video_processor=video(),
+            chat_template=tokenizer.chat_template,
+        )  # fmt: skip
+        return processor
+
+    return build
+
+
+def _gemma3_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
+    return Gemma3Processor(
+        images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4
+    )
+
+
+def _smolvlm_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    images = SmolVLMImageProcessor(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
+    )
+    return SmolVLMProcessor(
+        images, tokenizer, video_processor=SmolVLMVideoProcessor(), image_seq_len=4,
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+
+
+def _llava_next_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    images = LlavaNextImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=[[16, 32], [32, 16]]
+    )  # fmt: skip
+    return LlavaNextProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+
+
+def _internvl_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    images = GotOcr2ImageProcessor(size={"height": 32, "width": 32})
+    return InternVLProcessor(
+        images, tokenizer, video_processor=_internvl_video(), image_seq_length=4, chat_template=tokenizer.chat_template
+    )  # fmt: skip
+
+
+def _internvl_video() -> Any:
+    from transformers import InternVLVideoProcessor
+
+    return InternVLVideoProcessor()
+
+
+def _lfm2_vl_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    images = Lfm2VlImageProcessor(
+        tile_size=32, encoder_patch_size=8, downsample_factor=2, min_image_tokens=4, max_image_tokens=16,
+        max_num_patches=64, max_tiles=4, use_thumbnail=False,
+    )  # fmt: skip
+    return Lfm2VlProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+
+
+Builder = Callable[[Text, PreTrainedTokenizerFast], PreTrainedModel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyModel:
+    """How a family's tiny model and processor are built.
+
+    Attributes:
+        model: returns the model from the text config's vocabulary and the tokenizer.
+        processor: returns the processor; None for a text model.
+        image_settings: keyword arguments of the processor's calls.
+        recurrent: whether some layers keep a state instead of keys and values.
+    """
+
+    model: Builder
+    processor: Callable[[PreTrainedTokenizerFast], ProcessorMixin] | None = None
+    image_settings: dict[str, Any] | None = None
+    recurrent: bool = False
+
+
+MODELS: dict[str, FamilyModel] = {
+    "qwen2_5": FamilyModel(model=_qwen2_5),
+    "qwen3": FamilyModel(model=lambda text, _: Qwen3ForCausalLM(Qwen3Config(**HEADS, **text))),
+    "qwen3_5": FamilyModel(model=_qwen3_5, recurrent=True),
+    "llama3_2": FamilyModel(model=lambda text, _: LlamaForCausalLM(LlamaConfig(**TEXT, **text))),
+    "smollm2": FamilyModel(model=lambda text, _: LlamaForCausalLM(LlamaConfig(**TEXT, **text))),
+    "gemma3": FamilyModel(model=_gemma3),
+    "gemma4": FamilyModel(model=_gemma4),
+    "lfm2": FamilyModel(model=_lfm2, recurrent=True),
+    "qwen2_5_vl": FamilyModel(
+        model=_qwen2_5_vl, processor=_qwen_processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
+    ),
+    "qwen3_vl": FamilyModel(
+        model=_qwen3_vl,
+        processor=_qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, patch_size=16),
+    ),
+    "gemma3_vl": FamilyModel(model=_gemma3_vl, processor=_gemma3_processor),
+    "smolvlm": FamilyModel(model=_smolvlm, processor=_smolvlm_processor),
+    "llava_next": FamilyModel(model=_llava_next, processor=_llava_next_processor),
+    "internvl": FamilyModel(
+        model=_internvl, processor=_internvl_processor, image_settings={"crop_to_patches": False}
+    ),
+    "lfm2_vl": FamilyModel(model=_lfm2_vl, processor=_lfm2_vl_processor, recurrent=True),
+}
+
+
+def tiny(name: str) -> ModelBundle:
+    """Return a family's tiny model with its tokenizer and processor, the same at every call."""
+    family, kind = FAMILIES[name], MODELS[name]
+    tokenizer = family.tokenizer()
+    text = {
+        "vocab_size": len(tokenizer) + 3,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind.model(text, tokenizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.copy_(torch.randn_like(parameter) * 2.0 * parameter.shape[-1] ** -0.5)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config = GenerationConfig(eos_token_id=family.eos_token_ids(tokenizer))
+    processor = None if kind.processor is None else kind.processor(tokenizer)
+    return ModelBundle(model.eval(), tokenizer, processor, kind.image_settings or {})
