@@ -245,7 +245,7 @@ class Settings(TypedDict, total=False):
     update: Annotated[
         Update,
         Arguments("ragen_pl.data.datamodule.RolloutDataModule", ("epochs", "minibatches")),
-        Arguments("ragen_pl.modules.policy.PolicyModule", ("length_buckets",)),
+        Arguments("ragen_pl.modules.policy.PolicyModule", ("length_buckets", "logits_mib")),
     ]
     optimizer: Annotated[Optimizer, Open()]
     learning_rate_end: Fraction

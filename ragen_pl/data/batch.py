@@ -117,7 +117,7 @@ class TrajectoryBatch:
     final: Samples | None = None
     """Prompts after the last turn of truncated episodes, in the order of `episode`."""
     reference: Tensor | None = None
-    """float32 `[tokens]` or `[tokens, vocab]`, log-probs of the reference policy."""
+    """The reference policy's log-probs of the sampled tokens, float32 `[tokens]`, or its states `[tokens, hidden]`."""
     entropy: float = 0.0
     """Mean over the trained tokens before the update, nats."""
 

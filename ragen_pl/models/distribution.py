@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # finite: 0 · log 0 is then 0 and not NaN in entropies and divergences
 BANNED = -1e30
@@ -15,7 +18,7 @@ def log_distribution(
     """Return float32 log-probabilities `[…, vocab]` after temperature and bans.
 
     Args:
-        logits: `[…, vocab]` in any floating type; the computation is in float32.
+        logits: `[…, vocab]` in any floating type; the computation is in float32, or in float64 for such logits.
         temperature: Sampling temperature; a tensor broadcasts against `logits`.
         banned: Ids that are never sampled, int64; None for none.
 
@@ -23,7 +26,7 @@ def log_distribution(
         >>> log_distribution(torch.tensor([0.0, 0.0, 5.0]), banned=torch.tensor([2])).exp()
         tensor([0.5000, 0.5000, 0.0000])
     """
-    logits = logits.float()
+    logits = logits.to(_computed(logits))
     if not (isinstance(temperature, float) and temperature == 1.0):
         logits = logits / temperature
     if banned is not None and len(banned):
@@ -34,6 +37,105 @@ def log_distribution(
 def entropy(log_probs: Tensor) -> Tensor:
     """Return the entropy in nats, `[…]`, of log-probabilities `[…, vocab]`."""
     return -(log_probs.exp() * log_probs).sum(-1)
+
+
+class DistributionScores(NamedTuple):
+    """Scores of distributions over the vocabulary, float32 `[tokens]`, float64 for logits in float64."""
+
+    logprobs: Tensor
+    """Log-probability of each distribution's token."""
+    entropy: Tensor
+    """Nats."""
+    kl: Tensor | None
+    """KL(reference ‖ distribution); None without a reference."""
+
+
+def score_distributions(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: Tensor,
+    banned: Tensor,
+    reference: Tensor | None = None,
+    entropy_gradient: bool = True,
+) -> DistributionScores:
+    """Return the scores of distributions given by logits, in little memory.
+
+    The same values as `log_distribution` with `gather`, `entropy` and `full_kl` give. One tensor of the logits' shape
+    is kept for the gradient, and another for that of a divergence; autograd would keep six. The gradient of a
+    divergence is written over the latter, so the backward pass can run once.
+
+    Args:
+        logits: `[tokens, vocab]`, used up: the computation overwrites them.
+        tokens: int64 `[tokens]`.
+        temperature: `[tokens, 1]`.
+        banned: Ids of probability 0, int64.
+        reference: Logits of the reference, `[tokens, vocab]`, without gradient and overwritten too.
+        entropy_gradient: Whether the entropy has a gradient.
+    """
+    scores = _DistributionScores.apply(
+        logits, tokens, temperature, banned, reference, entropy_gradient
+    )
+    return DistributionScores(*scores)
+
+
+class _DistributionScores(torch.autograd.Function):
+    """`score_distributions` with its gradient, rounded as autograd rounds that of the plain computation.
+
+    With p the distribution and q the reference's: d log p_t / d log p = 1_t, dH / d log p = -p (log p + 1),
+    dKL(q ‖ p) / d log p = -q.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        temperature: Tensor,
+        banned: Tensor,
+        reference: Tensor | None,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        log_probs, scratch = _log_softmax(logits, temperature, banned)
+        logprobs = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+        kl = probs = None
+        entropy = -torch.exp(log_probs, out=scratch).mul_(log_probs).sum(-1)
+        if reference is not None:
+            difference, probs = _log_softmax(reference, temperature, banned)
+            torch.exp(difference, out=probs)
+            kl = difference.sub_(log_probs).mul_(probs).sum(-1)
+        ctx.save_for_backward(log_probs, probs, tokens, temperature, banned)
+        ctx.entropy_gradient, ctx.dtype = entropy_gradient, logits.dtype
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, probs, tokens, temperature, banned = ctx.saved_tensors
+        of_logprobs, of_entropy, of_kl = (None if g is None else g[:, None] for g in gradients)
+        # the gradient of the log-probs, and then in its place that of the logits
+        gradient = torch.zeros_like(log_probs) if probs is None else probs.mul_(-of_kl)
+        if ctx.entropy_gradient:
+            own = log_probs.exp()
+            gradient.sub_(own * of_entropy).sub_((log_probs * of_entropy).mul_(own))
+        gradient.scatter_add_(-1, tokens[:, None], of_logprobs)
+        torch.ops.aten._log_softmax_backward_data.out(
+            gradient, log_probs, -1, log_probs.dtype, out=gradient
+        )
+        gradient.index_fill_(-1, banned, 0.0).div_(temperature)
+        return gradient.to(ctx.dtype), None, None, None, None, None
+
+
+def _log_softmax(logits: Tensor, temperature: Tensor, banned: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `log_distribution` and a tensor of the same shape to write on. The logits are overwritten."""
+    scaled = logits.to(_computed(logits)).div_(temperature).index_fill_(-1, banned, BANNED)
+    return torch.log_softmax(scaled, dim=-1), scaled
+
+
+def _computed(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:

@@ -37,12 +37,15 @@ def kl_penalty(
         layout: Credit layout of the batch.
         kept: Masks of the tokens.
         scores: Scores of the policy.
-        reference: Log-probs of the reference by token number, None without a penalty.
+        reference: Log-probs of the reference by token number, or its states if `scores` hold the divergence; None
+            without a penalty.
         loss: Loss with the settings of the penalty.
     """
     if loss.kl is None or kept.kl is None or reference is None:
         return None
-    of_samples = reference[samples.token[samples.turn >= 0]]
+    of_samples = reference
+    if scores.kl is None:
+        of_samples = reference[samples.token[samples.turn >= 0]]
     kl = layout.gather(divergence(scores, samples, of_samples, estimator=loss.kl.estimator))
     return loss.kl.coefficient * torch.where(kept.kl, kl, 0.0)
 

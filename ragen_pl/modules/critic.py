@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.inputs import run_decoder
 from ragen_pl.models.value_head import ValueHead
-from ragen_pl.modules.forward import Readout, sample_inputs, sampled_states, split_by_length
+from ragen_pl.modules.forward import (
+    Readout,
+    ReferenceStates,
+    sample_inputs,
+    sampled_states,
+    split_by_length,
+)
 from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
@@ -171,8 +177,9 @@ def score_together(
     samples: Samples,
     images: Sequence[Tensor],
     *,
-    reference: Tensor | None = None,
+    reference: ReferenceStates | None = None,
     microbatches: Sequence[Tensor] | None = None,
+    entropy_gradient: bool = False,
 ) -> TokenScores:
     """Score samples with the policy and the critic, in one forward pass if they share a trunk.
 
@@ -181,11 +188,17 @@ def score_together(
         critic: Critic; None for scores without values.
         samples: Sequences.
         images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
-        reference: Reference's log-probs over the vocabulary, see `TokenReadout`.
+        reference: Reference's states, see `TokenReadout`.
         microbatches: Rows that are computed together; the module's length buckets by default.
+        entropy_gradient: Whether the entropy has a gradient.
     """
     shared = critic if critic is not None and critic.shares_trunk else None
-    readout = TokenReadout(critic=shared, reference=reference)
+    readout = TokenReadout(
+        critic=shared,
+        reference=reference,
+        entropy_gradient=entropy_gradient,
+        logits_mib=policy.logits_mib,
+    )
     scores: TokenScores = policy(samples, images, microbatches=microbatches, readout=readout)
     if critic is None or shared is not None:
         return scores

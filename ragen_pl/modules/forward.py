@@ -1,7 +1,8 @@
 """Forward passes over samples: rows split into microbatches, and the hidden states of each.
 
 Rows of similar length share a microbatch, so little is computed on padding. The language-model head runs only on the
-positions that predict sampled tokens. Every image is encoded once for each microbatch.
+positions that predict sampled tokens, in chunks, and keeps no logits of a chunk for the backward pass if there are
+several. Every image is encoded once for each microbatch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ragen_pl.data.batch import Samples
+from ragen_pl.models.distribution import DistributionScores, score_distributions
 from ragen_pl.models.inputs import DecoderInputs, run_decoder, whole_inputs
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 # share of padding below which one more microbatch costs more than it saves
 _LITTLE_PADDING = 0.05
+# 880 tokens of a vocabulary of 152k
+LOGITS_MIB = 512.0
 
 
 class Readout(Protocol):
@@ -127,3 +132,82 @@ def sampled_states(
         sampled = samples.turn[rows, : hidden.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
         yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1])
+
+
+class Head(Protocol):
+    """A policy's language-model head."""
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceStates:
+    """Hidden states of a reference policy that predict sampled tokens, and its head."""
+
+    head: Head
+    hidden: Tensor
+    """`[tokens, hidden]`."""
+
+
+def tokens_per_chunk(bundle: ModelBundle, logits_mib: float) -> int:
+    """Return the number of tokens whose float32 logits take `logits_mib` MiB."""
+    vocabulary = bundle.model.get_output_embeddings().weight.shape[0]
+    return max(1, int(logits_mib * 2**20 / (4 * vocabulary)))
+
+
+def score_states(
+    bundle: ModelBundle,
+    hidden: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: Tensor,
+    chunk: int,
+    recompute: bool,
+    entropy_gradient: bool = False,
+    reference: ReferenceStates | None = None,
+) -> DistributionScores:
+    """Run the head on hidden states in chunks and return the scores of their tokens.
+
+    Args:
+        bundle: Model.
+        hidden: `[tokens, hidden]`.
+        tokens: int64 `[tokens]`.
+        temperature: `[tokens]`.
+        chunk: Number of tokens whose logits are computed at a time.
+        recompute: Compute the logits of a chunk again in the backward pass, instead of keeping them.
+        entropy_gradient: Whether the entropy has a gradient.
+        reference: States of the same tokens, for the divergence over the vocabulary.
+    """
+
+    def score(
+        hidden: Tensor, tokens: Tensor, temperature: Tensor, states: Tensor | None = None
+    ) -> DistributionScores:
+        logits = None
+        if reference is not None and states is not None:
+            with torch.no_grad():
+                logits = reference.head.lm_head(states)
+        return score_distributions(
+            bundle.lm_head(hidden),
+            tokens,
+            temperature=temperature[:, None],
+            banned=bundle.banned(hidden.device),
+            reference=logits,
+            entropy_gradient=entropy_gradient,
+        )
+
+    columns = [hidden, tokens, temperature]
+    if reference is not None:
+        columns.append(reference.hidden.to(hidden.device))
+    chunks = zip(*(column.split(chunk) for column in columns), strict=True)
+    if recompute and torch.is_grad_enabled():
+        parts = [checkpoint(score, *part, use_reentrant=False) for part in chunks]
+    else:
+        parts = [score(*part) for part in chunks]
+    if len(parts) == 1:
+        return parts[0]
+    logprobs, entropy, kl = zip(*parts, strict=True)
+    return DistributionScores(
+        torch.cat(logprobs), torch.cat(entropy), None if reference is None else torch.cat(kl)
+    )

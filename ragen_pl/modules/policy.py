@@ -6,7 +6,7 @@ In a plain `Trainer` it learns conversations by cross-entropy. Inside the agent 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,11 +14,17 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.kl import full_kl
-from ragen_pl.constraints import Count, checked
+from ragen_pl.constraints import Count, Positive, checked
 from ragen_pl.data.batch import Minibatch, Samples
-from ragen_pl.models.distribution import entropy
-from ragen_pl.modules.forward import Readout, sampled_states, split_by_length
+from ragen_pl.modules.forward import (
+    LOGITS_MIB,
+    Readout,
+    ReferenceStates,
+    sampled_states,
+    score_states,
+    split_by_length,
+    tokens_per_chunk,
+)
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
 if TYPE_CHECKING:
@@ -50,6 +56,7 @@ class PolicyModule(pl.LightningModule):
         bundle: Model, tokenizer and processor.
         optimizer: Builds the optimizer from parameters, for use in a plain `Trainer`; AdamW at 1e-4 by default.
         length_buckets: Number of microbatches that a batch's rows are split into by length.
+        logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
     """
 
     @checked
@@ -59,12 +66,18 @@ class PolicyModule(pl.LightningModule):
         *,
         optimizer: OptimizerFactory | None = None,
         length_buckets: Count = 2,
+        logits_mib: Positive = LOGITS_MIB,
     ) -> None:
         super().__init__()
         self.bundle = bundle
         self.model = bundle.model
         self.optimizer_factory = optimizer
         self.length_buckets = length_buckets
+        self.logits_mib = logits_mib
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""
+        return self.bundle.lm_head(hidden)
 
     def forward(
         self,
@@ -80,15 +93,16 @@ class PolicyModule(pl.LightningModule):
             samples: Sequences.
             images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
             microbatches: Rows that are computed together; the module's length buckets by default.
-            readout: What is computed; `TokenReadout()` by default, which returns `TokenScores`.
+            readout: What is computed; a `TokenReadout` by default, which returns `TokenScores`.
         """
-        readout = readout or TokenReadout()
+        readout = readout or TokenReadout(logits_mib=self.logits_mib)
         rows = microbatches or split_by_length(samples.length, self.length_buckets)
         return readout(self.bundle, samples, images, rows)
 
     def supervised_loss(self, batch: Minibatch) -> Tensor:
         """Return the cross-entropy of the responses, averaged over all trained tokens of the optimizer step."""
-        scores: TokenScores = self(batch.samples, batch.images)
+        readout = TokenReadout(entropy_gradient=False, logits_mib=self.logits_mib)
+        scores: TokenScores = self(batch.samples, batch.images, readout=readout)
         return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.loss_tokens
 
     def on_fit_start(self) -> None:
@@ -111,14 +125,20 @@ class PolicyModule(pl.LightningModule):
 class TokenReadout:
     """Reads `TokenScores` of the sampled tokens.
 
+    The head computes the logits in chunks. If the samples have more than one chunk of tokens, the backward pass
+    computes the logits again, so those of one chunk exist at a time.
+
     Attributes:
         critic: Critic that shares the policy's states and reads values from them.
-        reference: float32 `[sampled tokens, vocab]` by row and column: the reference's log-probs, for the divergence
-            over the vocabulary.
+        reference: Reference's states of the sampled tokens by row and column, for the divergence over the vocabulary.
+        entropy_gradient: Whether the entropy has a gradient, which takes memory.
+        logits_mib: MiB of a chunk's float32 logits.
     """
 
     critic: CriticModule | None = None
-    reference: Tensor | None = None
+    reference: ReferenceStates | None = None
+    entropy_gradient: bool = True
+    logits_mib: float = LOGITS_MIB
 
     def __call__(
         self,
@@ -131,37 +151,38 @@ class TokenReadout:
         places: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {}
         numbers = _numbers(samples)
+        chunk = tokens_per_chunk(bundle, self.logits_mib)
+        recompute = int((samples.turn >= 0).sum()) > chunk
         for states in sampled_states(bundle, samples, images, microbatches):
             at = (states.rows, states.columns)
-            log_probs = bundle.log_probs(
-                states.hidden, temperature=samples.temperature[at][:, None]
+            reference = self.reference
+            if reference is not None:
+                own = numbers[at].to(reference.hidden.device)
+                reference = replace(reference, hidden=reference.hidden[own])
+            scores = score_states(
+                bundle,
+                states.hidden,
+                samples.input_ids[at],
+                temperature=samples.temperature[at],
+                chunk=chunk,
+                recompute=recompute,
+                entropy_gradient=self.entropy_gradient,
+                reference=reference,
             )
-            token = samples.input_ids[at][:, None]
-            scores = {
-                "logprobs": log_probs.gather(-1, token).squeeze(-1),
-                "entropy": entropy(log_probs),
-            }
-            if self.critic is not None:
-                scores["values"] = self.critic.read(states.hidden)
-            if self.reference is not None:
-                scores["kl"] = full_kl(self.reference[numbers[at]], log_probs)
+            values = None if self.critic is None else self.critic.read(states.hidden)
             places.append(states.rows * samples.input_ids.shape[1] + states.columns)
-            for name, values in scores.items():
-                parts.setdefault(name, []).append(values)
+            for name, part in (*scores._asdict().items(), ("values", values)):
+                if part is not None:
+                    parts.setdefault(name, []).append(part)
         index = torch.cat(places)
-        flat = {name: torch.cat(values) for name, values in parts.items()}
-        zeros = torch.zeros(samples.input_ids.numel(), dtype=torch.float32, device=index.device)
         return TokenScores(
-            **{
-                name: zeros.index_put((index,), values).view(samples.input_ids.shape)
-                for name, values in flat.items()
-            }
+            **{name: _placed(torch.cat(part), index, samples) for name, part in parts.items()}
         )
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyReadout:
-    """Reads the log-probs of the whole vocabulary at the sampled tokens."""
+class StateReadout:
+    """Reads the hidden states that predict the sampled tokens."""
 
     def __call__(
         self,
@@ -170,17 +191,21 @@ class VocabularyReadout:
         images: Sequence[Tensor],
         microbatches: Sequence[Tensor],
     ) -> Tensor:
-        """Return float32 `[sampled tokens, vocab]` by `samples.token`."""
-        log_probs: list[Tensor] = []
-        numbers: list[Tensor] = []
+        """Return `[sampled tokens, hidden]` by `samples.token`, on the CPU."""
+        tokens = int((samples.turn >= 0).sum())
+        result: Tensor | None = None
         for states in sampled_states(bundle, samples, images, microbatches):
-            at = (states.rows, states.columns)
-            temperature = samples.temperature[at][:, None]
-            log_probs.append(bundle.log_probs(states.hidden, temperature=temperature))
-            numbers.append(samples.token[at])
-        result = torch.empty_like(torch.cat(log_probs))
-        result[torch.cat(numbers)] = torch.cat(log_probs)
+            if result is None:
+                result = states.hidden.new_empty(tokens, states.hidden.shape[-1], device="cpu")
+            result[samples.token[states.rows, states.columns].cpu()] = states.hidden.cpu()
+        assert result is not None
         return result
+
+
+def _placed(values: Tensor, index: Tensor, samples: Samples) -> Tensor:
+    """Return `[rows, time]` values from those of the sampled tokens, 0 elsewhere."""
+    zeros = values.new_zeros(samples.input_ids.numel())
+    return zeros.index_put((index,), values).view(samples.input_ids.shape)
 
 
 def _numbers(samples: Samples) -> Tensor:

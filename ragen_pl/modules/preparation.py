@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
 from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
 from ragen_pl.modules.critic import CriticModule, last_values, score_together
-from ragen_pl.modules.forward import split_by_tokens
+from ragen_pl.modules.forward import ReferenceStates, split_by_tokens
 from ragen_pl.modules.losses import KLPlace, UpdateLoss
 from ragen_pl.modules.masking import (
     Masks,
@@ -30,10 +31,18 @@ from ragen_pl.modules.masking import (
     record_importance,
     token_masks,
 )
-from ragen_pl.modules.policy import PolicyModule, TokenScores, VocabularyReadout
+from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenScores
 from ragen_pl.modules.reference import ReferencePolicy
 from ragen_pl.modules.saliency import SaliencyReadout
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Span
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+
+# of a rank, in the host's memory and in a checkpoint inside an update
+REFERENCE_GIB = 16.0
 
 
 @dataclass(slots=True)
@@ -51,7 +60,7 @@ class Scorer:
         images: Sequence[Tensor],
         *,
         microbatches: list[Tensor],
-        reference: Tensor | None = None,
+        reference: ReferenceStates | None = None,
     ) -> TokenScores:
         """Return log-probs and, with a critic, values of the sampled tokens."""
         return score_together(
@@ -65,11 +74,24 @@ class Scorer:
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
         """Return the scores that the update's loss needs, with the full divergence if the loss uses it."""
-        full = self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
-        reference = batch.reference if full else None
         return score_together(
-            self.policy, self.critic, batch.samples, batch.images, reference=reference
+            self.policy,
+            self.critic,
+            batch.samples,
+            batch.images,
+            reference=self.reference_states(batch.reference),
+            entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
         )
+
+    def reference_states(self, scores: Tensor | None) -> ReferenceStates | None:
+        """Return the reference's states and head if the divergence is over the vocabulary.
+
+        Args:
+            scores: Return value of `reference_scores`.
+        """
+        if scores is None or self.reference is None or scores.ndim == 1:
+            return None
+        return ReferenceStates(self.reference, scores)
 
     def bootstrap(self, batch: TrajectoryBatch) -> None:
         """Set the value of the state after the last turn of truncated episodes."""
@@ -78,20 +100,25 @@ class Scorer:
         values = last_values(self.policy, self.critic, batch.final, batch.images)
         batch.episodes.bootstrap[batch.final.episode] = values.float()
 
-    def reference_logprobs(
+    def reference_scores(
         self, samples: Samples, images: Sequence[Tensor], *, microbatches: list[Tensor]
     ) -> Tensor | None:
-        """Return the reference's log-probs by token number: `[tokens, vocab]`, or `[tokens]` for estimates.
+        """Return the reference's log-probs by token number, `[tokens]`, or its states, `[tokens, hidden]`.
 
-        None if there is no penalty at present.
+        States are for the divergence over the vocabulary: log-probs of the whole vocabulary would take up to a hundred
+        times their memory. None if there is no penalty at present.
+
+        Raises:
+            RolloutError: The states take more than `REFERENCE_GIB`.
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
         if self.loss.kl.estimator is KLEstimator.FULL:
-            log_probs: Tensor = self.reference(
-                samples, images, microbatches=microbatches, readout=VocabularyReadout()
+            _check_reference_size(samples, self.policy.bundle)
+            states: Tensor = self.reference(
+                samples, images, microbatches=microbatches, readout=StateReadout()
             )
-            return log_probs
+            return states
         scores: TokenScores = self.reference(samples, images, microbatches=microbatches)
         sampled = samples.turn >= 0
         result = scores.logprobs.new_zeros(int(sampled.sum()))
@@ -128,7 +155,7 @@ def prepare_batch(
     """
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
     microbatches = split_by_tokens(samples.length, tokens_per_forward)
-    reference = scorer.reference_logprobs(samples, batch.images, microbatches=microbatches)
+    reference = scorer.reference_scores(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
 
@@ -167,8 +194,12 @@ def _score(
 ) -> TokenScores:
     """Score the samples and set their values, bootstraps and the log-probs of shown text."""
     samples = batch.samples
-    full = reference if reference is not None and reference.ndim == 2 else None
-    scores = scorer.score(samples, batch.images, microbatches=microbatches, reference=full)
+    scores = scorer.score(
+        samples,
+        batch.images,
+        microbatches=microbatches,
+        reference=scorer.reference_states(reference),
+    )
     if scores.values is not None:
         samples.values = scores.values
         scorer.bootstrap(batch)
@@ -190,7 +221,10 @@ def _narrow_by_importance(
     assert masks.importance is not None
     samples = batch.samples
     scores: Tensor = policy(
-        samples, batch.images, microbatches=microbatches, readout=SaliencyReadout()
+        samples,
+        batch.images,
+        microbatches=microbatches,
+        readout=SaliencyReadout(logits_mib=policy.logits_mib),
     )
     before = layout.scatter(kept.loss, like=samples.loss_mask)
     keep_important(kept, scores, batch, layout, keep=masks.importance)
@@ -199,6 +233,16 @@ def _narrow_by_importance(
         token = policy.bundle.image_token_id
         record_importance(
             statistics, samples, scores, before=before, after=after, image_token=token
+        )
+
+
+def _check_reference_size(samples: Samples, bundle: ModelBundle) -> None:
+    tokens, width = int((samples.turn >= 0).sum()), bundle.hidden_size
+    size = tokens * width * bundle.model.dtype.itemsize / 2**30
+    if size > REFERENCE_GIB:
+        raise RolloutError(
+            f"algorithm.loss.kl.estimator=full: the reference's states of {tokens} tokens take {size:.0f} GiB, more "
+            f"than {REFERENCE_GIB:.0f}; set algorithm.loss.kl.estimator=k3, or a smaller rollout.groups"
         )
 
 

@@ -42,6 +42,11 @@ class WithoutAdapters:
     def __init__(self, policy: PolicyModule) -> None:
         self.policy = policy
 
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""
+        with adapters_off(self.policy.bundle.model):
+            return self.policy.lm_head(hidden)
+
     def __call__(
         self,
         samples: Samples,
@@ -75,7 +80,9 @@ class FrozenCopy:
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return a copy with frozen weights."""
         bundle = policy.bundle.with_model(copy.deepcopy(policy.bundle.model))
-        frozen = PolicyModule(bundle, length_buckets=policy.length_buckets)
+        frozen = PolicyModule(
+            bundle, length_buckets=policy.length_buckets, logits_mib=policy.logits_mib
+        )
         frozen.requires_grad_(False)
         return frozen.eval()
 

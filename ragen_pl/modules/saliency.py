@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragen_pl.data.batch import Samples
 from ragen_pl.models.inputs import DecoderInputs, embeddings_replaced, run_decoder
-from ragen_pl.modules.forward import sample_inputs
+from ragen_pl.modules.forward import LOGITS_MIB, sample_inputs, score_states, tokens_per_chunk
 from ragen_pl.trajectory import Span
 
 if TYPE_CHECKING:
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaliencyReadout:
-    """Scores every position by its effect on the actions that follow it in its row."""
+    """Scores every position by its effect on the actions that follow it in its row.
+
+    Attributes:
+        logits_mib: MiB of float32 logits that the head computes at a time.
+    """
+
+    logits_mib: float = LOGITS_MIB
 
     def __call__(
         self,
@@ -38,7 +44,9 @@ class SaliencyReadout:
         for rows in microbatches:
             with torch.no_grad():
                 inputs = sample_inputs(bundle, samples, images, rows)
-            effect = _effect_on_actions(bundle, samples, inputs, rows)
+            effect = _effect_on_actions(
+                bundle, samples, inputs, rows, chunk=tokens_per_chunk(bundle, self.logits_mib)
+            )
             if effect is None:
                 continue
             time = torch.arange(effect.shape[1], device=effect.device)
@@ -48,7 +56,7 @@ class SaliencyReadout:
 
 
 def _effect_on_actions(
-    bundle: ModelBundle, samples: Samples, inputs: DecoderInputs, rows: Tensor
+    bundle: ModelBundle, samples: Samples, inputs: DecoderInputs, rows: Tensor, *, chunk: int
 ) -> Tensor | None:
     """Return each position's effect on the action tokens of these rows; None if they have none."""
     actions = (samples.turn[rows] >= 0) & (samples.spans[rows] == Span.ACTION)
@@ -62,7 +70,8 @@ def _effect_on_actions(
         rows=at,
         columns=columns,
         tokens=samples.input_ids[place],
-        temperature=samples.temperature[place][:, None],
+        temperature=samples.temperature[place],
+        chunk=chunk,
     )
 
 
@@ -74,6 +83,7 @@ def gradient_times_input(
     columns: Tensor,
     tokens: Tensor,
     temperature: Tensor,
+    chunk: int,
 ) -> Tensor:
     """Return every position's effect on some tokens, float32 `[rows, time]`. The weights get no gradient.
 
@@ -83,7 +93,8 @@ def gradient_times_input(
         rows: int64 `[tokens]`.
         columns: int64 `[tokens]`, positions from 1 on.
         tokens: int64 `[tokens]`, ids at these places.
-        temperature: Temperature of their distributions, `[tokens, 1]`.
+        temperature: Temperature of their distributions, `[tokens]`.
+        chunk: Number of tokens whose logits are computed at a time.
     """
     entering: list[Tensor] = []
 
@@ -93,7 +104,14 @@ def gradient_times_input(
 
     with torch.enable_grad(), embeddings_replaced(bundle, as_leaf):
         states = run_decoder(bundle, inputs)
-        log_probs = bundle.log_probs(states[rows, columns - 1], temperature=temperature)
+        scores = score_states(
+            bundle,
+            states[rows, columns - 1],
+            tokens,
+            temperature=temperature,
+            chunk=chunk,
+            recompute=len(tokens) > chunk,
+        )
         (embeds,) = entering
-        (gradient,) = torch.autograd.grad(log_probs.gather(-1, tokens[:, None]).sum(), embeds)
+        (gradient,) = torch.autograd.grad(scores.logprobs.sum(), embeds)
     return (gradient * embeds.detach()).sum(-1).abs().float()

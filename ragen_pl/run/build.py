@@ -46,7 +46,10 @@ class RunComponents:
 def assemble(cfg: DictConfig) -> RunComponents:
     """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
-    policy = PolicyModule(bundle, length_buckets=cfg["update"].length_buckets)
+    update = cfg["update"]
+    policy = PolicyModule(
+        bundle, length_buckets=update.length_buckets, logits_mib=update.logits_mib
+    )
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     proxy = AgentProxy(
         environments=build_environments(cfg, record_states=estimator.needs_states),

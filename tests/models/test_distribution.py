@@ -1,11 +1,14 @@
-"""Entropy of the distribution that tokens are sampled from."""
+"""The distribution that tokens are sampled from: its entropy, and its scores in little memory."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ragen_pl.models.distribution import entropy, log_distribution
+from ragen_pl.algorithms.kl import full_kl
+from ragen_pl.models.distribution import entropy, log_distribution, score_distributions
 
 
 def test_entropy_by_hand_with_a_banned_token() -> None:
@@ -15,3 +18,81 @@ def test_entropy_by_hand_with_a_banned_token() -> None:
     assert entropy(log_distribution(logits.half())).dtype == torch.float32
     entropy(log_probs)[0].backward()
     assert logits.grad[0].isfinite().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(0, 7),
+    vocabulary=st.integers(3, 40),
+    bans=st.integers(0, 2),
+    with_reference=st.booleans(),
+    entropy_gradient=st.booleans(),
+)
+def test_scores_and_gradients_are_those_of_the_plain_computation(
+    seed, tokens, vocabulary, bans, with_reference, entropy_gradient
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    logits, reference = 4 * draw(tokens, vocabulary), 4 * draw(tokens, vocabulary)
+    token = torch.randint(bans, vocabulary, (tokens,), generator=generator)
+    temperature, banned = draw(tokens, 1).exp(), torch.arange(bans)
+    weights = draw(3, tokens)
+    if not entropy_gradient:
+        weights[1] = 0
+
+    def gradient(scores, leaf):
+        parts = [part for part in scores if part is not None]
+        loss = sum((weight * part).sum() for weight, part in zip(weights, parts, strict=False))
+        return torch.autograd.grad(loss, leaf)[0]
+
+    leaf = logits.clone().requires_grad_()
+    log_probs = log_distribution(leaf, temperature=temperature, banned=banned)
+    plain = [log_probs.gather(-1, token[:, None]).squeeze(-1), entropy(log_probs)]
+    if with_reference:
+        of_reference = log_distribution(reference, temperature=temperature, banned=banned)
+        plain.append(full_kl(of_reference.float(), log_probs.float()))
+
+    own = logits.clone().requires_grad_()
+    scores = score_distributions(
+        own * 1.0,  # the logits are overwritten
+        token,
+        temperature=temperature,
+        banned=banned,
+        reference=reference.clone() if with_reference else None,
+        entropy_gradient=entropy_gradient,
+    )
+    assert (
+        scores.logprobs.dtype == torch.float64 and scores.entropy.requires_grad == entropy_gradient
+    )
+    for expected, found in zip(plain, scores, strict=False):
+        torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient(scores, own), gradient(plain, leaf), rtol=1e-5, atol=1e-6)
+
+
+def test_backward_of_a_divergence_runs_once():
+    """What it keeps is used up; a second run is refused instead of wrong."""
+    leaf = torch.randn(2, 5, requires_grad=True)
+    scores = score_distributions(
+        leaf * 1,
+        torch.tensor([1, 2]),
+        temperature=torch.ones(2, 1),
+        banned=torch.tensor([0]),
+        reference=torch.randn(2, 5),
+    )
+    scores.kl.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.kl.sum().backward()
+
+
+def test_gradient_has_the_type_of_the_logits():
+    leaf = torch.randn(2, 5, dtype=torch.bfloat16, requires_grad=True)
+    scores = score_distributions(
+        leaf * 1, torch.tensor([1, 2]), temperature=torch.ones(2, 1), banned=torch.tensor([0])
+    )
+    assert scores.logprobs.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(scores.logprobs.sum(), leaf)
+    assert gradient.dtype == torch.bfloat16 and not gradient[:, 0].any()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ragen_pl.algorithms.masks import all_text
 from ragen_pl.data.collate import collate
+from ragen_pl.modules import preparation
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Span
 
 
@@ -32,3 +36,16 @@ def test_shown_text_takes_the_log_probs_before_the_update(make) -> None:
     agent.training_step(make.minibatch(batch), 0)
     sums = agent.statistics.totals()
     assert sums["approx_kl"] < 1e-6 and sums["clipped_low"] == sums["clipped_high"] == 0
+
+
+def test_reference_is_kept_as_states(make, monkeypatch) -> None:
+    """Log-probs of the whole vocabulary would take up to a hundred times the memory."""
+    agent = make.agent(loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1)))
+    batch = make.batch(agent)
+    tokens = int((batch.samples.turn >= 0).sum())
+    assert batch.reference.shape == (tokens, agent.policy.bundle.hidden_size)
+    monkeypatch.setattr(preparation, "REFERENCE_GIB", tokens * 32 * 4 / 2**30)
+    agent.prepare(batch)
+    monkeypatch.setattr(preparation, "REFERENCE_GIB", (tokens * 32 * 4 - 1) / 2**30)
+    with pytest.raises(RolloutError, match=r"set algorithm\.loss\.kl\.estimator=k3"):
+        agent.prepare(batch)
