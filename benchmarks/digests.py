@@ -55,6 +55,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.config import check_config, config_dir
 from ragen_pl.data.batch import TrajectoryBatch
+from ragen_pl.data.validation import VALIDATION_PURPOSE
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.rollout.proxy import AgentProxy
@@ -560,8 +561,7 @@ def validation_rollouts() -> Iterator[list[dict[str, str]]]:
 
     def rollout(self: AgentProxy, *args: Any, **kwargs: Any) -> list[Trajectory]:
         trajectories = original(self, *args, **kwargs)
-        # "panel" is the seed key of validation rollouts.
-        if kwargs["seed_key"][0] == "panel":
+        if kwargs["seed_key"][0] == VALIDATION_PURPOSE:
             digests.append(rollout_digests(trajectories))
         return trajectories
 

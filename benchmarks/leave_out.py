@@ -21,7 +21,6 @@ from ragen_pl.rollout import responders
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
-from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.run.build import assemble, engine_factory
 from ragen_pl.run.train import quieten
 from ragen_pl.run.weights import load_weights
@@ -44,12 +43,8 @@ def play(
         turn_template=context.turn_template, max_tokens=context.max_tokens, leave_out=rule,
     )  # fmt: skip
     engine = engine_factory(cfg)(parts.policy)
-    engine.load_weights(0)
-    responder = EngineResponder(engine=engine, context=validation_set.proxy.context, greedy=True)
     with mock.patch.object(responders, "occlusion_scores", scores or responders.occlusion_scores):
-        return validation_set.proxy.rollout(
-            responder, validation_set.episode_specs, seed_key=("panel",)
-        )
+        return validation_set.play(engine, version=0)
 
 
 def random_scores() -> Scores:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ragen_pl.distributed import rank, world_size
 from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
+from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.seeding import derive_seed
+from ragen_pl.trajectory import Trajectory
+
+# These words are part of the seeds; other words would give other episodes.
+VALIDATION_PURPOSE = "panel"
+_SCRIPTED_PURPOSE = "player"
+
+HELD_OUT = "held_out"
+"""Name and key of a run's own validation set."""
+
+
+def initial_state_seed(key: str, number: int) -> int:
+    """Return the seed of an initial state of the validation sets with this key."""
+    return derive_seed(VALIDATION_PURPOSE, key, number)
 
 
 class ValidationSet:
@@ -32,20 +48,46 @@ class ValidationSet:
         proxy: AgentProxy[ContextManager],
         *,
         episodes: int,
-        key: str = "held_out",
+        key: str = HELD_OUT,
         members: int = 1,
         greedy: bool = True,
         options: dict[str, object] | None = None,
     ) -> None:
         self.name, self.proxy, self.greedy = name, proxy, greedy
-        # "panel" is part of the seed: another word would give other episodes
         self.episode_specs = [
             EpisodeSpec(
-                group=number, member=member, seed=derive_seed("panel", key, number), options=options
+                group=number, member=member, seed=initial_state_seed(key, number), options=options
             )
             for number in range(episodes)
             for member in range(members)
         ]
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        *,
+        version: int,
+        episode_specs: Sequence[EpisodeSpec] | None = None,
+        seed_key: Sequence[int | str] = (VALIDATION_PURPOSE,),
+    ) -> list[Trajectory]:
+        """Play episodes with the present weights of an engine's policy.
+
+        Args:
+            engine: samples the responses.
+            version: number of optimizer steps that the weights have taken.
+            episode_specs: some of the set's episodes; None for all.
+            seed_key: counters that the seeds of sampled responses start with.
+        """
+        engine.load_weights(version)
+        responder = EngineResponder(engine=engine, context=self.proxy.context, greedy=self.greedy)
+        specs = self.episode_specs if episode_specs is None else episode_specs
+        return self.proxy.rollout(responder, specs, seed_key=seed_key)
+
+    def play_scripted(self, policy: ScriptedPolicy, *, name: str) -> list[Trajectory]:
+        """Play all episodes with a scripted policy. Its random draws depend on its name."""
+        responder = ScriptedResponder(policy=policy)
+        seed_key = (_SCRIPTED_PURPOSE, name)
+        return self.proxy.rollout(responder, self.episode_specs, seed_key=seed_key)
 
     def state_keys(self) -> list[str]:
         """Return the initial state of every episode. Training leaves these states out.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -31,8 +30,6 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.run.build import (
     build_environments,
     device_named,
@@ -40,6 +37,7 @@ from ragen_pl.run.build import (
     plain,
     rollout_settings,
 )
+from ragen_pl.run.folder import Run, time_stamped
 from ragen_pl.run.weights import load_bundle, load_weights
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.page import PAGE, write_page
@@ -133,31 +131,19 @@ class Evaluator:
     def _sampled(self, settings: ValidationSettings, *, blank: bool = False) -> list[Trajectory]:
         """Return the model's episodes with its present weights."""
         validation_set = self.validation_set(settings, blank=blank)
-        self.engine.load_weights(0)
-        responder = EngineResponder(
-            engine=self.engine, context=self.context, greedy=validation_set.greedy
-        )
-        return validation_set.proxy.rollout(
-            responder, validation_set.episode_specs, seed_key=("evaluate", self.cfg.seed)
-        )
+        return validation_set.play(self.engine, version=0, seed_key=("evaluate", self.cfg.seed))
 
     def _scripted(self, settings: ValidationSettings, name: str) -> list[Trajectory]:
         """Return a scripted policy's episodes; its random draws are those of the training run's summary."""
-        validation_set = self.validation_set(settings)
         policy = instantiate(self.cfg.validation.baselines[name])
-        # "player" is part of the seed
-        return validation_set.proxy.rollout(
-            ScriptedResponder(policy=policy),
-            validation_set.episode_specs,
-            seed_key=("player", name),
-        )
+        return self.validation_set(settings).play_scripted(policy, name=name)
 
     def _load_warm_start(self) -> bool:
         """Load the weights of the run's warm start, and return whether there are any."""
         run = self.cfg.source.run
         if not self.cfg.validation.warm_start or run is None:
             return False
-        file = Path(run) / "warm_start.pt"
+        file = Run(Path(run)).warm_start
         if file.exists():
             load_weights(self.bundle, file)
         return file.exists()
@@ -259,9 +245,4 @@ def output_folder(cfg: DictConfig) -> Path:
     if cfg.to is not None:
         return Path(cfg.to).expanduser().absolute()
     home = Path(cfg.source.run) if cfg.source.run else Path(cfg.paths.root).absolute()
-    stem = home / "evaluations" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    number, folder = 1, stem
-    while folder.exists():
-        number += 1
-        folder = stem.with_name(f"{stem.name}_{number}")
-    return folder
+    return time_stamped(home / "evaluations")

@@ -33,7 +33,6 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
-from ragen_pl.rollout.responders import EngineResponder
 
 log = logging.getLogger(__name__)
 
@@ -264,13 +263,11 @@ class AgentModule(pl.LightningModule):
         if validation_set.name not in self.validation_statistics:
             self.validation_statistics[validation_set.name] = RolloutStatistics().to(self.device)
         if batch.episode_specs:
-            engine = self.rollout_engine()
-            engine.load_weights(self.trainer.global_step)
-            proxy = validation_set.proxy
-            responder = EngineResponder(
-                engine=engine, context=proxy.context, greedy=validation_set.greedy
+            trajectories = validation_set.play(
+                self.rollout_engine(),
+                version=self.trainer.global_step,
+                episode_specs=batch.episode_specs,
             )
-            trajectories = proxy.rollout(responder, batch.episode_specs, seed_key=("panel",))
             self.validation_statistics[validation_set.name].update(trajectories)
 
     def on_validation_epoch_end(self) -> None:

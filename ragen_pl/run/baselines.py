@@ -8,9 +8,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.build import RunComponents, proxy_with
+from ragen_pl.run.build import RunComponents, build_validation_set
 
 
 def baseline_metrics(
@@ -39,23 +37,13 @@ def scripted_metrics(
     components: RunComponents, name: str, baseline: DictConfig
 ) -> dict[str, float]:
     """Return the validation set's metrics of a scripted policy."""
-    # "player" is part of the seed
-    trajectories = proxy_with(components).rollout(
-        ScriptedResponder(policy=instantiate(baseline)),
-        components.validation_sets[0].episode_specs,
-        seed_key=("player", name),
-    )
-    return rollout_metrics(trajectories)
+    validation_set = components.validation_sets[0]
+    return rollout_metrics(validation_set.play_scripted(instantiate(baseline), name=name))
 
 
 def blank_image_metrics(components: RunComponents, agent: AgentModule) -> dict[str, float]:
     """Return the validation set's metrics of the agent with blank images."""
-    proxy = proxy_with(components, blank_images=True)
+    validation_set = build_validation_set(components.cfg, components.proxy, blank_images=True)
     agent.eval()
-    engine = agent.rollout_engine()
-    engine.load_weights(agent.global_step)
-    responder = EngineResponder(engine=engine, context=proxy.context, greedy=True)
-    # "panel" is part of the seed
-    return rollout_metrics(
-        proxy.rollout(responder, components.validation_sets[0].episode_specs, seed_key=("panel",))
-    )
+    trajectories = validation_set.play(agent.rollout_engine(), version=agent.global_step)
+    return rollout_metrics(trajectories)

@@ -14,7 +14,7 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
-from ragen_pl.data.validation import ValidationSet
+from ragen_pl.data.validation import HELD_OUT, ValidationSet
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
@@ -56,11 +56,16 @@ def assemble(cfg: DictConfig) -> RunComponents:
         context=ContextManager(bundle, **plain(cfg.context)),
         **rollout_settings(cfg),
     )
-    validation_proxy = replace(proxy, environments=build_environments(cfg))
-    validation_sets = [
-        ValidationSet("held_out", validation_proxy, episodes=cfg.validation.episodes)
-    ]
+    validation_sets = [build_validation_set(cfg, proxy)]
     return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
+
+
+def build_validation_set(
+    cfg: DictConfig, proxy: AgentProxy[ContextManager], **changes: Any
+) -> ValidationSet:
+    """Build the held-out validation set, in environments with `changes` to their settings."""
+    proxy = replace(proxy, environments=build_environments(cfg, **changes))
+    return ValidationSet(HELD_OUT, proxy, episodes=cfg.validation.episodes)
 
 
 def build_bundle(cfg: DictConfig) -> ModelBundle:

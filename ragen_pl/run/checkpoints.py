@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.run.folder import run_of, time_of
+from ragen_pl.run.folder import Run, run_of, time_of
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
 
 EXPORTED = "ragen_pl.yaml"
@@ -122,7 +122,7 @@ def _folder(run_dir: str) -> Path:
 
 
 def _in_run(run: Path, *, which: str) -> Path:
-    path = run / "checkpoints" / f"{which}.ckpt"
+    path = Run(run).checkpoints / f"{which}.ckpt"
     if not path.exists():
         hint = "use ckpt=last" if which == "best" else "train it further, or give another run"
         why = ": no validation of it ended" if which == "best" else ""

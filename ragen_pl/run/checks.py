@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.run.environment_check import check_environment
-from ragen_pl.run.folder import RUN_DIR, Run, locate
+from ragen_pl.run.folder import RUN_DIR, Run, configured_run
 
 # bytes of three checkpoints of the small model with its optimizer, and of the metrics
 _NEEDED_SPACE = 200 * 2**20
@@ -46,19 +46,13 @@ def check_files(cfg: DictConfig) -> None:
         FileNotFoundError: there is nothing to resume from.
     """
     check_shared_folder(cfg)
-    run = locate(
-        root=cfg.paths.root,
-        name=cfg.env.name,
-        run_dir=cfg.paths.run_dir,
-        ckpt_path=cfg.ckpt_path,
-    )
+    run = configured_run(cfg)
     check_folder(run.folder)
     check_unused(cfg, run)
-    has_started = cfg.ckpt_path is not None and run.warm_start.exists()
     for file, place in (
         (run.checkpoint, f"ckpt_path={cfg.ckpt_path}"),
         (run.warm_start, str(run.warm_start)),
-        *([] if has_started else given_initial_weights(cfg)),
+        *([] if run.has_initial_weights else given_initial_weights(cfg)),
     ):
         if file and file.exists() and not is_zipfile(file):
             raise ConfigError(

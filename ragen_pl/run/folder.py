@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 RUN_DIR = "RAGEN_PL_RUN_DIR"
 """Environment variable by which the processes of one run share its folder."""
 
@@ -41,6 +43,11 @@ class Run:
         return self.folder / "warm_start.ckpt"
 
     @property
+    def has_initial_weights(self) -> bool:
+        """Whether the run continues from weights that its warm start has written."""
+        return self.resumed and self.warm_start.exists()
+
+    @property
     def has_started(self) -> bool:
         """Whether the folder holds results of a run, besides its config."""
         results = (
@@ -50,6 +57,16 @@ class Run:
             self.folder / "mlflow_run.json",
         )
         return any(path.exists() for path in results) or any(self.checkpoints.glob("*.ckpt"))
+
+
+def configured_run(cfg: DictConfig) -> Run:
+    """Find or name the folder of a config's run, as `locate` does."""
+    return locate(
+        root=cfg.paths.root,
+        name=cfg.env.name,
+        run_dir=cfg.paths.run_dir,
+        ckpt_path=cfg.ckpt_path,
+    )
 
 
 def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) -> Run:
@@ -123,7 +140,7 @@ def _folder(parent: Path, *, run_dir: str | None, ckpt_path: str | None) -> Path
         )
     if ckpt_path == "last":
         return _newest(parent)
-    return _unused(parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    return time_stamped(parent)
 
 
 def _newest(parent: Path) -> Path:
@@ -135,8 +152,9 @@ def _newest(parent: Path) -> Path:
     return configs[-1].parent
 
 
-def _unused(folder: Path) -> Path:
-    """Return the folder, numbered if another run of a sweep has taken its name."""
+def time_stamped(parent: Path) -> Path:
+    """Return a new folder named after the time, with a number if its name is taken, as in a sweep."""
+    folder = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     number, candidate = 1, folder
     while candidate.exists():
         number += 1

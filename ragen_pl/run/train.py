@@ -43,7 +43,7 @@ from ragen_pl.run.build import (
     choose_accelerator,
     plain,
 )
-from ragen_pl.run.folder import RUN_DIR, Run, locate, share_with_children, stop_sharing
+from ragen_pl.run.folder import RUN_DIR, Run, configured_run, share_with_children, stop_sharing
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 
@@ -79,12 +79,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 def open_run(cfg: DictConfig) -> Run:
     """Find the run's folder, create it and write the config into it."""
-    run = locate(
-        root=cfg.paths.root,
-        name=cfg.env.name,
-        run_dir=cfg.paths.run_dir,
-        ckpt_path=cfg.ckpt_path,
-    )
+    run = configured_run(cfg)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     # the first rank alone overwrites what a refused run has left
     is_new = not run.resumed and RUN_DIR not in os.environ
@@ -100,14 +95,14 @@ def warm_start(components: RunComponents, run: Run, logger: Any) -> None:
     cfg, weights = components.cfg.warm_start, run.warm_start
     if not cfg.enabled:
         return
-    if cfg.weights is not None and not (run.resumed and weights.exists()):
+    if cfg.weights is not None and not run.has_initial_weights:
         given = Path(cfg.weights).expanduser()
         source = f"warm_start.weights={cfg.weights}"
         hint = "give the file of a run with the same model and algorithm"
         load_initial_weights(components, given, source=source, hint=hint)
         _copy_initial_weights(given, weights)
         return
-    if not (run.resumed and weights.exists()):
+    if not run.has_initial_weights:
         learn_from_demonstrations(components, run, logger)
     load_initial_weights(components, weights, source=str(weights))
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.data.validation import HELD_OUT, initial_state_seed
 from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentSlot, EpisodeSpec
 from ragen_pl.rollout.formats import format_response
@@ -26,7 +27,6 @@ from ragen_pl.run.build import (
     plain,
     rollout_settings,
 )
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.film import save_episode
 from ragen_pl.viewing.terminal import Screen
@@ -65,8 +65,7 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     """
     console = console or Console()
     screen = Screen(console, width=cfg.width)
-    # "panel" is part of the seed
-    seed = derive_seed("panel", "held_out", cfg.episode)
+    seed = initial_state_seed(HELD_OUT, cfg.episode)
     spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed)
     try:
         trajectory = (
