@@ -37,14 +37,14 @@ class Alarm:
         below: lower limit.
         above: upper limit.
         patience: number of iterations in a row that must pass the limit.
-        calm_above: success rate from which the alarm stays silent: a successful run may settle.
+        max_success: no alarm at a success rate of at least this: the responses of a successful run may become alike.
     """
 
     reading: Annotated[str, Declared("READINGS")]
     below: float | None = None
     above: float | None = None
     patience: Count = 1
-    calm_above: Fraction | None = None
+    max_success: Fraction | None = None
 
     def __post_init__(self) -> None:
         """Check that there is exactly one limit."""
@@ -59,7 +59,7 @@ class Alarm:
         value = readings.get(self.reading)
         if value is None or value != value:
             return False
-        if self.calm_above is not None and readings.get("success", 0.0) >= self.calm_above:
+        if self.max_success is not None and readings.get("success", 0.0) >= self.max_success:
             return False
         return value < self.below if self.below is not None else value > (self.above or 0.0)
 

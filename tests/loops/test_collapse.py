@@ -310,7 +310,7 @@ def test_events_are_logged_to_mlflow(setup_of, tmp_path):
 
 
 def test_alarm_depends_on_limit_patience_grace_and_success():
-    alarm = Alarm(reading="entropy", below=0.1, calm_above=0.8)
+    alarm = Alarm(reading="entropy", below=0.1, max_success=0.8)
     assert alarm.holds({"entropy": 0.05}) and not alarm.holds({"entropy": 0.1})
     assert not alarm.holds({"entropy": 0.05, "success": 0.8}) and not alarm.holds({})
     assert not alarm.holds({"entropy": math.nan})
