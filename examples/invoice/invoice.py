@@ -43,11 +43,11 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
     """Read an invoice line by line, then accept it or name the wrong field.
 
     ## Rewards
-    1 for the right verdict, `-false_accept` for accepting a wrong invoice (a loss of money), 0 for refusing
+    1 for the correct decision, `-false_accept` for accepting a wrong invoice (a loss of money), 0 for refusing
     a right one or for the wrong reason (a second check). Each line read costs `read_cost`.
 
     ## Episode End
-    Terminated by a verdict. `Next` on the last line has no effect and costs the same.
+    Terminated by a decision. `Next` on the last line has no effect and costs the same.
 
     ## Arguments
     - `lines`: number of lines. `wrong_share`: share of invoices with one wrong field.
@@ -96,7 +96,7 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
         return self._page(), {}
 
     def step(self, action: int | np.int64) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Read the next line, or give the verdict."""
+        """Read the next line, or end with a decision."""
         name = self.action_names[action].lower()
         if name == "next":
             moved = self.at + 1 < self.lines

@@ -143,4 +143,4 @@ def test_reading_the_invoice_beats_blind_policies(invoice):
         return total / 400
 
     assert mean_return(lambda: environment.optimal_action(rng)) > 0.97
-    assert max(mean_return(lambda verdict=verdict: verdict) for verdict in range(1, 5)) < 0.2
+    assert max(mean_return(lambda decision=decision: decision) for decision in range(1, 5)) < 0.2
