@@ -11,6 +11,7 @@ import ast
 import functools
 import inspect
 import math
+import operator
 import os
 import sys
 import types
@@ -155,7 +156,13 @@ FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+# field of the limit, words for it, and the comparison of a value with it
+_BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
+    Ge: ("ge", "at least", operator.ge),
+    Gt: ("gt", "above", operator.gt),
+    Le: ("le", "at most", operator.le),
+    Lt: ("lt", "below", operator.lt),
+}
 
 
 def checked(target: Function) -> Function:
@@ -311,7 +318,7 @@ def _accepts_container(base: Any, value: object, *, components: bool) -> bool:
         if isinstance(value, str) or not isinstance(value, Sequence):
             return False
         item = (get_args(base) or (Any,))[0]
-        return all(problem(item, one, components=components) is None for one in value)
+        return all(problem(item, member, components=components) is None for member in value)
     if origin in (dict, Mapping):
         return isinstance(value, Mapping)
     if base is Any or not components:
@@ -322,24 +329,15 @@ def _accepts_container(base: Any, value: object, *, components: bool) -> bool:
 def _holds(constraint: Any, value: Any) -> bool:
     if isinstance(constraint, TextConstraint):
         return constraint.accepts(value)
-    limits = _limits((constraint,))
-    return (
-        (limits.get("ge") is None or value >= limits["ge"])
-        and (limits.get("gt") is None or value > limits["gt"])
-        and (limits.get("le") is None or value <= limits["le"])
-        and (limits.get("lt") is None or value < limits["lt"])
-    )
+    return all(compare(value, limit) for _, compare, limit in _bounds(constraint))
 
 
-def _limits(metadata: Sequence[Any]) -> dict[str, Any]:
-    limits: dict[str, Any] = {}
-    for constraint in metadata:
-        if isinstance(constraint, Interval | Ge | Gt | Le | Lt):
-            for name, _ in _BOUNDS:
-                limit = getattr(constraint, name, None)
-                if limit is not None:
-                    limits[name] = limit
-    return limits
+def _bounds(constraint: Any) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
+    """Yield words, comparison and limit of each bound in a constraint on numbers."""
+    for bound in constraint if isinstance(constraint, Interval) else (constraint,):
+        if type(bound) in _BOUNDS:
+            name, words, compare = _BOUNDS[type(bound)]
+            yield words, compare, getattr(bound, name)
 
 
 def unwrapped(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -370,8 +368,9 @@ def _expectation(annotation: Any) -> str:
         text = "a list" if item is Any else f"a list of {_expectation(item).removeprefix('a ')}s"
     else:
         text = _KINDS.get(base, "a group of settings")
-    limits = _limits(metadata)
-    bounds = [f"{word} {limits[name]}" for name, word in _BOUNDS if name in limits]
+    bounds = [
+        f"{words} {limit}" for constraint in metadata for words, _, limit in _bounds(constraint)
+    ]
     if bounds:
         text += f", {' and '.join(bounds)}"
     for constraint in metadata:
