@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import (
-    Estimator,
-)
+from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
