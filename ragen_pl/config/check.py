@@ -46,14 +46,14 @@ class Fields:
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Refuse a configuration with an unknown key, a missing value or a value that makes no sense.
+    """Check a configuration for unknown keys, missing values and invalid values.
 
     Raises:
         ConfigError: with one line that names the key, the value and what was expected.
     """
     check_values_exist(cfg)
     problems = list(_problems(cfg, Settings, key="", root=cfg))
-    # a key that refers to another is not to blame for the value there
+    # a wrong value is reported at its own key, not at a key that refers to it
     problems.sort(key=lambda item: _refers(cfg, item[0]))
     for _, message in problems:
         raise ConfigError(message)
@@ -139,8 +139,8 @@ def _problems_of_list(
         yield key, f"{key}={shown(value)}: {problem(annotation, list(value))}"
         return
     item = items[0][0] if items[0] else Any
-    for index, one in enumerate(value):
-        yield from _problems(one, item, key=f"{key}.{index}", root=root)
+    for index, member in enumerate(value):
+        yield from _problems(member, item, key=f"{key}.{index}", root=root)
 
 
 def _problems_of_group(
@@ -275,16 +275,16 @@ def unknown_key(
         keys: full names of settings to guess from where the node has no similar name.
     """
     parent, _, name = key.rpartition(".")
-    names = [one for one in siblings if not one.startswith("_")]
-    what = f"unknown key {key}" + (f": {takes} takes no {name}" if takes else "")
+    names = [sibling for sibling in siblings if not sibling.startswith("_")]
+    message = f"unknown key {key}" + (f": {takes} takes no {name}" if takes else "")
     close = get_close_matches(name, names, n=1)
     if close:
-        return f"{what}; did you mean {close[0] if takes else f'{parent}.{close[0]}'.removeprefix('.')}?"
+        return f"{message}; did you mean {close[0] if takes else f'{parent}.{close[0]}'.removeprefix('.')}?"
     if near := get_close_matches(key, list(keys), n=1):
-        return f"{what}; did you mean {near[0]}?"
+        return f"{message}; did you mean {near[0]}?"
     if takes:
-        return f"{what}; it takes {', '.join(names) or 'none'}"
-    return f"{what}; " + (
+        return f"{message}; it takes {', '.join(names) or 'none'}"
+    return f"{message}; " + (
         f"{parent} has {', '.join(sorted(names))}"
         if parent and names
         else "see --cfg job for all keys"

@@ -13,7 +13,7 @@ import collections.abc
 import functools
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
@@ -42,10 +42,14 @@ class SignatureError(ValueError):
 
 @dataclass(frozen=True)
 class Signature:
-    """Names and annotations of the arguments that a class or function takes.
+    """Names and annotations of the arguments of a class or function.
 
-    `closed` is false where other arguments are possible, and `keywords` are the arguments that can only be
-    given by name.
+    Attributes:
+        name: name of the class or function.
+        parameters: annotations by name.
+        keywords: arguments that can only be given by name.
+        closed: whether no other arguments are possible.
+        returns: return annotation.
     """
 
     name: str
@@ -123,7 +127,7 @@ def _definition(module: _Module, name: str) -> ast.ClassDef | ast.FunctionDef | 
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines, imports or assigns, wherever in it."""
+    """Return the names that a module defines, imports or assigns, at any depth."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):
@@ -139,9 +143,10 @@ def _of_function(module: _Module, node: ast.FunctionDef, *, skip: int) -> Signat
     scope = _Scope(module)
     given = [*node.args.posonlyargs, *node.args.args][skip:]
     parameters = {
-        one.arg: scope.evaluate(one.annotation) for one in (*given, *node.args.kwonlyargs)
+        argument.arg: scope.evaluate(argument.annotation)
+        for argument in (*given, *node.args.kwonlyargs)
     }
-    keywords = [one.arg for one in node.args.kwonlyargs]
+    keywords = [argument.arg for argument in node.args.kwonlyargs]
     closed = node.args.kwarg is None
     if node.args.kwarg is not None:
         annotation = scope.evaluate(node.args.kwarg.annotation)
@@ -160,8 +165,8 @@ def _of_function(module: _Module, node: ast.FunctionDef, *, skip: int) -> Signat
 def _of_class(module: _Module, node: ast.ClassDef) -> Signature | None:
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            made = _of_function(module, item, skip=1)
-            return Signature(node.name, made.parameters, made.keywords, made.closed)
+            init = _of_function(module, item, skip=1)
+            return replace(init, name=node.name, returns=Any)
     inherited: dict[str, Any] = {}
     keywords: tuple[str, ...] = ()
     closed = True
@@ -246,7 +251,7 @@ class _Scope(dict[str, Any]):
         )
         try:
             return eval(source, {"__builtins__": {}}, self)
-        except Exception:  # whatever the annotation of a stranger's class does
+        except Exception:  # annotations of other packages may raise anything
             return Any
 
     def __missing__(self, name: str) -> Any:
@@ -286,7 +291,7 @@ class _Scope(dict[str, Any]):
 
 
 def _assigned(item: ast.stmt, name: str) -> ast.expr | None:
-    if isinstance(item, ast.Assign) and [ast.unparse(one) for one in item.targets] == [name]:
+    if isinstance(item, ast.Assign) and [ast.unparse(target) for target in item.targets] == [name]:
         return item.value
     if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name:
         return item.value

@@ -129,9 +129,9 @@ def _reset(
 def _check_images(slot: EnvironmentSlot, cfg: DictConfig, *, place: str) -> None:
     shows = bool(slot.observation and slot.observation.images)
     if shows != bool(cfg.env.get("visual", shows)):
-        found, value = ("an image", "true") if shows else ("no image", "false")
+        content, value = ("an image", "true") if shows else ("no image", "false")
         raise ConfigError(
-            f"{place}: found {found} in its observation; set env.visual={value} "
+            f"{place}: found {content} in its observation; set env.visual={value} "
             f"model={'small_vlm' if shows else 'small_lm'}"
         )
 
@@ -190,11 +190,11 @@ def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: st
         raise ConfigError(f"{place}: {result.error.partition(': ')[2]}")
 
 
-def _same(one: Observation | None, other: Observation | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    images = zip(one.images, other.images, strict=True)
-    return one.text == other.text and all(np.array_equal(*pair) for pair in images)
+def _same(first: Observation | None, second: Observation | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    images = zip(first.images, second.images, strict=True)
+    return first.text == second.text and all(np.array_equal(*pair) for pair in images)
 
 
 def _kind(value: object) -> str:

@@ -104,7 +104,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
         "policy_loss": totals["policy_loss"], "value_loss": totals["value_loss"],
         "kl_loss": totals["kl_loss"], "loss": totals["loss"],
     }  # fmt: skip
-    flat = torch.cat([one.detach().flatten() for one in agent.policy.parameters()])
+    flat = torch.cat([parameter.detach().flatten() for parameter in agent.policy.parameters()])
     return Iteration(flat, metrics)
 
 

@@ -42,10 +42,10 @@ def test_beta_zero_equals_bilevel_gae_bit_for_bit(seed, gamma, lam, token) -> No
 def test_adaptive_gae_by_hand_on_three_turns() -> None:
     # one token a turn, V = 0.5 0.75 0.25, r = 0 0.5 1; window 1, feedback 1:
     # progress = 0, 0.25 + 0, -0.5 + 0.5 → gamma = 0.9, 0.9 + 0.2 * 0.25 = 0.95, 0.9
-    one = torch.ones(1, 3, dtype=torch.bool)
+    everywhere = torch.ones(1, 3, dtype=torch.bool)
     given = Credit(
         rewards=torch.tensor([[0.0, 0.5, 1.0]]), values=torch.tensor([[0.5, 0.75, 0.25]]),
-        advantage_mask=one, loss_mask=one, turn=torch.tensor([[0, 1, 2]]),
+        advantage_mask=everywhere, loss_mask=everywhere, turn=torch.tensor([[0, 1, 2]]),
         group=torch.zeros(1, dtype=torch.int64), bootstrap=torch.tensor([2.0]),
         returns=torch.tensor([1.5]),
     )  # fmt: skip
@@ -54,15 +54,15 @@ def test_adaptive_gae_by_hand_on_three_turns() -> None:
     last = 1.0 + 0.9 * 2.0 - 0.25
     second = 0.5 + 0.95 * 0.25 - 0.75 + 0.95 * last
     first = 0.0 + 0.9 * 0.75 - 0.5 + 0.9 * second
-    found = estimator(given).advantages[0].tolist()
-    assert found == pytest.approx([first, second, last], abs=1e-6)
+    advantages = estimator(given).advantages[0].tolist()
+    assert advantages == pytest.approx([first, second, last], abs=1e-6)
 
 
 def test_progress_is_averaged_over_the_window() -> None:
     values = torch.tensor([[0.0, 1.0, 3.0, 6.0, 6.0]])
     turn = torch.tensor([[0, 1, 2, 4, -1]])  # turn 3 has no token
-    found = turn_progress(torch.zeros(1, 5), values, turn, window=2, feedback=1.0)
-    assert found.tolist() == [[0.0, 1.0, 1.5, 2.5, 0.0]]
+    progress = turn_progress(torch.zeros(1, 5), values, turn, window=2, feedback=1.0)
+    assert progress.tolist() == [[0.0, 1.0, 1.5, 2.5, 0.0]]
 
 
 def test_discount_does_not_depend_on_later_turns() -> None:
@@ -80,9 +80,9 @@ def test_discount_does_not_depend_on_later_turns() -> None:
 
 def test_discounts_rise_after_success_and_stay_inside_their_bounds() -> None:
     values = torch.tensor([[0.0, 1.0, 0.0, 50.0]])
-    one = torch.ones_like(values, dtype=torch.bool)
+    everywhere = torch.ones_like(values, dtype=torch.bool)
     given = Credit(
-        rewards=torch.zeros_like(values), values=values, advantage_mask=one, loss_mask=one,
+        rewards=torch.zeros_like(values), values=values, advantage_mask=everywhere, loss_mask=everywhere,
         turn=torch.tensor([[0, 1, 2, 3]]), group=torch.zeros(1, dtype=torch.int64),
         bootstrap=torch.zeros(1), returns=torch.zeros(1),
     )  # fmt: skip

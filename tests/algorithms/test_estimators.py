@@ -44,14 +44,14 @@ def credit(**changes: Tensor | None) -> Credit:
 @pytest.mark.parametrize("estimator", ALL, ids=repr)
 def test_every_loss_token_gets_the_advantage_of_its_turn(estimator) -> None:
     given = credit()
-    found = estimator(given).advantages
-    assert found.dtype == torch.float32 and found.shape == given.rewards.shape
-    assert not found[~given.loss_mask].any()
+    advantages = estimator(given).advantages
+    assert advantages.dtype == torch.float32 and advantages.shape == given.rewards.shape
+    assert not advantages[~given.loss_mask].any()
     # One action token a turn: thought before it and end after it share its advantage.
-    assert found[0, 0] == found[0, 1] == found[0, 2]
-    assert found[0, 3] == found[0, 4] == found[0, 5]
-    assert found[1, 0] == found[1, 1] and found[1, 3] == found[1, 2]
-    assert found[given.loss_mask].any()
+    assert advantages[0, 0] == advantages[0, 1] == advantages[0, 2]
+    assert advantages[0, 3] == advantages[0, 4] == advantages[0, 5]
+    assert advantages[1, 0] == advantages[1, 1] and advantages[1, 3] == advantages[1, 2]
+    assert advantages[given.loss_mask].any()
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=repr)
@@ -62,7 +62,7 @@ def test_returns_are_zero_off_the_advantage_mask(estimator) -> None:
 
 def test_masked_gae_class_passes_its_parameters_and_the_bootstrap() -> None:
     given = credit(bootstrap=torch.tensor([0.0, 2.0]))
-    found = MaskedGAE(gamma=0.9, lam=0.8)(given)
+    estimates = MaskedGAE(gamma=0.9, lam=0.8)(given)
     expected, returns = masked_gae(
         given.rewards,
         given.values,
@@ -72,9 +72,9 @@ def test_masked_gae_class_passes_its_parameters_and_the_bootstrap() -> None:
         bootstrap=given.bootstrap,
     )
     mask = given.advantage_mask
-    assert torch.equal(found.advantages[mask], expected[mask])
-    assert torch.equal(found.returns, returns)
-    assert not torch.equal(found.returns, MaskedGAE(gamma=0.9, lam=0.8)(credit()).returns)
+    assert torch.equal(estimates.advantages[mask], expected[mask])
+    assert torch.equal(estimates.returns, returns)
+    assert not torch.equal(estimates.returns, MaskedGAE(gamma=0.9, lam=0.8)(credit()).returns)
 
 
 def test_bilevel_gae_by_hand_with_four_different_parameters() -> None:
@@ -94,19 +94,19 @@ def test_bilevel_gae_by_hand_with_four_different_parameters() -> None:
         bootstrap=torch.zeros(1),
         returns=torch.tensor([3.0]),
     )
-    found = BilevelGAE(gamma_turn=0.5, lam_turn=0.2, gamma_token=0.8, lam_token=0.5)(given)
-    assert found.advantages[0].tolist() == pytest.approx([-0.32, -0.3, 0.6, 2.0])
+    estimates = BilevelGAE(gamma_turn=0.5, lam_turn=0.2, gamma_token=0.8, lam_token=0.5)(given)
+    assert estimates.advantages[0].tolist() == pytest.approx([-0.32, -0.3, 0.6, 2.0])
 
 
 def test_tokens_outside_the_mask_take_the_next_advantage_or_the_last() -> None:
     mask = torch.tensor([[0, 1, 0, 1, 0, 0, 1]]).bool()
-    found = spread_to_loss_tokens(
+    advantages = spread_to_loss_tokens(
         torch.tensor([[9.0, 1.0, 9.0, 2.0, 9.0, 9.0, 3.0]]),
         advantage_mask=mask,
         loss_mask=torch.tensor([[1, 1, 1, 1, 1, 0, 1]]).bool(),
         turn=torch.tensor([[0, 0, 0, 0, 0, 1, 1]]),
     )
-    assert found.tolist() == [[1.0, 1.0, 2.0, 2.0, 2.0, 0.0, 3.0]]
+    assert advantages.tolist() == [[1.0, 1.0, 2.0, 2.0, 2.0, 0.0, 3.0]]
 
 
 def test_only_estimators_that_need_values_require_them() -> None:
@@ -119,9 +119,9 @@ def test_only_estimators_that_need_values_require_them() -> None:
 
 
 def test_group_relative_by_hand() -> None:
-    found = GroupRelative(scale_by_std=False)(credit()).advantages
-    assert found[0].tolist() == [2.0] * 6 + [0.0]
-    assert found[1].tolist() == [-2.0] * 4 + [0.0] * 3
+    advantages = GroupRelative(scale_by_std=False)(credit()).advantages
+    assert advantages[0].tolist() == [2.0] * 6 + [0.0]
+    assert advantages[1].tolist() == [-2.0] * 4 + [0.0] * 3
     scaled = GroupRelative()(credit()).advantages
     assert scaled[0, 0].item() == pytest.approx(2 / (8**0.5 + 1e-6))
     assert LeaveOneOut()(credit()).advantages[0, 0].item() == 4.0

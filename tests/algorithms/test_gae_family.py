@@ -64,8 +64,8 @@ def loop_bilevel(rewards, values, turn, bootstrap, *, gamma_turn, lam_turn, gamm
     return out
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
 
 
 @maths
@@ -84,13 +84,15 @@ def test_reverse_scan_equals_the_plain_recurrence(pairs) -> None:
 def test_masked_gae_equals_gae_over_the_tokens_of_the_mask(batch, gamma, lam) -> None:
     rewards, values, turn, bootstrap = batch
     mask = turn >= 0
-    found, returns = masked_gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    advantages, returns = masked_gae(
+        rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap
+    )
     for i, on in enumerate(mask):
         r, v = rewards[i, on].tolist(), values[i, on].tolist()
         expected = loop_gae(r, v, bootstrap[i].item(), gamma=gamma, lam=lam)
-        close(found[i, on], torch.tensor(expected))
-    close(returns[mask], (found + values)[mask])
-    assert not found[~mask].any() and not returns[~mask].any()
+        close(advantages[i, on], torch.tensor(expected))
+    close(returns[mask], (advantages + values)[mask])
+    assert not advantages[~mask].any() and not returns[~mask].any()
 
 
 @maths
@@ -105,12 +107,12 @@ def test_bilevel_gae_equals_the_plain_loop(
         "gamma_token": gamma_token,
         "lam_token": lam_token,
     }
-    found, returns = bilevel_gae(rewards, values, turn, bootstrap=bootstrap, **parameters)
+    advantages, returns = bilevel_gae(rewards, values, turn, bootstrap=bootstrap, **parameters)
     for i, on in enumerate(turn >= 0):
         lists = [x[i, on].tolist() for x in (rewards, values, turn)]
         expected = loop_bilevel(*lists, bootstrap[i].item(), **parameters)
-        close(found[i, on], torch.tensor(expected))
-    close(returns, torch.where(turn >= 0, found + values, 0.0))
+        close(advantages[i, on], torch.tensor(expected))
+    close(returns, torch.where(turn >= 0, advantages + values, 0.0))
 
 
 @maths
@@ -118,10 +120,10 @@ def test_bilevel_gae_equals_the_plain_loop(
 def test_bilevel_gae_with_all_parameters_one_equals_masked_gae(batch) -> None:
     rewards, values, turn, bootstrap = batch
     ones = {"gamma_turn": 1.0, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
-    found, _ = bilevel_gae(rewards, values, turn, bootstrap=bootstrap, **ones)
+    advantages, _ = bilevel_gae(rewards, values, turn, bootstrap=bootstrap, **ones)
     at_ends = sum_at_turn_end(rewards, turn=turn)
     expected, _ = masked_gae(at_ends, values, turn >= 0, gamma=1.0, lam=1.0, bootstrap=bootstrap)
-    close(found, expected)
+    close(advantages, expected)
 
 
 @maths
@@ -129,7 +131,7 @@ def test_bilevel_gae_with_all_parameters_one_equals_masked_gae(batch) -> None:
 def test_bilevel_gae_without_inner_decay_has_a_closed_form(batch, gamma) -> None:
     """`A_j = sum_k gamma^{k-t} r_k + gamma^{K-t} V_boot - V_j` for token j of turn t."""
     rewards, values, turn, bootstrap = batch
-    found, _ = bilevel_gae(
+    advantages, _ = bilevel_gae(
         rewards,
         values,
         turn,
@@ -145,7 +147,7 @@ def test_bilevel_gae_without_inner_decay_has_a_closed_form(batch, gamma) -> None
         sums = [rewards[i, turn[i] == k].sum().item() for k in range(turns)]
         expected = sum(gamma ** (k - t) * sums[k] for k in range(t, turns))
         expected += gamma ** (turns - t) * bootstrap[i].item() - values[i, j].item()
-        assert found[i, j].item() == pytest.approx(expected, abs=1e-4)
+        assert advantages[i, j].item() == pytest.approx(expected, abs=1e-4)
 
 
 FAMILY = {
@@ -193,24 +195,26 @@ class TestLaws:
 def test_turn_without_reward_counts_as_a_turn() -> None:
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3)
     half = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
-    found, _ = bilevel_gae(rewards, values, torch.tensor([[0, 1, 2]]), **half)
-    assert found.tolist() == [[0.25, 0.5, 1.0]]
+    advantages, _ = bilevel_gae(rewards, values, torch.tensor([[0, 1, 2]]), **half)
+    assert advantages.tolist() == [[0.25, 0.5, 1.0]]
 
 
 def test_truncated_trajectory_bootstraps_at_the_turn_level() -> None:
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
     half = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
     boot = torch.tensor([4.0])
-    found, returns = bilevel_gae(rewards, values, torch.tensor([[0, 0]]), bootstrap=boot, **half)
+    advantages, returns = bilevel_gae(
+        rewards, values, torch.tensor([[0, 0]]), bootstrap=boot, **half
+    )
     assert returns.tolist() == [[3.0, 3.0]]
-    assert found.tolist() == [[2.5, 2.75]]
+    assert advantages.tolist() == [[2.5, 2.75]]
 
 
 def test_turn_gae_reads_the_value_before_the_turn() -> None:
     """By hand: d_1 = 2 + 0.5*4 - 1 = 3, d_0 = 1 + 0.5*1 - 0.5 = 1, A_0 = 1 + 0.5*0.5*3."""
     rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0]])
     values = torch.tensor([[0.5, 9.0, 1.0, 9.0]])
-    found, returns = turn_gae(
+    advantages, returns = turn_gae(
         rewards,
         values,
         torch.tensor([[0, 0, 1, 1]]),
@@ -218,7 +222,7 @@ def test_turn_gae_reads_the_value_before_the_turn() -> None:
         lam=0.5,
         bootstrap=torch.tensor([4.0]),
     )
-    assert found.tolist() == [[1.75, 1.75, 3.0, 3.0]]
+    assert advantages.tolist() == [[1.75, 1.75, 3.0, 3.0]]
     assert returns.tolist() == [[2.25, 2.25, 4.0, 4.0]]
 
 

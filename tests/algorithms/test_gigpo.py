@@ -13,10 +13,10 @@ def test_gigpo_compares_turns_that_start_in_the_same_state() -> None:
     state = torch.tensor([[0, 5, 5], [0, 5, 9]])
     group = torch.tensor([0, 0])
     step = {"gamma": 0.5, "scale_by_std": False}
-    found = gigpo(rewards.sum(1), group, rewards, state, step_weight=1.0, **step)
+    advantages = gigpo(rewards.sum(1), group, rewards, state, step_weight=1.0, **step)
     # returns from each turn on: 0.5 1 2 and 0.5 1 0; state 0: mean 0.5; state 5: 1 2 1, mean 4/3
     expected = torch.tensor([[0.5, 0.5 - 1 / 3, 0.5 + 2 / 3], [-0.5, -0.5 - 1 / 3, -0.5]])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(advantages, expected)
     apart = gigpo(rewards.sum(1), torch.tensor([0, 1]), rewards, state, step_weight=1.0, **step)
     torch.testing.assert_close(apart, torch.tensor([[0.0, -0.5, 0.5], [0.0, 0.0, 0.0]]))
     without = gigpo(rewards.sum(1), group, rewards, state, step_weight=0.0, **step)

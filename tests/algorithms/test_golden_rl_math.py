@@ -40,9 +40,9 @@ def of(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", named)
 
 
-def same(found: Tensor, expected: Tensor | float) -> None:
+def same(actual: Tensor, expected: Tensor | float) -> None:
     expected = torch.as_tensor(expected, dtype=torch.float32)
-    torch.testing.assert_close(found.float(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=2e-6)
 
 
 def counts(mask: Tensor) -> dict[str, Tensor]:

@@ -64,8 +64,8 @@ def test_tokens_off_the_mask_have_ratio_one_and_no_gradient() -> None:
 
 def test_large_ratio_gives_a_finite_loss() -> None:
     far = torch.full((1, 1), 500.0)
-    found = clipped_surrogate(far, -far, -torch.ones(1, 1), far > 0, clip_low=0.2, clip_high=0.2)
-    assert found.losses.isfinite().all()
+    loss = clipped_surrogate(far, -far, -torch.ones(1, 1), far > 0, clip_low=0.2, clip_high=0.2)
+    assert loss.losses.isfinite().all()
 
 
 def counts(mask: torch.Tensor, how: Aggregation) -> dict[str, object]:
@@ -163,6 +163,6 @@ def test_full_kl_of_banned_tokens_is_finite_in_value_and_gradient() -> None:
 
 
 def test_k3_is_bounded_for_large_ratios() -> None:
-    found = kl_estimate(torch.tensor([-50.0]), torch.tensor([0.0]), how=KLEstimator.K3)
-    assert found.item() == 10.0
+    divergence = kl_estimate(torch.tensor([-50.0]), torch.tensor([0.0]), how=KLEstimator.K3)
+    assert divergence.item() == 10.0
     assert kl_estimate(torch.tensor([1.0]), torch.tensor([3.0]), how="k1").item() == -2.0

@@ -27,10 +27,10 @@ def test_batch_statistics_do_not_depend_on_the_split_over_ranks(numbers, cut) ->
     ]
     for part, rows in ((parts[0], slice(0, cut)), (parts[1], slice(cut, None))):
         answers = iter(sums)
-        one = RewardNormalizer(by=ByBatch())(
+        normalized = RewardNormalizer(by=ByBatch())(
             part[:, None], turns[rows], group[rows], all_reduce=lambda _, to=answers: next(to)
         )
-        torch.testing.assert_close(one, whole[rows], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(normalized, whole[rows], rtol=1e-3, atol=1e-3)
 
 
 @settings(max_examples=30)
@@ -50,23 +50,27 @@ def test_equal_returns_keep_the_size_of_turn_rewards(by, size) -> None:
     """Every episode of the group ran out of time: nine costs, and nothing to tell them apart."""
     rewards = torch.full((4, 9), -size)
     turns, group = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
-    found = RewardNormalizer(by=by)(rewards, turns, group)
-    assert float(found.abs().max()) <= 10 * size
-    assert float(found.sum(1).abs().max()) <= 1e-3 * size
+    normalized = RewardNormalizer(by=by)(rewards, turns, group)
+    assert float(normalized.abs().max()) <= 10 * size
+    assert float(normalized.sum(1).abs().max()) <= 1e-3 * size
 
 
 def test_running_statistics_accumulate_and_resume() -> None:
-    one, other = (RewardNormalizer(by=Running(decay=0.5)) for _ in range(2))
+    normalizer, resumed = (RewardNormalizer(by=Running(decay=0.5)) for _ in range(2))
     turns, group = torch.ones(2, dtype=torch.int64), torch.tensor([0, 0])
     first = torch.tensor([[1.0], [3.0]])
     scaled = torch.tensor([[-1.0], [1.0]])
-    torch.testing.assert_close(one(first, turns, group), scaled, rtol=1e-4, atol=1e-4)
-    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    torch.testing.assert_close(normalizer(first, turns, group), scaled, rtol=1e-4, atol=1e-4)
+    resumed.load_state_dict(copy.deepcopy(normalizer.state_dict()))
     second = torch.tensor([[5.0], [5.0]])
-    found = one(second, turns, group)  # weight 3, sum 12, squares 55: mean 4, variance 7 / 3
-    torch.testing.assert_close(found, torch.full((2, 1), (7 / 3) ** -0.5), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(other(second, turns, group), found)
-    assert other.state_dict() == one.state_dict()
+    normalized = normalizer(
+        second, turns, group
+    )  # weight 3, sum 12, squares 55: mean 4, variance 7 / 3
+    torch.testing.assert_close(
+        normalized, torch.full((2, 1), (7 / 3) ** -0.5), rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(resumed(second, turns, group), normalized)
+    assert resumed.state_dict() == normalizer.state_dict()
 
 
 def test_schedule_moves_from_raw_to_batch_to_group() -> None:

@@ -1,4 +1,4 @@
-"""No preset is an alias and no switch is dead: each is thrown, and the figure that it must change looked at."""
+"""No preset is an alias and no switch is dead: each is thrown, and the metric that it must change is compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY = f"algorithm.normalize.by._target_={ALGORITHMS}.normalization"
 MISMATCH = f"+algorithm.loss.mismatch._target_={ALGORITHMS}.mismatch"
 NO_SCALE = "+algorithm.normalize.by.scale_by_std=false"
 
-# (algorithm and what else it takes, the switch, the figure that changes)
+# (algorithm and what else it takes, the switch, the metric that changes)
 SWITCHES = [
     # filters
     ("starpo", f"{KEEP}.TopFraction +algorithm.filter.keep.fraction=0.5", "episodes_trained"),
@@ -127,25 +127,25 @@ def shown(value: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("base", "switch", "figure"), SWITCHES, ids=shown)
+@pytest.mark.parametrize(("base", "switch", "metric"), SWITCHES, ids=shown)
 def test_setting_changes_its_metric_and_the_weights(
-    run, base: str, switch: str, figure: str | None
+    run, base: str, switch: str, metric: str | None
 ) -> None:
     overrides = f"algorithm={base}".split()
     before, after = run(*overrides), run(*overrides, *switch.split())
-    if figure is None:  # the default, stated
+    if metric is None:  # the default, stated
         assert torch.equal(before.weights, after.weights)
         return
-    assert before.metrics.get(figure) != pytest.approx(after.metrics.get(figure), rel=1e-5)
+    assert before.metrics.get(metric) != pytest.approx(after.metrics.get(metric), rel=1e-5)
     assert not torch.allclose(before.weights, after.weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("base", "switch", "figure"), LATER, ids=shown)
-def test_setting_changes_later_iterations(run, base: str, switch: str, figure: str) -> None:
+@pytest.mark.parametrize(("base", "switch", "metric"), LATER, ids=shown)
+def test_setting_changes_later_iterations(run, base: str, switch: str, metric: str) -> None:
     before = run(f"algorithm={base}", iterations=2)
     after = run(f"algorithm={base}", *switch.split(), iterations=2)
-    assert before.metrics[figure] != pytest.approx(after.metrics[figure], rel=1e-5)
+    assert before.metrics[metric] != pytest.approx(after.metrics[metric], rel=1e-5)
     assert not torch.allclose(before.weights, after.weights, rtol=0, atol=1e-6)
 
 
@@ -155,9 +155,9 @@ def test_presets_lead_to_different_weights(run) -> None:
     start = run("algorithm=starpo", "optimizer.lr=0").weights
     for name in PRESETS:
         assert not torch.allclose(ends[name], start, rtol=0, atol=1e-5), f"{name} learns nothing"
-    for one, other in combinations(PRESETS, 2):
-        same = torch.allclose(ends[one], ends[other], rtol=0, atol=1e-6)
-        assert not same, f"{one} is {other}"
+    for first, second in combinations(PRESETS, 2):
+        same = torch.allclose(ends[first], ends[second], rtol=0, atol=1e-6)
+        assert not same, f"{first} is {second}"
 
 
 def test_trico_without_discounts_and_with_the_same_masks_equals_starpo(run) -> None:

@@ -138,8 +138,8 @@ def test_first_thoughts_have_different_groups_and_prompts():
     kept = thoughts[0].ids
     assert np.array_equal(kept, turn.response_ids[: len(kept)])
     assert len(kept) == len(turn.response_ids) - 5  # </think>, three of the answer, the end
-    for one in played:
-        one.turns[0].prompt_ids = played[0].turns[0].prompt_ids
+    for trajectory in played:
+        trajectory.turns[0].prompt_ids = played[0].turns[0].prompt_ids
     assert len(first_thoughts(played, count=100)) == 1
     played[0].turns[0].think = None
     assert first_thoughts(played[:1], count=3) == []

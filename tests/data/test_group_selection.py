@@ -24,9 +24,9 @@ class Ranks:
     def gather(self, value):
         self.shelf[self.local.rank] = value
         self.barrier.wait()
-        found = list(self.shelf)
+        gathered = list(self.shelf)
         self.barrier.wait()
-        return found
+        return gathered
 
     def run(self, function):
         results = [None] * self.count
@@ -57,9 +57,9 @@ def choices(monkeypatch, make_trajectory, lm):
         ]
         return meeting.run(
             lambda rank: group_selection.select_groups(
-                [one for one in played if one.group % ranks == rank],
+                [trajectory for trajectory in played if trajectory.group % ranks == rank],
                 group_filter,
-                returns=lambda one: one.reward,
+                returns=lambda trajectory: trajectory.reward,
                 **options,
             )
         )
@@ -68,7 +68,11 @@ def choices(monkeypatch, make_trajectory, lm):
 
 
 def kept(choice):
-    return [] if choice.is_dummy else [(one.group, one.member) for one in choice.trajectories]
+    return (
+        []
+        if choice.is_dummy
+        else [(trajectory.group, trajectory.member) for trajectory in choice.trajectories]
+    )
 
 
 GROUPS = {0: (0, 1), 1: (0, 0), 2: (0, 3), 3: (1, 1), 4: (0, 2), 5: (2, 2), 6: (0, 5), 7: (0, 4)}
@@ -76,13 +80,15 @@ GROUPS = {0: (0, 1), 1: (0, 0), 2: (0, 3), 3: (1, 1), 4: (0, 2), 5: (2, 2), 6: (
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_kept_groups_do_not_depend_on_the_number_of_ranks(choices, ranks):
-    found = choices(ranks, GROUPS, GroupFilter(keep=TopFraction(fraction=0.5)))
-    everything = sorted(pair for choice in found for pair in kept(choice))
+    selections = choices(ranks, GROUPS, GroupFilter(keep=TopFraction(fraction=0.5)))
+    everything = sorted(pair for choice in selections for pair in kept(choice))
     assert everything == [(group, member) for group in (2, 4, 6, 7) for member in (0, 1)]
-    sizes = [len(kept(choice)) // 2 for choice in found]
+    sizes = [len(kept(choice)) // 2 for choice in selections]
     assert max(sizes) - min(sizes) <= 1  # 2, 4 and 6 were all rank 0's when there are two
-    for choice in found:
-        assert {group for group, _ in kept(choice)} == {one.group for one in choice.trajectories}
+    for choice in selections:
+        assert {group for group, _ in kept(choice)} == {
+            trajectory.group for trajectory in choice.trajectories
+        }
         assert choice.metrics == {
             "kept_share": 0.5,
             "kept_deviation": pytest.approx(14 / 4 / 2**0.5),
@@ -90,11 +96,11 @@ def test_kept_groups_do_not_depend_on_the_number_of_ranks(choices, ranks):
 
 
 def test_rank_without_groups_gets_a_dummy_batch(choices, lm):
-    found = choices(3, GROUPS, GroupFilter(keep=TopFraction(fraction=0.01)))
-    assert [choice.is_dummy for choice in found].count(True) == 2
-    assert [pair for choice in found for pair in kept(choice)] == [(6, 0), (6, 1)]
-    filler = next(choice for choice in found if choice.is_dummy)
-    batch = as_dummy_batch(collate(filler.trajectories, lm))
+    selections = choices(3, GROUPS, GroupFilter(keep=TopFraction(fraction=0.01)))
+    assert [choice.is_dummy for choice in selections].count(True) == 2
+    assert [pair for choice in selections for pair in kept(choice)] == [(6, 0), (6, 1)]
+    dummy = next(choice for choice in selections if choice.is_dummy)
+    batch = as_dummy_batch(collate(dummy.trajectories, lm))
     assert len(batch.samples) == 1 and float(batch.samples.weight.sum()) == 0
     assert len(batch.episodes.turns) == 0
 
@@ -115,7 +121,7 @@ def test_failed_episodes_are_ignored(make_trajectory, lm):
     good = [make_trajectory(lm, [3], member=member, rewards=[member]) for member in range(2)]
     failed = replace(good[0], group=1, status=EpisodeStatus.FAILED)
     choice = group_selection.select_groups(
-        [*good, failed], GroupFilter(), returns=lambda one: one.reward
+        [*good, failed], GroupFilter(), returns=lambda trajectory: trajectory.reward
     )
     assert choice.trajectories == good
 

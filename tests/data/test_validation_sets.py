@@ -1,4 +1,4 @@
-"""Fixed validation sets, training starts apart from them by content, the curriculum, the DataModule's memory."""
+"""Fixed validation sets, training states apart from them by content, the curriculum, the DataModule's memory."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
-# a small environment: starts recur under many seeds
-WORLD = {"target": "ragen/FrozenLake-v0", "kwargs": {"size": 3, "hole_share": 0.1}}
+# a small environment: initial states recur under many seeds
+ENVIRONMENT = {"target": "ragen/FrozenLake-v0", "kwargs": {"size": 3, "hole_share": 0.1}}
 
 
 def proxy_of(lm, **changes) -> AgentProxy:
     return AgentProxy(
-        environments=EnvironmentManager(**(WORLD | changes)),
+        environments=EnvironmentManager(**(ENVIRONMENT | changes)),
         context=ContextManager(lm),
         max_response_tokens=6,
     )
@@ -48,8 +48,8 @@ class Module:
 def test_validation_set_is_a_fixed_list_of_episodes(lm):
     validation_set = ValidationSet("held_out", proxy_of(lm), episodes=5)
     again = ValidationSet("other", proxy_of(lm, blank_images=True), episodes=5)
-    assert [start.seed for start in validation_set.episode_specs] == [
-        start.seed for start in again.episode_specs
+    assert [spec.seed for spec in validation_set.episode_specs] == [
+        spec.seed for spec in again.episode_specs
     ]
     assert validation_set.digest() == again.digest() == "f45faa6327fb7b15"
     longer = ValidationSet("held_out", proxy_of(lm), episodes=6)
@@ -62,7 +62,7 @@ def test_validation_set_is_a_fixed_list_of_episodes(lm):
 
 def test_members_share_their_initial_state(lm):
     validation_set = ValidationSet("pass_at", proxy_of(lm), episodes=3, members=2, greedy=False)
-    assert [(start.group, start.member) for start in validation_set.episode_specs] == [
+    assert [(spec.group, spec.member) for spec in validation_set.episode_specs] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
     keys = validation_set.state_keys()
@@ -112,22 +112,22 @@ def test_training_never_starts_in_an_initial_state_of_the_validation_set(lm):
     assert not drawn() & held_out
 
 
-# ---- starts
+# ---- episode specs
 
 
 def test_episode_specs_depend_on_seed_iteration_and_group(lm):
-    def starts(iteration, seed=0, groups=4):
+    def specs(iteration, seed=0, groups=4):
         return RolloutDataModule(
             proxy_of(lm), groups=groups, group_size=3, seed=seed
         ).episode_specs(iteration)
 
-    first = starts(0)
+    first = specs(0)
     assert [(s.group, s.member) for s in first] == [(g, m) for g in range(4) for m in range(3)]
     assert all(len({s.seed for s in first if s.group == g}) == 1 for g in range(4))
     assert len({s.seed for s in first}) == 4
-    assert first == starts(0) == starts(0, groups=9)[:12]
-    assert not {s.seed for s in first} & {s.seed for s in starts(1)}
-    assert not {s.seed for s in first} & {s.seed for s in starts(0, seed=1)}
+    assert first == specs(0) == specs(0, groups=9)[:12]
+    assert not {s.seed for s in first} & {s.seed for s in specs(1)}
+    assert not {s.seed for s in first} & {s.seed for s in specs(0, seed=1)}
 
 
 def test_ranks_play_whole_groups(lm, monkeypatch):
@@ -146,46 +146,50 @@ def test_ranks_play_whole_groups(lm, monkeypatch):
 
 
 def test_curriculum_starts_after_a_full_window_of_success():
-    course = Curriculum(above=0.5, share=0.5, options={"min_distance": 3}, window=3)
+    curriculum = Curriculum(above=0.5, share=0.5, options={"min_distance": 3}, window=3)
     for iteration, success in enumerate([1.0, 1.0]):
-        course.observe(success, iteration=iteration)
-    assert course.since is None  # the window is not full yet
-    course.observe(0.2, iteration=2)
-    assert course.since == 3
+        curriculum.observe(success, iteration=iteration)
+    assert curriculum.since is None  # the window is not full yet
+    curriculum.observe(0.2, iteration=2)
+    assert curriculum.since == 3
 
     def hard(iteration):
-        return [course.options_for(g, groups=4, iteration=iteration) is not None for g in range(4)]
+        return [
+            curriculum.options_for(g, groups=4, iteration=iteration) is not None for g in range(4)
+        ]
 
     assert hard(2) == [False] * 4 and hard(3) == [True, True, False, False]
     for iteration in range(3, 8):
-        course.observe(0.0, iteration=iteration)
+        curriculum.observe(0.0, iteration=iteration)
     assert hard(8) == [True, True, False, False]  # it never goes back
 
 
 def test_curriculum_needs_a_mean_above_the_bound():
-    course = Curriculum(above=0.5, share=0.5, options={}, window=2)
-    course.observe(0.5, iteration=0)
-    course.observe(0.5, iteration=1)
-    assert course.since is None
+    curriculum = Curriculum(above=0.5, share=0.5, options={}, window=2)
+    curriculum.observe(0.5, iteration=0)
+    curriculum.observe(0.5, iteration=1)
+    assert curriculum.since is None
 
 
 def test_resumed_curriculum_continues_identically():
-    course = Curriculum(above=0.5, share=0.5, options={}, window=3)
+    curriculum = Curriculum(above=0.5, share=0.5, options={}, window=3)
     for iteration in range(2):
-        course.observe(0.9, iteration=iteration)
+        curriculum.observe(0.9, iteration=iteration)
     resumed = Curriculum(above=0.5, share=0.5, options={}, window=3)
-    resumed.load_state_dict(course.state_dict())
-    for one in (course, resumed):
-        one.observe(0.9, iteration=2)
-    assert course.since == resumed.since == 3 and course.state_dict() == resumed.state_dict()
+    resumed.load_state_dict(curriculum.state_dict())
+    for each in (curriculum, resumed):
+        each.observe(0.9, iteration=2)
+    assert (
+        curriculum.since == resumed.since == 3 and curriculum.state_dict() == resumed.state_dict()
+    )
 
 
 def test_hard_groups_get_the_options(lm):
-    course = Curriculum(above=0.5, share=0.5, options={"min_distance": 3})
-    course.since = 2
-    data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=course)
-    assert all(start.options is None for start in data.episode_specs(1))
-    assert [start.options for start in data.episode_specs(2)] == [{"min_distance": 3}] * 4 + [
+    curriculum = Curriculum(above=0.5, share=0.5, options={"min_distance": 3})
+    curriculum.since = 2
+    data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=curriculum)
+    assert all(spec.options is None for spec in data.episode_specs(1))
+    assert [spec.options for spec in data.episode_specs(2)] == [{"min_distance": 3}] * 4 + [
         None
     ] * 4
     slots = data.proxy.environments.open(data.episode_specs(2)[:4])
@@ -197,8 +201,8 @@ def test_hard_groups_get_the_options(lm):
 
 def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     def make():
-        course = Curriculum(above=0.0, share=0.5, options={}, window=1)
-        return RolloutDataModule(proxy_of(lm), groups=3, group_size=2, curriculum=course)
+        curriculum = Curriculum(above=0.0, share=0.5, options={}, window=1)
+        return RolloutDataModule(proxy_of(lm), groups=3, group_size=2, curriculum=curriculum)
 
     data, module = make(), Module(lm)
     with pytest.raises(RuntimeError, match="RolloutUpdate"):
@@ -211,8 +215,8 @@ def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     other.load_state_dict(data.state_dict())
     assert other.has_buffer(4) and other.metrics == data.metrics
     assert other.curriculum.since == data.curriculum.since == 5
-    for one, two in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
-        assert one.samples.input_ids.tolist() == two.samples.input_ids.tolist()
+    for minibatch, restored in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
+        assert minibatch.samples.input_ids.tolist() == restored.samples.input_ids.tolist()
     data.drop_buffer()
     other.load_state_dict(data.state_dict())
     assert not other.has_buffer(4)
@@ -238,7 +242,7 @@ class _Everything:
 
 
 def demonstrations(lm, **changes) -> DemonstrationDataModule:
-    proxy = AgentProxy(environments=EnvironmentManager(**WORLD), context=ContextManager(lm))
+    proxy = AgentProxy(environments=EnvironmentManager(**ENVIRONMENT), context=ContextManager(lm))
     data = DemonstrationDataModule(
         proxy,
         policy=OptimalPolicy(),

@@ -158,9 +158,9 @@ def test_best_memoryless_policy_reaches_the_computed_return() -> None:
 
 def test_random_policy_is_worse_than_memoryless() -> None:
     rng, environment = np.random.default_rng(0), BanditMemory()
-    player = RandomPolicy()
+    policy = RandomPolicy()
     returns = [
-        episode_return(environment, lambda _: player.act(environment, rng), seed=seed)
+        episode_return(environment, lambda _: policy.act(environment, rng), seed=seed)
         for seed in range(2000)
     ]
     assert np.mean(returns) == pytest.approx(6 / 4, abs=0.1)

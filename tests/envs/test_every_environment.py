@@ -33,7 +33,7 @@ def env(env_id: str) -> Iterator[gymnasium.Env[Any, Any]]:
 
 
 def success(
-    env: gymnasium.Env[Any, Any], player: ScriptedPolicy, *, episodes: int, limit: int
+    env: gymnasium.Env[Any, Any], policy: ScriptedPolicy, *, episodes: int, limit: int
 ) -> float:
     """Return the share of episodes that the player ends in success within `limit` actions."""
     rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def success(
     for seed in range(episodes):
         env.reset(seed=seed)
         for _ in range(limit):
-            _, _, terminated, _, info = env.step(player.act(env, rng))
+            _, _, terminated, _, info = env.step(policy.act(env, rng))
             if terminated:
                 wins += info["success"]
                 break
@@ -88,7 +88,7 @@ def test_pickled_environment_continues_identically(env: gymnasium.Env[Any, Any])
     copy = pickle.loads(pickle.dumps(env.unwrapped))
     assert copy.state_key() == env.unwrapped.state_key()
     left, right = env.unwrapped.step(0), copy.step(0)
-    assert all(same(one, other) for one, other in zip(left, right, strict=True))
+    assert all(same(value, other) for value, other in zip(left, right, strict=True))
 
 
 def test_different_seeds_give_different_initial_states(env: gymnasium.Env[Any, Any]) -> None:

@@ -64,9 +64,11 @@ def test_transitions_equal_gymnasium(slippery: bool, size: int) -> None:
         for state in range(size * size):
             for action, name in enumerate(ours.action_names):
                 expected = distribution(reference.P[state][GYMNASIUM_ACTIONS[name]])
-                found = distribution(ours.transitions(state, action))
-                assert found.keys() == expected.keys()
-                assert all(found[key] == pytest.approx(expected[key]) for key in found)
+                probabilities = distribution(ours.transitions(state, action))
+                assert probabilities.keys() == expected.keys()
+                assert all(
+                    probabilities[key] == pytest.approx(expected[key]) for key in probabilities
+                )
 
 
 def test_step_frequencies_match_transition_probabilities() -> None:
@@ -152,15 +154,15 @@ def test_every_pair_of_start_and_goal_occurs() -> None:
 
 def test_random_policy_success_is_below_30_percent() -> None:
     env = gymnasium.make("ragen/FrozenLake-v0")
-    rng, player, episodes, wins = np.random.default_rng(0), RandomPolicy(), 2000, 0
+    rng, policy, episodes, wins = np.random.default_rng(0), RandomPolicy(), 2000, 0
     for seed in range(episodes):
         env.reset(seed=seed)
         for _ in range(10):
-            _, _, terminated, _, info = env.step(player.act(env, rng))
+            _, _, terminated, _, info = env.step(policy.act(env, rng))
             if terminated:
                 wins += info["success"]
                 break
-    print(f"random player on the main world (10 moves): {wins / episodes:.3f}")
+    print(f"random policy on the main environment (10 moves): {wins / episodes:.3f}")
     assert 0.1 < wins / episodes < 0.30
 
 
@@ -269,9 +271,9 @@ def test_night_theme_changes_only_colors() -> None:
 @pytest.mark.parametrize("theme", list(FrozenLakeTheme))
 def test_tiles_differ_clearly(theme: FrozenLakeTheme) -> None:
     tiles = frozen_lake_tiles(theme).view(np.uint8).reshape(8, -1).astype(float)
-    for one in range(8):
-        for other in range(one):
-            assert np.abs(tiles[one] - tiles[other]).mean() > 5
+    for first in range(8):
+        for second in range(first):
+            assert np.abs(tiles[first] - tiles[second]).mean() > 5
 
 
 @pytest.mark.parametrize(

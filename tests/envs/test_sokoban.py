@@ -113,11 +113,11 @@ def test_optimal_policy_uses_the_fewest_moves() -> None:
 
 def test_arguments_and_options_bound_the_pushes() -> None:
     environment = Sokoban(min_pushes=2, max_pushes=3)
-    found = set()
+    pushes = set()
     for seed in range(60):
         environment.reset(seed=seed)
-        found.add(environment.difficulty())
-    assert found == {2, 3}
+        pushes.add(environment.difficulty())
+    assert pushes == {2, 3}
     environment.reset(seed=0, options={"min_pushes": 5, "max_pushes": 5})
     assert environment.difficulty() == 5
 

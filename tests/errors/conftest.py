@@ -26,7 +26,7 @@ QUICK = (
 
 
 @dataclass
-class Told:
+class Result:
     """How a command ended and what it printed."""
 
     code: object
@@ -49,12 +49,20 @@ def fit(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str, quick: bool = True) -> Told:
+    def call(*arguments: str, quick: bool = True) -> Result:
         from ragen_pl.fit import main
 
-        root = [] if any(one.startswith("paths.") for one in arguments) else ["paths.root=runs"]
+        root = (
+            []
+            if any(argument.startswith("paths.") for argument in arguments)
+            else ["paths.root=runs"]
+        )
         without = "warm_start=none" in arguments
-        small = [one for one in QUICK if quick and not (without and one.startswith("warm_start."))]
+        small = [
+            argument
+            for argument in QUICK
+            if quick and not (without and argument.startswith("warm_start."))
+        ]
         monkeypatch.setattr(sys, "argv", ["fit", *small, *root, *arguments])
         capsys.readouterr()
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -70,6 +78,6 @@ def fit(tmp_path, monkeypatch, capsys):
                 signal.signal(number, handler)
             os.environ.clear()
             os.environ.update(environment)
-        return Told(code, capsys.readouterr().err)
+        return Result(code, capsys.readouterr().err)
 
     return call

@@ -152,7 +152,7 @@ def test_a_chat_template_that_is_missing_or_broken_is_refused(fit, model):
     assert "no chat template; set tokenizer.chat_template" in load(fit).refused()
 
 
-def test_a_chat_template_that_breaks_its_prefix_is_told(fit, model):
+def test_a_chat_template_that_breaks_its_prefix_is_reported(fit, model):
     (model / "chat_template.jinja").write_text(KEEPS_NOT)
     result = load(fit, "context.window=all", "validation.baselines=null")
     assert result.code == 0

@@ -103,7 +103,7 @@ def custom():
 @pytest.mark.parametrize(
     ("environment", "message"), OF_THE_ENVIRONMENT, ids=[name for name, _ in OF_THE_ENVIRONMENT]
 )
-def test_a_environment_that_breaks_the_protocol_is_refused(
+def test_an_environment_that_breaks_the_protocol_is_refused(
     custom, monkeypatch, tmp_path, environment, message
 ):
     monkeypatch.syspath_prepend(str(HERE))
@@ -119,14 +119,14 @@ def test_a_sound_environment_passes(custom, monkeypatch, tmp_path):
     check_run(custom)
 
 
-def test_a_environment_that_fails_later_on_is_told(fit):
+def test_an_environment_that_fails_later_on_is_reported(fit):
     line = fit("env=custom", "env.target=broken_environments.ThirdResetRaises").refused()
     assert line == (
         "every demonstration failed; the first with ConnectionError: the simulator has gone"
     )
 
 
-def test_players_that_a_environment_has_nothing_for_are_refused(fit):
+def test_scripted_policies_that_an_environment_does_not_support_are_refused(fit):
     sound = ("env=custom", "env.target=broken_environments.Sound")
     line = fit(*sound, "warm_start/demonstrator=noisy").refused()
     assert line.startswith("warm_start.demonstrator: ") and "no blind_action" in line
@@ -161,13 +161,13 @@ def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, message
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):
-    mine = ("env=frozenlake", "paths.run_dir=mine", "validation.baselines=null")
+    overrides = ("env=frozenlake", "paths.run_dir=mine", "validation.baselines=null")
     config = tmp_path / "mine" / "config.yaml"
     config.parent.mkdir()
     config.write_text("seed: 1\n")  # as a run that was refused leaves it
-    assert fit(*mine, "seed=3").code == 0
+    assert fit(*overrides, "seed=3").code == 0
     assert "seed: 3" in config.read_text()
-    message = fit(*mine, "seed=4").refused()
+    message = fit(*overrides, "seed=4").refused()
     assert message == (
         "paths.run_dir=mine: holds a run already; continue it by ckpt_path=last, or set another folder"
     )
@@ -203,7 +203,7 @@ def test_a_full_disk_is_refused(fit, monkeypatch):
     assert "5 MB are left on its disk, a run needs 200 MB" in fit("env=frozenlake").refused()
 
 
-def test_a_disk_that_fills_during_the_run_is_told(fit, monkeypatch):
+def test_a_disk_that_fills_during_the_run_is_reported(fit, monkeypatch):
     import torch
 
     def save(*arguments: object) -> None:
@@ -229,7 +229,7 @@ def test_a_damaged_store_is_refused(fit, tmp_path):
 
 
 def test_nothing_is_imported_that_is_heavy_before_a_value_is_refused(fit, monkeypatch):
-    for name in [one for one in sys.modules if one.partition(".")[0] == "torch"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)  # an import would raise
     assert fit("env=custom", "env.target=broken_environments.FourTuple").refused()

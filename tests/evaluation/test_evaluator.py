@@ -129,7 +129,9 @@ def test_seed_changes_sampled_responses(run: Path, table: Evaluation, tmp_path: 
 
 def test_best_checkpoint_has_the_best_validation(run: Path) -> None:
     best = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
-    (state,) = [one for name, one in best["callbacks"].items() if name.startswith("BestCheckpoint")]
+    (state,) = [
+        state for name, state in best["callbacks"].items() if name.startswith("BestCheckpoint")
+    ]
     assert state["best_model_path"] == str(run / "checkpoints" / "best.ckpt")
     cfg = composed("evaluate", "ckpt=best", "env=frozenlake_visual", f"paths.root={run.parent.parent}",
                    "env.max_turns=3", "env.invalid_ends=false", "mlflow=false", "trajectories=false")  # fmt: skip
@@ -159,13 +161,15 @@ def test_evaluation_is_nested_under_the_run_in_mlflow(run: Path, table: Evaluati
 
     known = json.loads((run / "mlflow_run.json").read_text())
     client = MlflowClient(known["tracking_uri"])
-    (experiment,) = [one for one in client.search_experiments() if one.name == "ragen_pl"]
+    (experiment,) = [
+        candidate for candidate in client.search_experiments() if candidate.name == "ragen_pl"
+    ]
     children = client.search_runs(
         [experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{known['run_id']}'"
     )
     assert len(children) == 1
-    found = children[0].data.metrics["held_out/policy/success"]
-    assert found == table.validation_sets["held_out"]["policies"]["policy"]["success"]
+    success = children[0].data.metrics["held_out/policy/success"]
+    assert success == table.validation_sets["held_out"]["policies"]["policy"]["success"]
     names = {file.path for file in client.list_artifacts(children[0].info.run_id)}
     assert {"evaluation.json", "evaluation.md", "held_out"} <= names
     traces = client.search_traces(

@@ -72,17 +72,17 @@ def root(tmp_path: Path) -> Path:
 
 def test_ckpt_finds_its_run(root: Path) -> None:
     old, new = sorted((root / "frozenlake").iterdir())
-    mine = root / "mine" / "2026-01-03_10-00-00"
+    own = root / "mine" / "2026-01-03_10-00-00"
     for ckpt, name, run, file in (
         ("last", "frozenlake", new, "last.ckpt"),
         ("best", "frozenlake", old, "best.ckpt"),
-        ("last", None, mine, "last.ckpt"),
+        ("last", None, own, "last.ckpt"),
         (str(new), None, new, "last.ckpt"),
         (str(old / "checkpoints" / "best.ckpt"), None, old, "best.ckpt"),
-        (RUN_ID, None, mine, "last.ckpt"),
+        (RUN_ID, None, own, "last.ckpt"),
     ):
-        found = find_checkpoint(ckpt, root=str(root), name=name)
-        assert (found.run, found.path) == (run, run / "checkpoints" / file)
+        checkpoint = find_checkpoint(ckpt, root=str(root), name=name)
+        assert (checkpoint.run, checkpoint.path) == (run, run / "checkpoints" / file)
     assert find_checkpoint("last", root="nowhere", run_dir=str(old)).run == old
 
 
@@ -212,8 +212,8 @@ def test_wrong_arguments_are_rejected_in_one_line(
 ) -> None:
     run = root / "frozenlake" / "2026-01-02_10-00-00"
     (root / "alone.ckpt").touch()
-    filled = [one.format(run=run, root=root) for one in arguments]
-    if not any(one.startswith("paths.root") for one in filled):
+    filled = [argument.format(run=run, root=root) for argument in arguments]
+    if not any(argument.startswith("paths.root") for argument in filled):
         filled.append(f"paths.root={root}")
     with pytest.raises(Exception, match=message) as caught:
         check_evaluation(checked(*filled))

@@ -48,8 +48,8 @@ def monitor(*actions, **settings):
     )  # fmt: skip
 
 
-def same(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one)
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def run(setup_of, folder, *callbacks, epochs=4, **changes):
@@ -191,9 +191,9 @@ def test_rollback_keeps_the_learning_rate_of_schedule_and_mitigation(setup_of, t
     assert len(set(plain)) == 6  # it falls with each iteration
     assert rates(Break(), monitor("rollback", cooldown=9)) == plain
     slower = Mitigation(clip_high=None, learning_rate_share=0.5)
-    found = rates(Break(), monitor("rollback", "mitigate", mitigation=slower, cooldown=9))
+    mitigated = rates(Break(), monitor("rollback", "mitigate", mitigation=slower, cooldown=9))
     half = len(plain) // 2  # the alarm is in the third of six
-    assert found == pytest.approx(plain[:half] + [0.5 * rate for rate in plain[half:]])
+    assert mitigated == pytest.approx(plain[:half] + [0.5 * rate for rate in plain[half:]])
 
 
 def test_rollbacks_are_limited(setup_of, tmp_path):
@@ -304,7 +304,7 @@ def test_events_are_logged_to_mlflow(setup_of, tmp_path):
     assert "valid_actions 0, below 0.05 (warned)" in kept.tags["collapse.3"]
     assert kept.tags["diagnostics.regime"] and kept.metrics["collapse/events"] == 1.0
     assert kept.metrics["diagnostics/mutual_information_bound"] == pytest.approx(math.log(4))
-    assert [one.path for one in client.list_artifacts(run, "collapse")] == [
+    assert [artifact.path for artifact in client.list_artifacts(run, "collapse")] == [
         "collapse/collapse.jsonl"
     ]
 
@@ -317,7 +317,8 @@ def test_alarm_depends_on_limit_patience_grace_and_success():
     watch = CollapseMonitor(alarms={"a": Alarm(reading="x", above=1.0, patience=2)})
     readings = [{"x": 2.0}, {}, {"x": 2.0}, {"x": 0.5}, {"x": 2.0}, {"x": 3.0}]
     tripped = [
-        watch._count(["a"] if one.get("x", 0) > 1 else [], one, quiet=False) for one in readings
+        watch._count(["a"] if values.get("x", 0) > 1 else [], values, quiet=False)
+        for values in readings
     ]
     assert tripped == [[], [], ["a"], [], [], ["a"]]
     assert watch._count(["a"], {"x": 2.0}, quiet=True) == []

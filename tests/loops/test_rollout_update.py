@@ -153,8 +153,8 @@ def test_the_global_random_stream_does_not_change_a_run(setup_of):
     drawn, drawn_points, _ = setup.fit(RandomDraws())
     assert plain_points == drawn_points
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(plain.parameters(), drawn.parameters(), strict=True)
+        torch.equal(parameter, other)
+        for parameter, other in zip(plain.parameters(), drawn.parameters(), strict=True)
     )
 
 

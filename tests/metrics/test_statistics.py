@@ -148,14 +148,14 @@ def test_preparation_metrics_by_hand():
 
 
 def test_sums_survive_export_and_import_bit_for_bit():
-    one, other = (NamedSums(["a", "b"], maxima=["m"]) for _ in range(2))
-    one.update({"a": 0.1, "m": 3.0})
-    one.update({"a": 0.2, "b": 1e-9, "m": 2.0})
-    other.update({"a": 99.0, "m": 99.0})
-    other.import_state(one.export_state())
-    assert other.totals() == one.totals() == {"a": 0.1 + 0.2, "b": 1e-9, "m": 3.0}
-    other.update({"m": 4.0})
-    assert other.totals()["m"] == 4.0
+    sums, restored = (NamedSums(["a", "b"], maxima=["m"]) for _ in range(2))
+    sums.update({"a": 0.1, "m": 3.0})
+    sums.update({"a": 0.2, "b": 1e-9, "m": 2.0})
+    restored.update({"a": 99.0, "m": 99.0})
+    restored.import_state(sums.export_state())
+    assert restored.totals() == sums.totals() == {"a": 0.1 + 0.2, "b": 1e-9, "m": 3.0}
+    restored.update({"m": 4.0})
+    assert restored.totals()["m"] == 4.0
 
 
 def test_undeclared_name_is_rejected():

@@ -37,17 +37,17 @@ def trained(model) -> None:
 
 def test_adapters_alone_are_trained_and_follow_the_seed(folder):
     before = torch.random.get_rng_state()
-    plain, one, same, other = (
+    plain, adapted, same, other = (
         load_pretrained(str(folder), lora=lora, seed=seed).model
         for lora, seed in ((None, 0), (LORA, 1), (LORA, 1), (LORA, 2))
     )
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert has_adapters(one) and not has_adapters(plain) and type(one) is type(plain)
-    names = [name for name, parameter in one.named_parameters() if parameter.requires_grad]
+    assert has_adapters(adapted) and not has_adapters(plain) and type(adapted) is type(plain)
+    names = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert names and all("lora_" in name for name in names)
     assert len(names) == 2 * 7 * plain.config.num_hidden_layers  # all linear layers but the head
-    assert torch.equal(logits(one), logits(plain))
-    weights, theirs, others = one.state_dict(), same.state_dict(), other.state_dict()
+    assert torch.equal(logits(adapted), logits(plain))
+    weights, theirs, others = adapted.state_dict(), same.state_dict(), other.state_dict()
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
     assert any(not torch.equal(weights[name], others[name]) for name in weights)
 
@@ -95,7 +95,9 @@ def test_what_can_not_be_merged_or_switched_off_is_refused(folder, settings, mes
 def test_a_model_that_sees_takes_adapters(tmp_path):
     build_small_vlm(seed=0).save(tmp_path)
     bundle = load_pretrained(str(tmp_path), lora={**LORA, "target_modules": ["q_proj", "v_proj"]})
-    trainable = [name for name, one in bundle.model.named_parameters() if one.requires_grad]
+    trainable = [
+        name for name, parameter in bundle.model.named_parameters() if parameter.requires_grad
+    ]
     assert trainable and all("_proj.lora_" in name for name in trainable)
     with pytest.raises(ValueError, match="no_such_layer"):
         load_pretrained(str(tmp_path), lora={**LORA, "target_modules": ["no_such_layer"]})

@@ -83,11 +83,11 @@ def test_weights_that_a_folder_lacks_are_drawn_anew(bundle, tmp_path):
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
-    found = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
-    assert found["model.vision.patch_embed.gain"].std() == pytest.approx(1.0, abs=0.1)
-    assert found["model.projector.0.weight"].abs().max() == pytest.approx(96**-0.5, rel=0.05)
-    assert found["model.vision.blocks.0.norm1.weight"].eq(1).all()
-    assert torch.equal(found["model.projector.2.weight"], weights["model.projector.2.weight"])
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
+    assert loaded["model.vision.patch_embed.gain"].std() == pytest.approx(1.0, abs=0.1)
+    assert loaded["model.projector.0.weight"].abs().max() == pytest.approx(96**-0.5, rel=0.05)
+    assert loaded["model.vision.blocks.0.norm1.weight"].eq(1).all()
+    assert torch.equal(loaded["model.projector.2.weight"], weights["model.projector.2.weight"])
 
 
 def test_other_sizes_are_built_from_the_config(tmp_path):
@@ -120,7 +120,7 @@ def test_images_fill_their_own_slots_in_order(bundle, inputs, images):
     assert torch.equal(logits(bundle.model, inputs_embeds=embeds), logits(bundle.model, **inputs))
 
 
-def test_a_image_is_seen_from_its_slots_on_only(bundle, inputs):
+def test_an_image_is_seen_from_its_slots_on_only(bundle, inputs):
     before = logits(bundle.model, **inputs)
     changed = dict(inputs) | {"pixel_values": inputs["pixel_values"].flip(0)}
     after = logits(bundle.model, **changed)
@@ -180,8 +180,10 @@ def test_the_stem_is_its_formula(bundle, images):
     expected = (
         cells * stem.gain[:4, :4] + stem.rows[:4] + stem.columns[:, :4] + functional.gelu(around)
     )
-    found = stem(bundle.processor.image_processor(list(images[:1]))["pixel_values"]).view(4, 4, -1)
-    assert torch.allclose(found, expected, atol=1e-5)
+    embedded = stem(bundle.processor.image_processor(list(images[:1]))["pixel_values"]).view(
+        4, 4, -1
+    )
+    assert torch.allclose(embedded, expected, atol=1e-5)
 
 
 # ---- the decoder
@@ -239,11 +241,11 @@ def test_padding_on_the_left_changes_nothing(bundle, inputs):
     square = square | torch.eye(time, dtype=torch.bool)
     expected = logits(bundle.model, **inputs)
     for attention_mask in (mask, square):
-        found = logits(
+        padded = logits(
             bundle.model, input_ids=ids, pixel_values=inputs["pixel_values"],
             attention_mask=attention_mask, position_ids=positions,
         )  # fmt: skip
-        assert torch.allclose(found[:, 3:], expected, atol=1e-5)
+        assert torch.allclose(padded[:, 3:], expected, atol=1e-5)
 
 
 def test_positions_that_are_given_are_used(bundle, inputs):
@@ -258,14 +260,16 @@ def test_positions_that_are_given_are_used(bundle, inputs):
 
 
 def test_generate_with_images_is_greedy_search(bundle, inputs):
-    found = bundle.model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    generated = bundle.model.generate(
+        **inputs, max_new_tokens=4, do_sample=False, eos_token_id=None
+    )
     ids = inputs["input_ids"]
     for _ in range(4):
         best = logits(bundle.model, input_ids=ids, pixel_values=inputs["pixel_values"])[
             :, -1
         ].argmax(-1)
         ids = torch.cat([ids, best[:, None]], dim=1)
-    assert torch.equal(found, ids)
+    assert torch.equal(generated, ids)
 
 
 # ---- the processor
@@ -275,10 +279,10 @@ def test_pil_images_and_arrays_are_the_same(bundle, images):
     from PIL import Image
 
     as_pil = bundle.processor.image_processor([Image.fromarray(image) for image in images])
-    found = bundle.processor.image_processor(list(images))["pixel_values"]
-    assert torch.equal(as_pil["pixel_values"], found) and found.is_contiguous()
-    assert torch.equal(found[1, 2], torch.from_numpy(images[1, :, :, 2]))
-    assert torch.equal(bundle.processor.image_processor(images)["pixel_values"], found)
+    pixels = bundle.processor.image_processor(list(images))["pixel_values"]
+    assert torch.equal(as_pil["pixel_values"], pixels) and pixels.is_contiguous()
+    assert torch.equal(pixels[1, 2], torch.from_numpy(images[1, :, :, 2]))
+    assert torch.equal(bundle.processor.image_processor(images)["pixel_values"], pixels)
 
 
 def test_images_of_two_sizes_are_refused(bundle, images):

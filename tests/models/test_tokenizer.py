@@ -79,7 +79,7 @@ def test_decoding_without_control_tokens_keeps_the_tags():
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<think>me</think><answer>Up</answer>"
 
 
-def test_control_tokens_in_what_a_environment_says_can_be_read_as_letters():
+def test_control_tokens_in_an_environments_text_can_be_read_as_letters():
     ids = TOKENIZER("<|image|>Up", split_special_tokens=True)["input_ids"]
     assert 5 not in ids and TOKENIZER.decode(ids) == "<|image|>Up"
 

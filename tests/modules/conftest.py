@@ -83,14 +83,14 @@ def play(
         context=ContextManager(agent.policy.bundle, window=window, system_prompt=None),
         max_response_tokens=9,
     )
-    starts = [
+    specs = [
         EpisodeSpec(group=group, member=member, seed=group)
         for group in range(groups)
         for member in range(members)
     ]
     agent.eval()
     responder = EngineResponder(engine=agent.rollout_engine(), context=proxy.context)
-    trajectories = proxy.rollout(responder, starts, seed_key=(0,))
+    trajectories = proxy.rollout(responder, specs, seed_key=(0,))
     rng = np.random.default_rng(0)
     for trajectory in trajectories:
         trajectory.turns = trajectory.turns[: 1 + trajectory.group % 3]

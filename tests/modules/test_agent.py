@@ -147,8 +147,8 @@ def test_optimizer_has_a_group_for_policy_and_critic(make):
     groups = {group["name"]: group for group in optimizer.param_groups}
     assert list(groups) == ["policy", "critic"]
     for name, module in (("policy", agent.policy), ("critic", agent.critic)):
-        assert {id(one) for one in groups[name]["params"]} == {
-            id(one) for one in module.parameters()
+        assert {id(parameter) for parameter in groups[name]["params"]} == {
+            id(parameter) for parameter in module.parameters()
         }
     rates = []
     for _ in range(11):  # max_epochs is 10
@@ -166,13 +166,13 @@ def test_parameter_groups_are_clipped_by_their_own_norm(make):
 
     def set_norms(**norms):
         for group in optimizer.param_groups:
-            count = sum(one.numel() for one in group["params"])
-            for one in group["params"]:
-                one.grad = torch.full_like(one, norms[group["name"]] / count**0.5)
+            count = sum(parameter.numel() for parameter in group["params"])
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, norms[group["name"]] / count**0.5)
 
     def norms():
         return [
-            float(torch.cat([one.grad.flatten() for one in group["params"]]).norm())
+            float(torch.cat([parameter.grad.flatten() for parameter in group["params"]]).norm())
             for group in optimizer.param_groups
         ]
 

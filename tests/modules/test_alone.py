@@ -26,11 +26,11 @@ class Curve(pl.Callback):
 
     def on_train_batch_end(self, trainer, module, *args) -> None:
         self.values.append(float(trainer.callback_metrics[self.name]))
-        self.modes |= {one.training for one in module.modules()}
+        self.modes |= {submodule.training for submodule in module.modules()}
 
 
-def train(module, minibatch, *, figure, steps=30):
-    curve = Curve(figure)
+def train(module, minibatch, *, metric, steps=30):
+    curve = Curve(metric)
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, max_epochs=steps, callbacks=[curve],
@@ -43,7 +43,7 @@ def test_policy_alone_learns_the_responses(make):
     agent = make.agent()
     minibatch = make.minibatch(make.batch(agent))
     policy = PolicyModule(make.bundle(seed=4), optimizer=FAST)
-    curve = train(policy, minibatch, figure="train/loss")
+    curve = train(policy, minibatch, metric="train/loss")
     assert curve.modes == {True}  # models are built in eval mode
     assert curve.values[0] > 5 and curve.values[-1] < curve.values[0] - 1
 
@@ -52,7 +52,7 @@ def test_critic_alone_regresses_the_returns(make):
     agent = make.agent()
     minibatch = make.minibatch(make.batch(agent))
     critic = CriticModule(32, backbone=make.bundle(seed=4), optimizer=FAST)
-    curve = train(critic, minibatch, figure="train/value_loss", steps=60)
+    curve = train(critic, minibatch, metric="train/value_loss", steps=60)
     assert curve.modes == {True}
     returns = minibatch.samples.returns[minibatch.samples.advantage_mask]
     assert curve.values[0] == pytest.approx(
@@ -85,7 +85,8 @@ def test_detached_critic_gives_the_policy_no_gradient(make):
         agent.zero_grad()
         scores.values.sum().backward()
         reached = any(
-            one.grad is not None and bool(one.grad.any()) for one in agent.policy.parameters()
+            parameter.grad is not None and bool(parameter.grad.any())
+            for parameter in agent.policy.parameters()
         )
         assert reached is not detach
 

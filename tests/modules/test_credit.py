@@ -89,7 +89,7 @@ def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=
     return batch
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: type(estimator).__name__)
 def test_credit_does_not_depend_on_the_window(bundle, estimator) -> None:
     whole = credited(bundle, window="all", estimator=estimator)
     assert len(whole.samples) == 6
@@ -97,20 +97,20 @@ def test_credit_does_not_depend_on_the_window(bundle, estimator) -> None:
         parts = credited(bundle, window=window, estimator=estimator)
         assert len(parts.samples) > 6
         for name in ("advantages", "returns", "loss_mask", "advantage_mask"):
-            one, other = credit_by_token(whole, name), credit_by_token(parts, name)
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+            expected, actual = credit_by_token(whole, name), credit_by_token(parts, name)
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     assert float(whole.samples.advantages.abs().sum()) > 1
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: type(estimator).__name__)
 def test_credit_does_not_depend_on_the_order_of_episodes(bundle, estimator) -> None:
     order = [5, 2, 0, 4, 1, 3]
-    one = credited(bundle, window=1, estimator=estimator, whiten=True)
-    other = credited(bundle, window=1, estimator=estimator, whiten=True, order=order)
+    in_order = credited(bundle, window=1, estimator=estimator, whiten=True)
+    shuffled = credited(bundle, window=1, estimator=estimator, whiten=True, order=order)
     for place, number in enumerate(order):
-        theirs = other.samples.advantages[other.samples.episode == place]
-        mine = one.samples.advantages[one.samples.episode == number]
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        actual = shuffled.samples.advantages[shuffled.samples.episode == place]
+        expected = in_order.samples.advantages[in_order.samples.episode == number]
+        torch.testing.assert_close(expected, actual, rtol=1e-5, atol=1e-5)
 
 
 def test_normalized_rewards_sum_to_the_normalized_return(bundle) -> None:
@@ -153,10 +153,10 @@ class TestUndividedSequence:
     def test_other_masks_hold_sampled_tokens_only(self, bundle) -> None:
         batch, _ = self.batch(bundle)
         plain = collate(self.batch(bundle)[1], bundle)
-        for one in (batch, plain):
-            layout = CreditLayout.of(one)
-            kept = token_masks(one, layout, Masks(advantage=until_action), kl=None)
-            kept.write(one.samples, layout)
+        for masked in (batch, plain):
+            layout = CreditLayout.of(masked)
+            kept = token_masks(masked, layout, Masks(advantage=until_action), kl=None)
+            kept.write(masked.samples, layout)
         assert torch.equal(batch.samples.loss_mask, plain.samples.loss_mask)
         assert torch.equal(batch.samples.advantage_mask, plain.samples.advantage_mask)
 

@@ -27,14 +27,14 @@ def test_top_in_turn_equals_sorting_each_turn(seed, share, tokens) -> None:
     turn = torch.randint(-1, 3, (3, tokens), generator=draw)
     turn = torch.where(turn >= 0, turn.cummax(1).values, -1)
     mask = (torch.rand(3, tokens, generator=draw) < 0.7) & (turn >= 0)
-    found = top_in_turn(scores, mask, turn, share=share)
+    top = top_in_turn(scores, mask, turn, share=share)
     for row in range(3):
         for number in range(3):
             inside = [t for t in range(tokens) if mask[row, t] and turn[row, t] == number]
             best = sorted(inside, key=lambda t: (-scores[row, t].item(), t))
             count = max(1, -int(-share * 100 * len(inside) // 100)) if inside else 0
-            assert {t for t in inside if found[row, t]} == set(best[:count])
-    assert not (found & ~mask).any()
+            assert {t for t in inside if top[row, t]} == set(best[:count])
+    assert not (top & ~mask).any()
 
 
 @pytest.mark.parametrize("images", [False, True])

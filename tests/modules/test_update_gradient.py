@@ -32,9 +32,9 @@ def nudge(agent):
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 
 
-def assert_close(one, other, *, tolerance=1e-5):
-    loss, gradient = one
-    other_loss, other_gradient = other
+def assert_close(actual, expected, *, tolerance=1e-5):
+    loss, gradient = actual
+    other_loss, other_gradient = expected
     assert loss == pytest.approx(other_loss, rel=1e-4, abs=1e-6)
     assert gradient.keys() == other_gradient.keys()
     largest = max(float(value.abs().max()) for value in gradient.values())
@@ -161,8 +161,8 @@ def test_padding_rows_have_no_influence(make):
     for garbage in (samples.advantages, samples.returns):
         garbage[-2:] = 1e3
     filled = replace(minibatch, samples=samples)
-    one, other = make.gradient(agent, [without]), make.gradient(agent, [filled])
-    assert_close(one, other)
+    gradient, other = make.gradient(agent, [without]), make.gradient(agent, [filled])
+    assert_close(gradient, other)
     metrics = agent.statistics.totals()
     assert metrics["tokens"] == 2 * int(without.samples.loss_mask.sum())
 

@@ -37,13 +37,13 @@ def test_missing_requirement_is_named_with_remedy(monkeypatch, capsys, tmp_path)
     assert "set paths.root to a folder of yours" in output
     assert "not installed; for dreams   (pip install dreams)" in output
     code, output = report(monkeypatch, capsys, "--json", "--root", str(tmp_path / "file" / "runs"))
-    found = json.loads(output)
+    results = json.loads(output)
     assert code == 1
-    assert found["memory"] == {
+    assert results["memory"] == {
         "name": "memory", "found": "0.5 GB free", "ok": False, "needed": True,
         "hint": "close programs, or make it smaller: rollout.groups=32 warm_start.episodes=1024",
     }  # fmt: skip
-    assert found["no_such_package"]["needed"] is False
+    assert results["no_such_package"]["needed"] is False
 
 
 def test_free_memory_is_plausible():

@@ -50,8 +50,8 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """Return a page's fenced blocks in order."""
     return [
-        Block(found["language"], found["body"], found["reason"])
-        for found in BLOCK.finditer(page.read_text())
+        Block(match["language"], match["body"], match["reason"])
+        for match in BLOCK.finditer(page.read_text())
     ]
 
 
@@ -63,10 +63,10 @@ def commands(body: str) -> list[str]:
 
 def smaller(command: str) -> str:
     """Return a training command with sizes added that it does not set itself."""
-    found = re.search(r"-m ragen_pl\.(\w+)|\bragen-(\w+)", command)
-    if found is None or re.search(r"--(help|cfg|json)\b", command):
+    match = re.search(r"-m ragen_pl\.(\w+)|\bragen-(\w+)", command)
+    if match is None or re.search(r"--(help|cfg|json)\b", command):
         return command
-    sizes = SMALL.get(found[1] or found[2], {})
+    sizes = SMALL.get(match[1] or match[2], {})
     added = [f"{name}={value}" for name, value in sizes.items() if f"{name}=" not in command]
     head, *comment = command.split("  #", 1)
     return " ".join([head, *added]) + "".join(f"  #{part}" for part in comment)
@@ -125,7 +125,7 @@ def test_only_marked_commands_are_skipped() -> None:
     reasons = [
         (page.name, block.reason) for page in PAGES for block in blocks(page) if block.reason
     ]
-    assert [found for found in reasons if not found[1].startswith(REASONS)] == []
+    assert [reason for reason in reasons if not reason[1].startswith(REASONS)] == []
 
 
 def test_links_between_pages_resolve() -> None:

@@ -89,8 +89,8 @@ def test_fit_runs_outside_the_checkout(installed, tmp_path):
 
 def test_doctor_and_user_environment_work_when_installed(installed, tmp_path):
     done = call(installed / "python", "-m", "ragen_pl.doctor", "--json", cwd=tmp_path)
-    found = json.loads(done.stdout)
-    assert found["configuration"]["found"].startswith(str(installed.parent))
+    results = json.loads(done.stdout)
+    assert results["configuration"]["found"].startswith(str(installed.parent))
     (tmp_path / "my_environment.py").write_text(
         (ROOT / "examples/own_environments/my_environments.py").read_text()
     )

@@ -94,8 +94,8 @@ def test_algorithms_import_nothing_but_torch():
         "torch",
         "typing",
     }
-    found = {name.split(".")[0] for file in files_of("algorithms") for name in imported(file)}
-    assert found <= allowed
+    packages = {name.split(".")[0] for file in files_of("algorithms") for name in imported(file)}
+    assert packages <= allowed
 
 
 @pytest.mark.parametrize("environments", ["envs", "visual_envs"])

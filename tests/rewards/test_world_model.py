@@ -176,8 +176,8 @@ def test_reward_reaches_the_batch_and_does_not_depend_on_ranks(lm):
         if statement.block == "observation"
     ]
     reward(split[:20], gather=lambda local: [local, references[len(local) :]])
-    for one, other in zip(single[:20], split[:20], strict=True):
-        assert [turn.reward for turn in one.turns] == [turn.reward for turn in other.turns]
+    for episode, other in zip(single[:20], split[:20], strict=True):
+        assert [turn.reward for turn in episode.turns] == [turn.reward for turn in other.turns]
     assert any(turn.reward < 0 for turn in turns_of(single))
     rewards = collate(single, lm).episodes.turn_rewards
     assert rewards[0, 0] == pytest.approx(single[0].turns[0].reward)

@@ -39,7 +39,7 @@ def proxy_of(bundle, *, window, kind="text", num_envs=64, temperature=1.0, turns
     )  # fmt: skip
 
 
-def starts(groups: int, members: int = 2) -> list[EpisodeSpec]:
+def specs(groups: int, members: int = 2) -> list[EpisodeSpec]:
     return [EpisodeSpec(group=g, member=m, seed=g) for g in range(groups) for m in range(members)]
 
 
@@ -100,9 +100,13 @@ def gap(bundle, episodes) -> torch.Tensor:
 
 
 def same(first, second) -> None:
-    for one, other in zip(first, second, strict=True):
-        assert (one.group, one.member, one.status) == (other.group, other.member, other.status)
-        for a, b in zip(one.turns, other.turns, strict=True):
+    for episode, other in zip(first, second, strict=True):
+        assert (episode.group, episode.member, episode.status) == (
+            other.group,
+            other.member,
+            other.status,
+        )
+        for a, b in zip(episode.turns, other.turns, strict=True):
             assert a.prompt_ids.tolist() == b.prompt_ids.tolist()
             assert a.response_ids.tolist() == b.response_ids.tolist()
             np.testing.assert_allclose(a.response_logprobs, b.response_logprobs, atol=1e-4)
@@ -130,7 +134,7 @@ def test_sampled_tokens_and_logprobs_match_a_fresh_forward(lm, vlm, kind, window
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.8)
     episodes = play(
-        proxy, TransformersEngine(PolicyModule(bundle)), starts(3), seed_key=(5, "sample")
+        proxy, TransformersEngine(PolicyModule(bundle)), specs(3), seed_key=(5, "sample")
     )
     lengths = {len(turn.response_ids) for episode in episodes for turn in episode.turns}
     assert len(lengths) > 4  # responses end at different tokens
@@ -153,7 +157,7 @@ def test_trainer_and_engine_agree_on_logprobs_and_entropy(lm, vlm, kind, window)
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.7)
     episodes = play(
-        proxy, TransformersEngine(PolicyModule(bundle)), starts(4), seed_key=(2, "sample")
+        proxy, TransformersEngine(PolicyModule(bundle)), specs(4), seed_key=(2, "sample")
     )
     batch, scores = scored(bundle, episodes)
     assert int(batch.samples.loss_mask.sum()) == sum(
@@ -174,7 +178,7 @@ def test_additive_masks_match_the_trainer(fresh_lm, window):
     fresh_lm.model.set_attn_implementation("eager")
     proxy = proxy_of(fresh_lm, window=window, turns=3)
     episodes = play(
-        proxy, TransformersEngine(PolicyModule(fresh_lm)), starts(4), seed_key=(2, "sample")
+        proxy, TransformersEngine(PolicyModule(fresh_lm)), specs(4), seed_key=(2, "sample")
     )
     assert float(gap(fresh_lm, episodes).max()) < 1e-4
 
@@ -182,7 +186,7 @@ def test_additive_masks_match_the_trainer(fresh_lm, window):
 def test_greedy_logprobs_are_those_at_temperature_1(lm):
     proxy = proxy_of(lm, window=1, temperature=0.5)
     episodes = play(
-        proxy, TransformersEngine(PolicyModule(lm)), starts(2), seed_key=(0,), greedy=True
+        proxy, TransformersEngine(PolicyModule(lm)), specs(2), seed_key=(0,), greedy=True
     )
     same(episodes[::2], [replace(episode, member=0) for episode in episodes[1::2]])
     assert float(gap(lm, episodes).max()) < 1e-4
@@ -197,7 +201,7 @@ def test_template_that_rewrites_history_trains_on_the_prompts_shown(lm):
     bundle = ModelBundle(lm.model, tokenizer)
     proxy = proxy_of(bundle, window="all")
     assert not proxy.context.template.keeps_prefix
-    episodes = play(proxy, TransformersEngine(PolicyModule(bundle)), starts(6), seed_key=(3,))
+    episodes = play(proxy, TransformersEngine(PolicyModule(bundle)), specs(6), seed_key=(3,))
     samples = collate(episodes, bundle).samples
     assert len(samples) > 2 * len(episodes)  # most turns break with the one before
     assert float(gap(bundle, episodes).max()) < 1e-4
@@ -209,12 +213,12 @@ def test_template_that_rewrites_history_trains_on_the_prompts_shown(lm):
 @pytest.mark.parametrize("window", [1, "all"])
 def test_trajectories_do_not_depend_on_num_envs_or_order(lm, window):
     engine, key = TransformersEngine(PolicyModule(lm)), (1, "sample", 3)
-    whole = play(proxy_of(lm, window=window), engine, starts(4), seed_key=key)
-    pairs = play(proxy_of(lm, window=window, num_envs=3), engine, starts(4), seed_key=key)
+    whole = play(proxy_of(lm, window=window), engine, specs(4), seed_key=key)
+    pairs = play(proxy_of(lm, window=window, num_envs=3), engine, specs(4), seed_key=key)
     same(whole, pairs)
-    turned = play(proxy_of(lm, window=window), engine, starts(4)[::-1], seed_key=key)
+    turned = play(proxy_of(lm, window=window), engine, specs(4)[::-1], seed_key=key)
     same(whole, turned[::-1])
-    other = play(proxy_of(lm, window=window), engine, starts(4), seed_key=(1, "sample", 4))
+    other = play(proxy_of(lm, window=window), engine, specs(4), seed_key=(1, "sample", 4))
     first = [episode.turns[0].response_ids.tolist() for episode in whole]
     assert first != [episode.turns[0].response_ids.tolist() for episode in other]
     assert any(first[n] != first[n + 1] for n in (0, 2, 4, 6))  # members sample for themselves
@@ -230,15 +234,15 @@ def test_each_request_has_its_own_temperature_limit_and_seed(lm):
         request(prompt, session=3, temperature=1.0, seed=2),
     ]
     together = generate(engine, mixed, keep=False)
-    for one, response in zip(mixed, together, strict=True):
-        (alone,) = generate(TransformersEngine(PolicyModule(lm)), [one], keep=False)
+    for single, response in zip(mixed, together, strict=True):
+        (alone,) = generate(TransformersEngine(PolicyModule(lm)), [single], keep=False)
         assert (
             response.ids.tolist() == alone.ids.tolist()
             and response.hit_length_limit == alone.hit_length_limit
         )
         np.testing.assert_allclose(response.logprobs, alone.logprobs, atol=1e-5)
-    for one, response in zip(mixed[1:], together[1:], strict=True):
-        ids, logprobs = replay(lm, prompt, draws_of(one), one.temperature)
+    for single, response in zip(mixed[1:], together[1:], strict=True):
+        ids, logprobs = replay(lm, prompt, draws_of(single), single.temperature)
         assert response.ids.tolist() == ids
         np.testing.assert_allclose(response.logprobs, logprobs, atol=1e-4)
     assert len(together[2].ids) <= 3
@@ -248,11 +252,11 @@ def test_response_hits_its_length_limit_exactly_without_an_end_token(lm):
     engine = TransformersEngine(PolicyModule(lm))
     requests = [request(words(lm, "go"), session=n, seed=n, tokens=3 + n % 5) for n in range(40)]
     responses = generate(engine, requests, keep=False)
-    for one, response in zip(requests, responses, strict=True):
+    for single, response in zip(requests, responses, strict=True):
         ended = int(response.ids[-1]) in lm.eos_token_ids
         assert response.hit_length_limit == (not ended)
         assert not any(int(token) in lm.eos_token_ids for token in response.ids[:-1])
-        assert ended or len(response.ids) == one.max_tokens
+        assert ended or len(response.ids) == single.max_tokens
         assert len(response.logprobs) == len(response.ids)
     assert {response.hit_length_limit for response in responses} == {True, False}
 
@@ -296,8 +300,8 @@ def test_images_of_later_turns_fill_their_own_slots(vlm):
     for requests, responses in talks_with_images(
         vlm, TransformersEngine(PolicyModule(vlm)), slots=3, turns=3
     ):
-        for one, response in zip(requests, responses, strict=True):
-            assert close(response, replay(vlm, one.prompt, draws_of(one), 1.0))
+        for single, response in zip(requests, responses, strict=True):
+            assert close(response, replay(vlm, single.prompt, draws_of(single), 1.0))
 
 
 def test_only_new_tokens_are_computed_and_images_encoded_once(vlm, monkeypatch):
@@ -310,10 +314,10 @@ def test_only_new_tokens_are_computed_and_images_encoded_once(vlm, monkeypatch):
     )
     engine, new, sampled, held = TransformersEngine(PolicyModule(vlm)), 0, 0, [0] * 3
     for requests, responses in talks_with_images(vlm, engine, slots=3, turns=4):
-        for slot, (one, response) in enumerate(zip(requests, responses, strict=True)):
-            new += len(one.prompt.ids) - held[slot]
+        for slot, (single, response) in enumerate(zip(requests, responses, strict=True)):
+            new += len(single.prompt.ids) - held[slot]
             # the response's last token was not fed yet; it is, with the next prompt
-            held[slot] = len(one.prompt.ids) + len(response.ids) - 1
+            held[slot] = len(single.prompt.ids) + len(response.ids) - 1
             sampled += len(response.ids)
     assert (engine.prefilled_tokens, engine.sampled_tokens) == (new, sampled)
     assert encoded == [3, 3, 3, 3]  # one new image an environment and turn
@@ -324,9 +328,11 @@ def test_sessions_may_come_in_another_order(lm):
     talks = [words(lm, text).ids for text in ("me 1 2", "goal", "avoid holes 3")]
     for turn, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 0, 2)]):
         requests = [request(prompt_of(talks[n]), session=n, seed=9 * turn + n) for n in order]
-        for one, response in zip(requests, generate(engine, requests, keep=True), strict=True):
-            assert close(response, replay(lm, one.prompt, draws_of(one), 1.0))
-            talks[one.session] = np.concatenate([one.prompt.ids, response.ids, words(lm, "on").ids])
+        for single, response in zip(requests, generate(engine, requests, keep=True), strict=True):
+            assert close(response, replay(lm, single.prompt, draws_of(single), 1.0))
+            talks[single.session] = np.concatenate(
+                [single.prompt.ids, response.ids, words(lm, "on").ids]
+            )
     assert engine.prefilled_tokens < sum(map(len, talks))
 
 
@@ -406,7 +412,7 @@ def test_release_and_the_end_of_a_rollout_free_the_caches(lm):
     assert engine._held is not None and engine._held.cache.memory_bytes() > 0
     engine.release()
     assert engine._held is None and not engine._features
-    play(proxy_of(lm, window="all"), engine, starts(1), seed_key=(0,))
+    play(proxy_of(lm, window="all"), engine, specs(1), seed_key=(0,))
     assert engine._held is None and not engine._features
 
 
@@ -421,8 +427,10 @@ def test_policy_in_train_mode_raises(fresh_lm):
 def test_context_changes_the_logits_of_the_test_models(lm, vlm):
     """The comparisons above need this: an early change moves log-probs by more than their tolerance."""
     for bundle in (lm, vlm):
-        one, other = (words(bundle, f"{start} me goal avoid holes").ids for start in ("Up", "Down"))
-        gap = (plain_logits(bundle, one, []) - plain_logits(bundle, other, []))[-1].abs().max()
+        first, second = (
+            words(bundle, f"{start} me goal avoid holes").ids for start in ("Up", "Down")
+        )
+        gap = (plain_logits(bundle, first, []) - plain_logits(bundle, second, []))[-1].abs().max()
         assert float(gap) > 0.05
 
 
@@ -444,7 +452,9 @@ def test_submitted_requests_are_collected_together(lm):
     collected = dict(engine.collect())
     assert engine.collect() == []
     expected = generate(TransformersEngine(PolicyModule(lm)), requests, keep=False)
-    assert [collected[n].ids.tolist() for n in range(3)] == [one.ids.tolist() for one in expected]
+    assert [collected[n].ids.tolist() for n in range(3)] == [
+        generation.ids.tolist() for generation in expected
+    ]
 
 
 def test_generate_raises_for_missing_responses(lm):

@@ -155,12 +155,16 @@ def test_trajectories_do_not_depend_on_the_order_in_which_responses_finish(play)
     settings = {"kwargs": {"goal": 3}, "max_turns": 5, "window": "all"}
     together, _ = play(COUNTER, specs(5), write, **settings)
     apart, _ = play(COUNTER, specs(5), write, shuffled=True, **settings)
-    for one, other in zip(together, apart, strict=True):
-        assert (one.seed, one.status, one.reward) == (other.seed, other.status, other.reward)
-        assert [t.prompt_ids.tolist() for t in one.turns] == [
+    for episode, other in zip(together, apart, strict=True):
+        assert (episode.seed, episode.status, episode.reward) == (
+            other.seed,
+            other.status,
+            other.reward,
+        )
+        assert [t.prompt_ids.tolist() for t in episode.turns] == [
             t.prompt_ids.tolist() for t in other.turns
         ]
-        assert [t.response_text for t in one.turns] == [t.response_text for t in other.turns]
+        assert [t.response_text for t in episode.turns] == [t.response_text for t in other.turns]
 
 
 # ---- faulty environments

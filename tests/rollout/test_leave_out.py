@@ -28,23 +28,23 @@ def played(
         max_response_tokens=10,
         num_envs=slots,
     )
-    starts = [EpisodeSpec(group=group, member=0, seed=group) for group in range(groups)]
+    specs = [EpisodeSpec(group=group, member=0, seed=group) for group in range(groups)]
     responder = EngineResponder(
         engine=engine or TransformersEngine(PolicyModule(bundle)), context=proxy.context
     )
-    return proxy.rollout(responder, starts, seed_key=(0,))
+    return proxy.rollout(responder, specs, seed_key=(0,))
 
 
 def mismatch(bundle, trajectories) -> float:
     """The largest difference between the trainer's log-probs and the engine's."""
     batch = collate(trajectories, bundle)
     with torch.no_grad():
-        found = PolicyModule(bundle)(batch.samples, batch.images).logprobs
-    return float((found - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
+        logprobs = PolicyModule(bundle)(batch.samples, batch.images).logprobs
+    return float((logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
 
 
 def responses(trajectories) -> list[list[int]]:
-    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
+    return [turn.response_ids.tolist() for trajectory in trajectories for turn in trajectory.turns]
 
 
 def test_lowest_scores_are_dropped() -> None:
@@ -96,8 +96,8 @@ def test_shares_of_zero_change_nothing(vlm, lm) -> None:
         none = played(bundle, window="all", leave_out={"patches": 0.0, "turns": 0.0}, visual=visual)
         assert responses(plain) == responses(none)
         for ours, theirs in zip(plain, none, strict=True):
-            for one, other in zip(ours.turns, theirs.turns, strict=True):
-                assert one.response_logprobs.tolist() == other.response_logprobs.tolist()
+            for turn, other in zip(ours.turns, theirs.turns, strict=True):
+                assert turn.response_logprobs.tolist() == other.response_logprobs.tolist()
                 assert other.prompt_patches is None and other.turns_left_out == ()
         assert collate(plain, bundle).samples.patches.shape[1:] == (0, 0)
 
@@ -150,12 +150,12 @@ def test_old_turns_are_chosen_anew_for_every_response(lm) -> None:
     trajectories = played(
         lm, window="all", leave_out=LeaveOut(turns=0.5), visual=False, max_turns=6
     )
-    longest = max(trajectories, key=lambda one: len(one.turns))
+    longest = max(trajectories, key=lambda trajectory: len(trajectory.turns))
     assert [len(turn.turns_left_out) for turn in longest.turns][:5] == [0, 0, 1, 1, 2]
     whole = played(lm, window="all", leave_out=None, visual=False, max_turns=6)
-    assert sum(map(len, (t.prompt_ids for one in trajectories for t in one.turns))) < sum(
-        map(len, (t.prompt_ids for one in whole for t in one.turns))
-    )
+    assert sum(
+        map(len, (t.prompt_ids for trajectory in trajectories for t in trajectory.turns))
+    ) < sum(map(len, (t.prompt_ids for trajectory in whole for t in trajectory.turns)))
     assert mismatch(lm, trajectories) < 5e-5
 
 

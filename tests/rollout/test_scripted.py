@@ -57,9 +57,9 @@ def test_random_draws_depend_on_the_seeds_alone(lm):
 def test_episode_without_a_tokenizer_is_the_same(lm):
     with_tokens = play(ContextManager(lm, system_prompt=None), NoisyPolicy())
     without = play(TextContext(), NoisyPolicy())
-    for one, other in zip(with_tokens, without, strict=True):
-        assert one.reward == other.reward and one.status == other.status
-        for turn, text_turn in zip(one.turns, other.turns, strict=True):
+    for episode, other in zip(with_tokens, without, strict=True):
+        assert episode.reward == other.reward and episode.status == other.status
+        for turn, text_turn in zip(episode.turns, other.turns, strict=True):
             assert turn.response_text == text_turn.response_text
             assert turn.actions == text_turn.actions and len(text_turn.prompt_ids) == 0
             assert len(text_turn.spans) == len(text_turn.response_text) + 1

@@ -75,9 +75,9 @@ def test_zero_weight_changes_nothing(lm) -> None:
     constant, adaptive = played(lm, None), played(lm, AdaptiveTemperature(beta=0.0))
     for expected, episode in zip(constant, adaptive, strict=True):
         assert [turn.temperature for turn in episode.turns] == [0.9] * len(episode.turns)
-        for one, other in zip(expected.turns, episode.turns, strict=True):
-            assert one.response_ids.tolist() == other.response_ids.tolist()
-            assert one.response_logprobs.tolist() == other.response_logprobs.tolist()
+        for turn, other in zip(expected.turns, episode.turns, strict=True):
+            assert turn.response_ids.tolist() == other.response_ids.tolist()
+            assert turn.response_logprobs.tolist() == other.response_logprobs.tolist()
 
 
 def test_greedy_turns_record_temperature_one(lm) -> None:
