@@ -116,7 +116,7 @@ def test_warm_start_trains_policy_and_critic(make, own_critic):
     module = WarmStartModule(
         PolicyModule(make.bundle(seed=4)), critic, optimizer=FAST, steps=40, warm_up=1
     )
-    curve = train(module, minibatch, figure="warm_start/loss", steps=40)
+    curve = train(module, minibatch, metric="warm_start/loss", steps=40)
     assert curve.modes == {True}
     assert curve.values[-1] < curve.values[0] - 1
     if critic is not None:
