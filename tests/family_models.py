@@ -88,8 +88,7 @@ Text = dict[str, Any]
 
 
 def _qwen2_5(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
-    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 7}
-    return Qwen2ForCausalLM(Qwen2Config(**TEXT, **window, **text))
+    return Qwen2ForCausalLM(Qwen2Config(**TEXT, **WINDOW, use_sliding_window=True, **text))
 
 
 def _gemma3(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:

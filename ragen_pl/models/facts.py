@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# attention that masks by layer type can describe; other layers keep a state instead of keys and values
+# layers with keys and values of every token
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -47,9 +47,12 @@ class ModelFacts:
     """Arguments of `get_image_features`."""
 
     @property
-    def recurrent_layers(self) -> frozenset[str]:
-        """Types of layers without keys and values, or with a mask that no cache here can serve."""
-        return (self.layer_types or frozenset()) - _ATTENTION
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state instead of keys and values, such as convolutions and linear attention.
+
+        Their state cannot continue after padding. Only the model's own cache serves them.
+        """
+        return bool((self.layer_types or frozenset()) - _ATTENTION)
 
     @property
     def plain_positions(self) -> bool:

@@ -57,6 +57,12 @@ class ImageFeatures:
             grids=None if grids is None else grids[torch.tensor(list(images), device=grids.device)],
         )
 
+    def between(self, start: int, stop: int) -> Self | None:
+        """Return the features of the image tokens from `start` to `stop`, which are those of whole images."""
+        ends = np.cumsum(self.counts).tolist()
+        images = [number for number, end in enumerate(ends) if start < end <= stop]
+        return self.of(images, [None] * len(images)) if images else None
+
     def split(self) -> list[Self]:
         """Return the features of each image."""
         tokens = self.tokens.split(self.counts)

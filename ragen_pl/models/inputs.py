@@ -38,8 +38,28 @@ class DecoderInputs:
     mask: Mask | None = None
     """bool `[rows, 1, time, slots]`, True where a position attends, or one for each type of layer.
 
-    None leaves it to the model, for sequences without padding on the left.
+    For models that keep states, bool `[rows, slots]`, False on padding. None leaves it to the model, for sequences
+    without padding on the left.
     """
+
+    def rows(self, part: slice, *, image_token_id: int | None) -> DecoderInputs:
+        """Return the inputs of some rows."""
+        features = self.features
+        if features is not None:
+            slots = self.ids.eq(-1 if image_token_id is None else image_token_id).sum(1).cpu()
+            ends = [0, *slots.cumsum(0).tolist()]
+            features = features.between(ends[part.start], ends[part.stop])
+        mask = self.mask
+        if isinstance(mask, dict):
+            mask = {kind: rows[part] for kind, rows in mask.items()}
+        elif mask is not None:
+            mask = mask[part]
+        return DecoderInputs(
+            ids=self.ids[part],
+            features=features,
+            positions=None if self.positions is None else self.positions[..., part, :],
+            mask=mask,
+        )
 
 
 def run_decoder(
@@ -301,6 +321,9 @@ def _by_layer_type(bundle: ModelBundle, allowed: Tensor, valid: Tensor) -> Mask:
     """
     facts = bundle.facts
     types = facts.layer_types
+    if facts.keeps_states:
+        # the model hides the padding from these layers itself
+        return valid
     if facts.sliding_window is None or types == {"full_attention"}:
         return allowed if types is None else dict.fromkeys(types, allowed)
     # a window counts tokens, not slots

@@ -1,41 +1,55 @@
 """Keys and values that the in-process engine keeps between turns.
 
 transformers' own dynamic cache copies everything it holds at every token; over a long episode the copying costs more
-than the model. Here the buffers grow by doubling and a token writes only its own slot.
+than the model. Here a call reserves its slots beforehand, and a token writes only its own slot. Keys and values are
+held in the type that attention computes in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
-
-_FIRST_CAPACITY = 64
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 
 class InPlaceLayer(DynamicLayer):
-    """Keys and values of one layer, `[rows, heads, capacity, head_dim]`, filled up to `length`."""
+    """Keys and values of one layer, `[rows, heads, capacity, head_dim]`, filled up to `length`.
+
+    Attributes:
+        length: Slots in use.
+        reserved: Slots that a new buffer has at least.
+        part: Rows of a call that computes some of all rows, and the number of all rows; None for all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.length = 0
+        self.length = self.reserved = 0
+        self.part: tuple[slice, int] | None = None
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append `[rows, heads, new, head_dim]` and return views of all slots in use."""
+        """Append `[rows, heads, new, head_dim]` and return views of all slots in use.
+
+        The slots of a part of the rows are in use after the last part.
+        """
         end = self.length + key_states.shape[-2]
-        keys, values = self._reserve(key_states, end)
-        keys[:, :, self.length : end] = key_states
-        values[:, :, self.length : end] = value_states
-        return self._use(end)
+        keys, values = self._reserve(key_states, value_states, end)
+        rows = slice(None) if self.part is None else self.part[0]
+        keys[rows, :, self.length : end] = key_states
+        values[rows, :, self.length : end] = value_states
+        if self.part is None or rows.stop == self.part[1]:
+            self._use(end)
+        return keys[rows, :, :end], values[rows, :, :end]
 
     def select(self, rows: Tensor) -> InPlaceLayer:
         """Return a copy with these rows only."""
@@ -43,6 +57,7 @@ class InPlaceLayer(DynamicLayer):
         if self.key_buffer is not None and self.value_buffer is not None:
             layer.key_buffer = self.key_buffer.index_select(0, rows)
             layer.value_buffer = self.value_buffer.index_select(0, rows)
+            layer.reserved = self.reserved
             layer._use(self.length)
         return layer
 
@@ -50,7 +65,8 @@ class InPlaceLayer(DynamicLayer):
         """Copy the slots from `first` on of `other`, whose rows are `rows` of this layer."""
         assert other.key_buffer is not None and other.value_buffer is not None
         end = other.length
-        buffers = self._reserve(other.key_buffer, end)
+        assert other.value_buffer is not None
+        buffers = self._reserve(other.key_buffer, other.value_buffer, end)
         for target, source in zip(buffers, (other.key_buffer, other.value_buffer), strict=True):
             # rows that are not in `other` are masked there, but must stay finite
             target[:, :, self.length : end] = 0
@@ -72,28 +88,41 @@ class InPlaceLayer(DynamicLayer):
             buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None
         )
 
-    def _use(self, length: int) -> tuple[Tensor, Tensor]:
-        """Take the first `length` slots into use and return views of them."""
+    def _use(self, length: int) -> None:
+        """Take the first `length` slots into use."""
         assert self.key_buffer is not None and self.value_buffer is not None
         keys, values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
         self.length, self.is_initialized, self.keys, self.values = length, True, keys, values
-        return keys, values
 
-    def _reserve(self, like: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+    def _reserve(
+        self, key_states: Tensor, value_states: Tensor, needed: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the buffers with room for `needed` slots."""
         keys, values = self.key_buffer, self.value_buffer
         if keys is None or values is None or needed > keys.shape[2]:
-            keys, values = self._grown(keys, like, needed), self._grown(values, like, needed)
+            keys = self._grown(keys, key_states, needed)
+            values = self._grown(values, value_states, needed)
             self.key_buffer, self.value_buffer = keys, values
         return keys, values
 
     def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
-        rows, capacity = (like.shape[0], 0) if buffer is None else (len(buffer), buffer.shape[2])
-        size = max(_FIRST_CAPACITY, needed, 2 * capacity)
-        grown = like.new_empty(rows, like.shape[1], size, like.shape[-1])
+        if buffer is not None:
+            rows, capacity = len(buffer), buffer.shape[2]
+        else:
+            rows, capacity = like.shape[0] if self.part is None else self.part[1], 0
+        # without a reservation, doubling keeps the copying in proportion
+        size = max(needed, self.reserved or 2 * capacity)
+        dtype = _compute_dtype(like) if buffer is None else buffer.dtype
+        grown = like.new_empty(rows, like.shape[1], size, like.shape[-1], dtype=dtype)
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
+
+
+def _compute_dtype(states: Tensor) -> torch.dtype:
+    """Return the type that attention computes in: under autocast, not that of rotated keys."""
+    kind = states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 class InPlaceCache(Cache):
@@ -101,6 +130,31 @@ class InPlaceCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=InPlaceLayer)
+        self._reserved = 0
+        self._part: tuple[slice, int] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to a layer and return views of all its slots in use."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(InPlaceLayer())
+        layer = self._in_place_layers[layer_idx]
+        layer.reserved, layer.part = self._reserved, self._part
+        return layer.update(key_states, value_states)
+
+    def reserve(self, slots: int) -> None:
+        """Give buffers that grow from now on room for this many slots."""
+        self._reserved = slots
+
+    @contextmanager
+    def only(self, rows: slice, *, of: int) -> Iterator[None]:
+        """Compute a part of the rows. The parts of one call follow each other, the last one ends at `of`."""
+        self._part = rows, of
+        try:
+            yield
+        finally:
+            self._part = None
 
     @property
     def length(self) -> int:
@@ -114,6 +168,7 @@ class InPlaceCache(Cache):
     def select(self, rows: Tensor) -> InPlaceCache:
         """Return a copy with these rows only."""
         cache = InPlaceCache()
+        cache.reserve(self._reserved)
         cache.layers = [layer.select(rows) for layer in self._in_place_layers]
         return cache
 
@@ -127,6 +182,31 @@ class InPlaceCache(Cache):
         return sum(layer.memory_bytes() for layer in self._in_place_layers)
 
 
+class StateCache(DynamicCache):
+    """transformers' own cache, for models with layers that keep a state instead of keys and values.
+
+    Args:
+        config: Config of the decoder.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.config = config
+
+    @property
+    def length(self) -> int:
+        """Number of slots in use."""
+        return int(self.get_seq_length())
+
+    def select(self, rows: Tensor) -> StateCache:
+        """Keep these rows only, and return the cache itself."""
+        self.reorder_cache(rows)
+        return self
+
+    def reserve(self, slots: int) -> None:
+        """Do nothing: this cache grows by itself."""
+
+
 @dataclass(slots=True)
 class SessionCache:
     """What is kept of sessions between turns. Row i of every tensor belongs to `sessions[i]`."""
@@ -134,20 +214,28 @@ class SessionCache:
     sessions: list[int]
     ids: list[np.ndarray]
     """Ids of each session whose keys and values are held, int64."""
-    cache: InPlaceCache
+    cache: InPlaceCache | StateCache
     valid: Tensor
     """bool `[rows, slots]`, slots that hold a token of the row and no padding."""
     next_position: Tensor
     """int64 `[rows]`, position of each session's next token."""
 
     @classmethod
-    def empty(cls, sessions: list[int], *, device: torch.device) -> SessionCache:
-        """Return a cache that holds nothing of these sessions."""
+    def empty(
+        cls, sessions: list[int], *, device: torch.device, cache: InPlaceCache | StateCache
+    ) -> SessionCache:
+        """Return a cache that holds nothing of these sessions.
+
+        Args:
+            sessions: Numbers of the sessions.
+            device: Device of the model.
+            cache: Empty cache.
+        """
         rows = len(sessions)
         return cls(
             sessions=sessions,
             ids=[np.zeros(0, np.int64)] * rows,
-            cache=InPlaceCache(),
+            cache=cache,
             valid=torch.zeros(rows, 0, dtype=torch.bool, device=device),
             next_position=torch.zeros(rows, dtype=torch.int64, device=device),
         )

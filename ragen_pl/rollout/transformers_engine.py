@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ragen_pl.constraints import Count, checked
 from ragen_pl.models.images import ImageFeatures, content_key
 from ragen_pl.models.inputs import (
     DecoderInputs,
@@ -24,7 +27,7 @@ from ragen_pl.models.inputs import (
     token_inputs,
 )
 from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest, Prompt
-from ragen_pl.rollout.kv_cache import InPlaceCache, SessionCache
+from ragen_pl.rollout.kv_cache import InPlaceCache, SessionCache, StateCache
 from ragen_pl.rollout.sampling import Responses, SamplingParameters
 
 # shortest common prefix of all prompts, in tokens, that is computed once for all
@@ -39,16 +42,32 @@ class TransformersEngine:
     Args:
         policy: Policy whose model is used in place, with the weights that it has at each call.
         forward_context: Context around the model's forward passes, such as the trainer's autocast.
+        prefill_tokens: Positions of a forward pass over prompts, padding included; one prompt may have more.
+        cache_bytes: Largest size of the keys and values. Responses that need more are sampled one part after the
+            other, and no session is kept. None for no limit.
+
+    Raises:
+        ValueError: The model's attention takes no masks, which padded prompts need.
     """
 
+    @checked
     def __init__(
         self,
         policy: EnginePolicy,
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        prefill_tokens: Count = 65_536,
+        cache_bytes: Count | None = None,
     ) -> None:
         self.bundle = policy.bundle
+        if not self.bundle.facts.custom_masks:
+            raise ValueError(
+                "model.build.attn_implementation: the in-process rollout engine pads prompts, and this attention takes "
+                "no masks; set sdpa, or another rollout engine"
+            )
         self.forward_context = forward_context
+        self.prefill_tokens = prefill_tokens
+        self.cache_bytes = cache_bytes
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
@@ -87,18 +106,44 @@ class TransformersEngine:
             raise RuntimeError(
                 "the rollout engine needs the policy in eval mode; call policy.eval() first"
             )
-        generations = self._generate(requests, keep=keep)
+        parts = self._parts(requests)
+        # a state can't continue after padding, and a part would displace the sessions of another
+        keep = keep and len(parts) == 1 and not self.bundle.facts.keeps_states
+        generations = [self._generate(part, keep=keep) for part in parts]
         sessions = [request.session for request in requests]
-        return list(zip(sessions, generations, strict=True))
+        return list(zip(sessions, chain.from_iterable(generations), strict=True))
+
+    def _parts(self, requests: list[GenerationRequest]) -> list[list[GenerationRequest]]:
+        """Split requests into parts whose keys and values fit into `cache_bytes`."""
+        if self.cache_bytes is None:
+            return [requests]
+        slots = max(len(request.prompt.ids) + request.max_tokens for request in requests)
+        rows = max(1, self.cache_bytes // (self.cache_bytes_per_token * slots))
+        return [requests[start : start + rows] for start in range(0, len(requests), rows)]
+
+    @cached_property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, measured on one."""
+        cache = InPlaceCache()
+        cache.reserve(1)
+        with torch.inference_mode(), self.forward_context():
+            ids = torch.full((1, 1), self.bundle.pad_token_id, device=self.bundle.device)
+            run_decoder(self.bundle, DecoderInputs(ids=ids), cache=cache)
+        return cache.memory_bytes()
+
+    def _empty_cache(self) -> InPlaceCache | StateCache:
+        if self.bundle.facts.keeps_states:
+            return StateCache(self.bundle.model.config.get_text_config())
+        return InPlaceCache()
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
         prompts = [request.prompt.ids for request in requests]
         with self.forward_context():
             held = self._sessions(requests)
-            if held.cache.length == 0:
+            if held.cache.length == 0 and not self.bundle.facts.keeps_states:
                 self._prefill_shared(held, prompts)
-            hidden = self._prefill(held, [request.prompt for request in requests])
+            hidden = self._prefill(held, requests)
             responses = self._decode(held, requests, hidden, keep=keep)
         generations = responses.generations(version=self.version)
         self.sampled_tokens += sum(len(generation.ids) for generation in generations)
@@ -111,7 +156,9 @@ class TransformersEngine:
         """Return what is held of the requests' sessions; an empty cache if one of them is new."""
         sessions = [request.session for request in requests]
         if self._held is None or not set(sessions) <= set(self._held.sessions):
-            return SessionCache.empty(sessions, device=self.bundle.device)
+            return SessionCache.empty(
+                sessions, device=self.bundle.device, cache=self._empty_cache()
+            )
         return self._held.select(sessions)
 
     def _prefill_shared(self, held: SessionCache, prompts: Sequence[np.ndarray]) -> None:
@@ -134,8 +181,9 @@ class TransformersEngine:
         self.prefilled_tokens += shared
         held.share(first[:shared])
 
-    def _prefill(self, held: SessionCache, prompts: Sequence[Prompt]) -> Tensor:
+    def _prefill(self, held: SessionCache, requests: Sequence[GenerationRequest]) -> Tensor:
         """Compute what is new in each prompt; return the last hidden states, `[rows, hidden]`."""
+        prompts = [request.prompt for request in requests]
         new_ids = held.new_ids([prompt.ids for prompt in prompts])
         self.prefilled_tokens += sum(len(ids) for ids in new_ids)
         inputs, held.valid, held.next_position = continued_inputs(
@@ -145,7 +193,23 @@ class TransformersEngine:
             next_position=held.next_position,
             features=self._new_features(prompts, new_ids),
         )
-        return self._last_states(held.cache, inputs)
+        limit = max(request.max_tokens for request in requests)
+        held.cache.reserve(held.valid.shape[1] + limit)
+        return self._states_by_part(held.cache, inputs)
+
+    def _states_by_part(self, cache: InPlaceCache | StateCache, inputs: DecoderInputs) -> Tensor:
+        """Return the states at the last column, `[rows, hidden]`, computed for a part of the rows at a time."""
+        count, width = inputs.ids.shape
+        step = max(1, self.prefill_tokens // width)
+        if step >= count or isinstance(cache, StateCache):
+            return self._last_states(cache, inputs)
+        states: list[Tensor] = []
+        for start in range(0, count, step):
+            part = slice(start, min(start + step, count))
+            with cache.only(part, of=count):
+                rows = inputs.rows(part, image_token_id=self.bundle.image_token_id)
+                states.append(self._last_states(cache, rows))
+        return torch.cat(states)
 
     def _new_features(
         self, prompts: Sequence[Prompt], new_ids: Sequence[np.ndarray]
@@ -180,7 +244,7 @@ class TransformersEngine:
         distinct = ImageFeatures.join([self._features[key] for key in numbers])
         return distinct.of([numbers[key] for key in keys], shown)
 
-    def _last_states(self, cache: InPlaceCache, inputs: DecoderInputs) -> Tensor:
+    def _last_states(self, cache: InPlaceCache | StateCache, inputs: DecoderInputs) -> Tensor:
         """Append inputs to the cache; return the decoder's states at their last column, `[rows, hidden]`."""
         return run_decoder(self.bundle, inputs, cache=cache)[:, -1]
 
@@ -210,6 +274,7 @@ class TransformersEngine:
                 break
             if count < _DROP_BELOW * len(rows):
                 if keep and cache is not held.cache:
+                    assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
                     held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
                 index, rows = torch.from_numpy(unfinished.nonzero()[0]).to(device), rows[unfinished]
                 merged, cache = cache.length, cache.select(index)
@@ -224,5 +289,6 @@ class TransformersEngine:
             hidden = self._last_states(cache, inputs)
             positions = positions + 1
         if keep and cache is not held.cache:
+            assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
             held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
         return responses

@@ -25,7 +25,6 @@ TOLERANCE = 1e-4
 # height and width of the images of each turn; the second turn is text only
 SIZES = ([(56, 84), (28, 56)], [], [(64, 64)], [(56, 84)])
 WORDS = ("see", "see the goal, then answer", "Up is the answer to all that you see")
-ATTENTION = [name for name, family in MODELS.items() if not family.recurrent]
 
 
 @dataclass
@@ -119,7 +118,7 @@ def trainer_logprobs(
 
 
 @pytest.mark.parametrize("window", ["all", 1])
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", MODELS)
 def test_forward_engine_and_trainer_agree(name: str, window: int | str) -> None:
     bundle = tiny(name)
     episodes = play(bundle, window=window, keep=True)

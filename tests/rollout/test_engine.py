@@ -481,3 +481,43 @@ def test_the_config_names_the_engine(lm):
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose("fit")
     assert isinstance(engine_factory(cfg)(PolicyModule(lm)), TransformersEngine)
+
+
+def talk(bundle, **settings):
+    """All responses of three turns with images, in one list."""
+    engine = TransformersEngine(PolicyModule(bundle), **settings)
+    turns = talks_with_images(bundle, engine, slots=5, turns=3)
+    return engine, [response for _, responses in turns for response in responses]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prefill_tokens": 60}, {"prefill_tokens": 1}, {"cache_bytes": 40_000}]
+)
+def test_responses_do_not_depend_on_what_is_computed_together(vlm, settings):
+    _, whole = talk(vlm)
+    engine, split = talk(vlm, **settings)
+    for one, other in zip(whole, split, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    # parts of the responses keep no session
+    assert (engine._held is None) == ("cache_bytes" in settings)
+
+
+def test_the_cache_holds_what_attention_computes_with(vlm):
+    config = vlm.model.config.text_config
+    elements = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.hidden_size
+        // config.num_attention_heads
+    )  # fmt: skip
+    plain = TransformersEngine(PolicyModule(vlm))
+    half = TransformersEngine(
+        PolicyModule(vlm), forward_context=lambda: torch.autocast("cpu", torch.bfloat16)
+    )
+    assert plain.cache_bytes_per_token == 4 * elements
+    assert half.cache_bytes_per_token == 2 * elements
+
+
+def test_attention_without_masks_is_refused(fresh_lm):
+    fresh_lm.model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"model\.build\.attn_implementation.*set sdpa"):
+        TransformersEngine(PolicyModule(fresh_lm))
