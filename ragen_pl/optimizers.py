@@ -20,7 +20,8 @@ from ragen_pl.distributed import world_size
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 ParameterGroup = dict[str, Any]
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Types in which a small step is lost."""
 # entry of the optimizer's state
 _MASTER = "master"
 
@@ -51,7 +52,7 @@ class MasterWeights(Optimizer):
     def _of_masters(self, group: ParameterGroup) -> ParameterGroup:
         """Return a parameter group with float32 copies of its weights."""
         for weight in group["params"]:
-            if weight.dtype in _LOW_PRECISION:
+            if weight.dtype in LOW_PRECISION:
                 self._masters[weight] = nn.Parameter(weight.detach().float())
                 if world_size() == 1 or isinstance(weight, DTensor):
                     weight.grad_dtype = torch.float32
@@ -179,7 +180,7 @@ def build_optimizer(
     probe = optimizer([nn.Parameter(torch.zeros(1))])
     if probe.defaults.get("weight_decay") and not decay_vectors:
         groups = [part for group in groups for part in _split(group)]
-    low = any(weight.dtype in _LOW_PRECISION for weight in weights)
+    low = any(weight.dtype in LOW_PRECISION for weight in weights)
     return MasterWeights(groups, optimizer) if low and master_weights else optimizer(groups)
 
 

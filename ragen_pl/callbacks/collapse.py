@@ -19,6 +19,7 @@ from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, RunFacts, checked, shown
 from ragen_pl.files import atomic_write
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.frozen import with_frozen
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +274,8 @@ class CollapseMonitor(pl.Callback):
         # The learning rates stay as the schedule and a mitigation have set them.
         rates = [group["lr"] for group in _parameter_groups(trainer)]
         checkpoint = strategy.load_checkpoint(file, weights_only=False)
+        module = trainer.lightning_module
+        checkpoint["state_dict"] = with_frozen(module, checkpoint["state_dict"])
         strategy.load_model_state_dict(checkpoint, strict=True)
         strategy.load_optimizer_state_dict(checkpoint)
         for group, rate in zip(_parameter_groups(trainer), rates, strict=True):

@@ -9,7 +9,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 def relation_problems(cfg: DictConfig) -> Iterator[str]:
     """Yield one line for each group of settings that do not agree."""
-    for relation in (_response_and_context, _left_out_patches, _left_out_turns, _ranks, _size):
+    for relation in (
+        _response_and_context,
+        _left_out_patches,
+        _left_out_turns,
+        _ranks,
+        _size,
+        _float16,
+        _adapter_dropout,
+    ):
         if (message := relation(lambda key: OmegaConf.select(cfg, key))) is not None:
             yield message
 
@@ -78,3 +86,30 @@ def _ranks(get: _Get) -> str | None:
     if get("warm_start.enabled") and isinstance(episodes, int) and episodes < ranks:
         return f"warm_start.episodes={episodes}: fewer than the {ranks} ranks; set at least {ranks}"
     return None
+
+
+def _float16(get: _Get) -> str | None:
+    """Gradients in float16 underflow without a scaled loss, which needs trained weights in float32."""
+    if get("algorithm") is None or get("model.build.dtype") != "float16":
+        return None
+    if get("model.build.lora") is None:
+        return (
+            "model.build.dtype=float16: the gradients of float16 weights underflow; set model.build.dtype=bfloat16, "
+            "or model.build.dtype=float32 trainer.precision=16-mixed"
+        )
+    if get("trainer.precision") not in ("16-mixed", "16", 16):
+        return (
+            f"model.build.dtype=float16: gradients through it underflow with trainer.precision="
+            f"{get('trainer.precision')}; set trainer.precision=16-mixed, or model.build.dtype=bfloat16"
+        )
+    return None
+
+
+def _adapter_dropout(get: _Get) -> str | None:
+    dropout = get("model.build.lora.lora_dropout")
+    if get("algorithm") is None or not dropout:
+        return None
+    return (
+        f"model.build.lora.lora_dropout={dropout}: an update with dropout would be compared with old log-probs "
+        "without; set lora_dropout=0.0"
+    )

@@ -1,16 +1,18 @@
-"""LoRA adapters (Hu et al., 2021) in a loaded model, by peft: added, switched off for a while, merged.
+"""Which weights of a loaded model are trained; LoRA adapters (Hu et al., 2021) by peft, switched off and merged.
 
 They are added to the model's own layers. The model keeps its class, and all code works with and without adapters.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ragen_pl.constraints import Count, Fraction, Positive
+from ragen_pl.models.vision_parts import VisionParts, weights_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -25,12 +27,57 @@ class LoraSettings(TypedDict, total=False):
     lora_dropout: Fraction
 
 
-def add_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Add adapters and freeze all other weights.
+def choose_trained_weights(
+    model: PreTrainedModel,
+    *,
+    lora: Mapping[str, Any] | None = None,
+    freeze_vision: bool | None = None,
+    freeze_projector: bool | None = None,
+) -> None:
+    """Freeze the weights that are not trained, and add adapters.
+
+    Args:
+        model: Model, changed in place.
+        lora: Settings of peft's `LoraConfig` to train adapters; None trains the weights.
+        freeze_vision: Whether the image encoder is left unchanged; None: with adapters.
+        freeze_projector: Whether the projector is left unchanged; None: with adapters. It gets no adapters, but is
+            trained itself.
+
+    Raises:
+        ModuleNotFoundError: peft is not installed.
+        TypeError: `LoraConfig` has no such setting.
+        ValueError: The model has no such part, a setting is out of range, or no layer has such a name.
+    """
+    parts = VisionParts.of(model)
+    for key, frozen, pattern in (
+        ("freeze_vision", freeze_vision, parts.encoder),
+        ("freeze_projector", freeze_projector, parts.projector),
+    ):
+        if frozen is not None and not weights_of(model, pattern):
+            raise ValueError(
+                f"model.build.{key}={str(frozen).lower()}: {type(model).__name__} has no such part; set null"
+            )
+    freeze_vision = lora is not None if freeze_vision is None else freeze_vision
+    freeze_projector = lora is not None if freeze_projector is None else freeze_projector
+    if lora is not None:
+        excluded = [parts.projector, parts.encoder if freeze_vision else None]
+        add_lora(model, lora, excluded="|".join(filter(None, excluded)) or None)
+    elif freeze_vision:
+        for weight in weights_of(model, parts.encoder):
+            weight.requires_grad_(False)
+    for weight in weights_of(model, parts.projector):
+        weight.requires_grad_(not freeze_projector)
+
+
+def add_lora(
+    model: PreTrainedModel, settings: Mapping[str, Any], *, excluded: str | None = None
+) -> None:
+    """Add adapters in float32 and freeze all other weights.
 
     Args:
         model: Model, changed in place.
         settings: Settings of peft's `LoraConfig`; `target_modules` is `all-linear` by default.
+        excluded: Regular expression of modules that get no adapter, besides `exclude_modules`.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -39,11 +86,13 @@ def add_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
     """
     try:
         from peft import LoraConfig
+        from peft.tuners.tuners_utils import cast_adapter_dtype
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
         ) from error
     config = LoraConfig(**{"target_modules": "all-linear", **settings})
+    config.exclude_modules = _either(config.exclude_modules, excluded)
     if config.modules_to_save or config.bias != "none":
         raise ValueError(
             "model.build.lora: modules_to_save and bias train weights that are no adapters and can neither be "
@@ -52,12 +101,31 @@ def add_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
     with warnings.catch_warnings():
         # refused below with a message of our own
         warnings.filterwarnings("ignore", message=".*a tied layer is part of the adapter")
-        model.add_adapter(config)
+        try:
+            model.add_adapter(config)
+        except ValueError as error:
+            targets, reason = settings.get("target_modules"), str(error).split(". ")[0]
+            raise ValueError(
+                f"model.build.lora.target_modules={targets}: {reason}; layers of the image encoder need "
+                "model.build.freeze_vision=false"
+            ) from error
+    # added in the model's dtype
+    for name in model.peft_config:
+        cast_adapter_dtype(model, name)
     if any("lora_" in name for end in _ends(model) for name, _ in end.named_parameters()):
         raise ValueError(
             "model.build.lora.target_modules: adapters on the embeddings or the head can't be merged where the two "
             "share weights; leave them out"
         )
+
+
+def _either(modules: list[str] | str | None, excluded: str | None) -> list[str] | str | None:
+    """Return what `exclude_modules` is for its own modules and for those that a regular expression matches."""
+    if excluded is None or not modules:
+        return excluded or modules
+    if not isinstance(modules, str):
+        modules = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, modules))})"
+    return f"{modules}|{excluded}"
 
 
 def _ends(model: PreTrainedModel) -> list[Module]:
@@ -67,6 +135,20 @@ def _ends(model: PreTrainedModel) -> list[Module]:
 def has_adapters(model: PreTrainedModel) -> bool:
     """Return whether the model has adapters."""
     return bool(model._hf_peft_config_loaded)
+
+
+def only_adapters_are_trained(model: PreTrainedModel) -> bool:
+    """Return whether the model has adapters, and no other weight of it is trained."""
+    return has_adapters(model) and all(
+        "lora_" in name for name, weight in model.named_parameters() if weight.requires_grad
+    )
+
+
+def adapters_are_new(model: PreTrainedModel) -> bool:
+    """Return whether the adapters still add nothing: one matrix of each starts at 0."""
+    return not any(
+        bool(weight.any()) for name, weight in model.named_parameters() if "lora_B" in name
+    )
 
 
 @contextmanager

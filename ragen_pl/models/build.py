@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 
 from ragen_pl.constraints import Open, Seed, TextOnly, checked
-from ragen_pl.models.adapters import LoraSettings, add_lora
+from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
 from ragen_pl.models.bundle import ModelBundle
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def load_pretrained(
     attn_implementation: Literal["sdpa", "eager"] = "sdpa",
     local_files_only: bool = False,
     lora: Annotated[LoraSettings, Open()] | None = None,
+    freeze_vision: bool | None = None,
+    freeze_projector: bool | None = None,
     seed: Seed = 0,
 ) -> ModelBundle:
     """Load a language or vision-language model, its tokenizer and processor.
@@ -123,12 +125,15 @@ def load_pretrained(
         attn_implementation: Attention of transformers, `sdpa` or `eager`.
         local_files_only: Whether the hub is never asked.
         lora: Settings of peft's `LoraConfig` to train adapters only; None trains all weights.
+        freeze_vision: Whether the image encoder is left unchanged; None: with `lora`.
+        freeze_projector: Whether the projector of image features is left unchanged; None: with `lora`. It gets no
+            adapters, but is trained itself.
         seed: Seed of the adapters' weights; the global generators keep their states.
 
     Raises:
         FileNotFoundError: No model can be read there.
         ModuleNotFoundError: `lora` needs peft, which is not installed.
-        ValueError: torch has no such `dtype`, or peft refuses a setting.
+        ValueError: torch has no such `dtype`, peft refuses a setting, or the model has no part to freeze.
     """
     from transformers import (
         AutoConfig,
@@ -158,9 +163,10 @@ def load_pretrained(
     else:
         model = AutoModelForCausalLM.from_pretrained(path, **settings)
         tokenizer, processor = _load_tokenizer(path, **where), None
-    if lora is not None:
-        with _weights_from(seed):
-            add_lora(model, lora)
+    with _weights_from(seed):
+        choose_trained_weights(
+            model, lora=lora, freeze_vision=freeze_vision, freeze_projector=freeze_projector
+        )
     return ModelBundle(model.eval(), tokenizer, processor)
 
 

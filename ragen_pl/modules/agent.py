@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -27,6 +26,7 @@ from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.frozen import SavesTrainedWeights
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
@@ -35,6 +35,7 @@ from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 
 log = logging.getLogger(__name__)
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class IterationData(Protocol):
@@ -45,7 +46,7 @@ class IterationData(Protocol):
     metrics: Mapping[str, float]
 
 
-class AgentModule(pl.LightningModule):
+class AgentModule(SavesTrainedWeights):
     """Train a policy, and a critic where the estimator needs one, on its own trajectories.
 
     Args:
@@ -123,6 +124,14 @@ class AgentModule(pl.LightningModule):
         if mismatch == "auto":
             return None if self.computes_in_float32 else TruncatedWeights()
         return mismatch
+
+    def setup(self, stage: str) -> None:
+        """Store the reference in the dtype that it is computed in."""
+        # taken before the reference is rounded
+        _ = self.fingerprints
+        dtype = _AUTOCAST.get(self.trainer.precision)
+        if dtype is not None and self.reference is not None and self.loss.kl is not None:
+            self.loss.kl.reference.store(self.reference, self.policy, dtype)
 
     def on_fit_start(self) -> None:
         """Log what the precision of the run has changed."""
@@ -288,7 +297,8 @@ class AgentModule(pl.LightningModule):
     # ---- resume
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the sums of an unfinished update, those of every rank."""
+        """Save the sums of an unfinished update, those of every rank, and leave out frozen weights."""
+        super().on_save_checkpoint(checkpoint)
         importance = [] if self.importance is None else self.importance.export_state()
         checkpoint["agent"] = {
             "statistics": gather_over_ranks(self.statistics.export_state()),
@@ -299,7 +309,8 @@ class AgentModule(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the sums if the number of ranks is the same, and the normalizer."""
+        """Restore the sums if the number of ranks is the same, the normalizer and frozen weights."""
+        super().on_load_checkpoint(checkpoint)
         state = checkpoint["agent"]
         if len(state["statistics"]) == len(gather_over_ranks(0)):
             self.statistics.import_state(state["statistics"][rank()])

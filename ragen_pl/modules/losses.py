@@ -18,7 +18,7 @@ from ragen_pl.constraints import NonNegative, Positive, checked
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
-from ragen_pl.modules.reference import FrozenCopy, Reference, divergence
+from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
 
 
 class KLPlace(StrEnum):
@@ -52,7 +52,7 @@ class ReferenceKL:
         Aggregation.TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM
     ] = Aggregation.SEQ_MEAN_TOKEN_SUM
     place: KLPlace = KLPlace.LOSS
-    reference: Reference = field(default_factory=FrozenCopy)
+    reference: Reference = field(default_factory=InitialPolicy)
 
     @property
     def changes_rewards(self) -> bool:

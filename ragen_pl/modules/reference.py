@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.constraints import FractionBelowOne, checked
 from ragen_pl.data.batch import Samples
-from ragen_pl.models.adapters import adapters_off, has_adapters
+from ragen_pl.models.adapters import (
+    adapters_are_new,
+    adapters_off,
+    has_adapters,
+    only_adapters_are_trained,
+)
+from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.forward import Readout
 from ragen_pl.modules.policy import PolicyModule, TokenScores
+from ragen_pl.optimizers import LOW_PRECISION
 
 
 def divergence(
@@ -69,25 +76,80 @@ class Reference(Protocol):
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference of a policy with its present weights."""
 
+    def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:
+        """Store what autocast would cast at each use in its dtype; called once, before training."""
+
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
         """Move the reference; called once an iteration, before credit is assigned."""
 
 
 @dataclass(frozen=True)
 class FrozenCopy:
-    """The policy with its initial weights: after the warm start, or as it was loaded."""
+    """The policy with its initial weights: after the warm start, or as it was loaded.
+
+    Weights that the policy does not train are shared with it, such as those under LoRA adapters.
+    """
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return a copy with frozen weights."""
-        bundle = policy.bundle.with_model(copy.deepcopy(policy.bundle.model))
-        frozen = PolicyModule(
-            bundle, length_buckets=policy.length_buckets, logits_mib=policy.logits_mib
-        )
+        frozen = PolicyModule(_copied(policy), **_settings(policy))
         frozen.requires_grad_(False)
         return frozen.eval()
 
+    def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:
+        """Cast the decoder's matrices, which autocast casts too. Other weights are computed on in float32."""
+        assert isinstance(reference, PolicyModule)
+        model = reference.bundle.model
+        kept = {id(weight) for weight in policy.parameters()}
+        kept.add(id(model.get_input_embeddings().weight))
+        for layer in [*model.get_decoder().modules(), model.get_output_embeddings()]:
+            if isinstance(layer, nn.Linear) and id(layer.weight) not in kept:
+                layer.to(dtype)
+
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
         """Do nothing."""
+
+
+def _copied(policy: PolicyModule) -> ModelBundle:
+    """Return a copy of the policy's model that shares its frozen weights."""
+    model = policy.bundle.model
+    shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
+    return policy.bundle.with_model(copy.deepcopy(model, memo=shared))
+
+
+def _settings(policy: PolicyModule) -> dict[str, Any]:
+    return {"length_buckets": policy.length_buckets, "logits_mib": policy.logits_mib}
+
+
+class AveragedPolicy(PolicyModule):
+    """A policy whose weights are a moving average of another's.
+
+    Averages of weights in low precision are kept in float32, as buffers.
+
+    Args:
+        policy: Policy to average.
+    """
+
+    def __init__(self, policy: PolicyModule) -> None:
+        super().__init__(_copied(policy), **_settings(policy))
+        pairs = zip(self.named_parameters(), policy.parameters(), strict=True)
+        self.averaged = [name for (name, _), weight in pairs if weight.requires_grad]
+        self.requires_grad_(False)
+        for number, name in enumerate(self.averaged):
+            weight = self.get_parameter(name)
+            if weight.dtype in LOW_PRECISION:
+                self.register_buffer(f"average_{number}", weight.detach().float())
+
+    @torch.no_grad()
+    def move(self, policy: PolicyModule, share: float) -> None:
+        """Move the weights towards a policy's by this share of the distance."""
+        buffers = dict(self.named_buffers(recurse=False))
+        for number, name in enumerate(self.averaged):
+            weight = self.get_parameter(name)
+            average = buffers.get(f"average_{number}", weight)
+            average.lerp_(policy.get_parameter(name).to(average.dtype), share)
+            if average is not weight:
+                weight.copy_(average)
 
 
 @checked
@@ -103,14 +165,15 @@ class MovingAverage:
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return a copy with frozen weights."""
-        return FrozenCopy().build(policy)
+        return AveragedPolicy(policy).eval()
 
-    @torch.no_grad()
+    def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:
+        """Do nothing: an average needs float32."""
+
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
         """Move the weights towards the policy's."""
-        assert isinstance(reference, PolicyModule)
-        for average, weight in zip(reference.parameters(), policy.parameters(), strict=True):
-            average.lerp_(weight.to(average.dtype), 1.0 - self.decay)
+        assert isinstance(reference, AveragedPolicy)
+        reference.move(policy, 1.0 - self.decay)
 
 
 @dataclass(frozen=True)
@@ -121,14 +184,46 @@ class AdaptersOff:
         """Return the same model without its adapters.
 
         Raises:
-            ValueError: The model has no adapters.
+            ValueError: The model has no adapters, or trains other weights too.
         """
+        name = type(policy.model).__name__
         if not has_adapters(policy.bundle.model):
             raise ValueError(
-                f"algorithm.loss.kl.reference=AdaptersOff: {type(policy.model).__name__} has no adapters to switch "
-                "off; set model.build.lora, or use FrozenCopy"
+                f"algorithm.loss.kl.reference=AdaptersOff: {name} has no adapters to switch off; set model.build.lora, "
+                "or use FrozenCopy"
+            )
+        if not only_adapters_are_trained(policy.bundle.model):
+            raise ValueError(
+                f"algorithm.loss.kl.reference=AdaptersOff: {name} trains other weights too, which can't be switched "
+                "off; set model.build.freeze_projector=true, or use FrozenCopy"
             )
         return WithoutAdapters(policy)
 
+    def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:
+        """Do nothing: the weights are the policy's."""
+
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
         """Do nothing: the weights under the adapters are frozen."""
+
+
+@dataclass(frozen=True)
+class InitialPolicy:
+    """The policy with its initial weights, in the cheaper of two ways.
+
+    `AdaptersOff` if adapters that still add nothing are all that is trained, else a `FrozenCopy`.
+    """
+
+    def build(self, policy: PolicyModule) -> ReferencePolicy:
+        """Return the reference."""
+        model = policy.bundle.model
+        if only_adapters_are_trained(model) and adapters_are_new(model):
+            return AdaptersOff().build(policy)
+        return FrozenCopy().build(policy)
+
+    def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:
+        """Cast a copy's matrices."""
+        if isinstance(reference, PolicyModule):
+            FrozenCopy().store(reference, policy, dtype)
+
+    def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
+        """Do nothing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -18,11 +17,12 @@ from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.constraints import CountOrZero, Fraction, NonNegative, checked
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.critic import CriticModule, score_together
+from ragen_pl.modules.frozen import SavesTrainedWeights
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
 
-class WarmStartModule(pl.LightningModule):
+class WarmStartModule(SavesTrainedWeights):
     """Cross-entropy on responses plus the value error, on the same samples.
 
     Args:

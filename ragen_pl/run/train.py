@@ -28,6 +28,7 @@ from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.run.baselines import baseline_metrics
 from ragen_pl.run.build import (
@@ -132,7 +133,11 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         trainer.fit(module, datamodule=demonstrations, ckpt_path=ckpt_path, weights_only=False)
     trainer.strategy.barrier()
     if trainer.is_global_zero:
-        saved = {"module": module.state_dict(), "demonstrations": demonstrations.statistics}
+        saved = {
+            "module": without_frozen(module, module.state_dict()),
+            FINGERPRINTS: module.fingerprints,
+            "demonstrations": demonstrations.statistics,
+        }
         with atomic_write(run.warm_start) as file:
             torch.save(saved, file)
         checkpoint.unlink(missing_ok=True)

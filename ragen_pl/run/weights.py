@@ -12,6 +12,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.frozen import (
+    FINGERPRINTS,
+    Fingerprint,
+    fingerprint,
+    fingerprints,
+    frozen_problem,
+    with_frozen,
+)
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import build_bundle
 
 if TYPE_CHECKING:
@@ -48,23 +58,75 @@ def load_weights(bundle: ModelBundle, file: Path) -> None:
         ConfigError: the file is no such checkpoint, or holds another model's weights.
     """
     hint = "leave model settings to the checkpoint's run, or give those that it was trained with"
-    weights = policy_weights(file)
-    check_shapes(weights, bundle.model, source=str(file), hint=hint)
-    bundle.model.load_state_dict(weights)
+    saved = read_policy(file)
+    weights = with_prefix(module_state(saved), _MODEL)
+    _load(bundle.model, weights, saved, name="policy", source=str(file), hint=hint)
 
 
-def policy_weights(file: Path) -> dict[str, Tensor]:
-    """Return the policy's weights in a checkpoint under the model's own names.
+def read_policy(file: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds.
 
     Raises:
         ConfigError: the file cannot be read, or holds no policy.
     """
     hint = "give a checkpoint that a run has written"
-    state = module_state(read_checkpoint(file, source=str(file), hint=hint))
-    weights = with_prefix(state, _MODEL)
-    if not weights:
+    saved = read_checkpoint(file, source=str(file), hint=hint)
+    if not with_prefix(module_state(saved), _MODEL):
         raise ConfigError(f"{file} holds no policy of ragen_pl; {hint}")
-    return weights
+    return saved
+
+
+def _load(
+    module: torch.nn.Module,
+    weights: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    *,
+    name: str,
+    source: str,
+    hint: str,
+    prefix: str = "",
+) -> None:
+    """Load a checkpoint's weights on top of the module's frozen ones.
+
+    Args:
+        module: receives the weights.
+        weights: entries of the checkpoint under the module's own names.
+        saved: the checkpoint.
+        name: the module's name in the checkpoint.
+        source: the setting or file that they come from, for error messages.
+        hint: remedy, for error messages.
+        prefix: put before a tensor's name in error messages.
+    """
+    fingerprints = {key: value for key, value in saved.get(FINGERPRINTS, {}).items() if key == name}
+    if fingerprints:
+        check_frozen(fingerprints, {name: fingerprint(_model(module))}, source=source)
+    complete = with_frozen(module, weights)
+    check_shapes(complete, module, source=source, hint=hint, prefix=prefix)
+    module.load_state_dict(complete)
+
+
+def _model(module: torch.nn.Module) -> torch.nn.Module:
+    if isinstance(module, PolicyModule | CriticModule) and module.model is not None:
+        return module.model
+    return module
+
+
+def check_frozen(
+    saved: Mapping[str, Fingerprint], present: Mapping[str, Fingerprint], *, source: str
+) -> None:
+    """Check that frozen weights are those of a checkpoint.
+
+    Args:
+        saved: the checkpoint's fingerprints.
+        present: those of the modules that it is loaded into.
+        source: the setting or file that the checkpoint comes from.
+
+    Raises:
+        ConfigError: they have changed.
+    """
+    problem = frozen_problem(saved, present)
+    if problem is not None:
+        raise ConfigError(f"{source}: {problem}")
 
 
 def load_initial_weights(
@@ -83,12 +145,12 @@ def load_initial_weights(
     Raises:
         ConfigError: the file cannot be read, holds another model, or lacks a critic.
     """
-    state = module_state(read_checkpoint(file, source=source, hint=hint))
-    for prefix, module in (("policy.", components.policy), ("critic.", components.critic)):
+    saved = read_checkpoint(file, source=source, hint=hint)
+    for name, module in (("policy", components.policy), ("critic", components.critic)):
         if module is not None:
-            weights = with_prefix(state, prefix)
-            check_shapes(weights, module, source=source, hint=hint, prefix=prefix)
-            module.load_state_dict(weights)
+            prefix = f"{name}."
+            weights = with_prefix(module_state(saved), prefix)
+            _load(module, weights, saved, name=name, source=source, hint=hint, prefix=prefix)
 
 
 def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | None = None) -> None:
@@ -111,7 +173,9 @@ def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | Non
             f"{source}: holds no {sorted(missing)[0]}, so training cannot continue from it; "
             "give a checkpoint of ragen_pl.fit that is not of weights only"
         )
-    check_shapes(saved["state_dict"], module, source=source, hint=SAME_OVERRIDES)
+    check_frozen(saved.get(FINGERPRINTS, {}), fingerprints(module), source=source)
+    complete = with_frozen(module, saved["state_dict"])
+    check_shapes(complete, module, source=source, hint=SAME_OVERRIDES)
 
 
 def read_checkpoint(file: Path, *, source: str, hint: str, trusted: bool = False) -> dict[str, Any]:

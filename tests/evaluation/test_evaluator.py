@@ -19,7 +19,7 @@ from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.exporting import export
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.run.train import train
-from ragen_pl.run.weights import load_bundle, policy_weights
+from ragen_pl.run.weights import load_bundle, read_policy
 from ragen_pl.viewing.records import read_records
 
 pytestmark = pytest.mark.slow
@@ -202,7 +202,7 @@ def test_unsuitable_weights_are_rejected(run: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:5000])
     with pytest.raises(ConfigError, match=r"broken\.ckpt: .*; give a checkpoint that a run"):
-        policy_weights(broken)
+        read_policy(broken)
     with pytest.raises(ConfigError, match=r"validation_sets\.held_out: .*reads text only"):
         evaluate(
             composed(

@@ -20,6 +20,7 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.models.adapters import choose_trained_weights
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
@@ -79,6 +80,9 @@ class Setup:
     normalizer: Any = None
     kl: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    # settings of LoRA adapters
+    lora: dict[str, Any] | None = None
     group_size: int = 2
     frozenlake: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +90,8 @@ class Setup:
     def bundle(self, *, seed: int = 0):
         bundle = build_small_lm(seed=seed, text=TEXT | {"attention_dropout": self.dropout})
         bundle.model.load_state_dict(self.warm)
+        bundle.model.to(self.dtype)
+        choose_trained_weights(bundle.model, lora=self.lora)
         return bundle
 
     def build(self) -> tuple[AgentModule, RolloutDataModule]:

@@ -102,6 +102,21 @@ def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) == 5
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.bfloat16, "kl": {"reference": MovingAverage(decay=0.5)}},
+        {"lora": {"r": 2}, "dtype": torch.bfloat16},
+        {"lora": {"r": 2}, "own_critic": True, "kl": {"reference": MovingAverage(decay=0.5)}},
+        {"trainer": {"precision": "bf16-mixed"}},
+    ],
+    ids=["bfloat16", "lora", "lora average", "mixed"],
+)
+def test_resuming_with_master_weights_and_adapters_is_exact(setup_of, tmp_path, changes):
+    points = ("on_train_batch_end",)
+    assert resume_everywhere(setup_of(**changes), tmp_path, points, every=5) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

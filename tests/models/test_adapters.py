@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ragen_pl.models.adapters import adapters_off, has_adapters, merge_adapters
+from ragen_pl.models.adapters import (
+    adapters_are_new,
+    adapters_off,
+    has_adapters,
+    merge_adapters,
+    only_adapters_are_trained,
+)
 from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
 
 LORA = {"r": 4, "lora_alpha": 8}
@@ -92,12 +100,76 @@ def test_what_can_not_be_merged_or_switched_off_is_refused(folder, settings, mes
         load_pretrained(str(folder), lora={**LORA, **settings})
 
 
-def test_a_model_that_sees_takes_adapters(tmp_path):
-    build_small_vlm(seed=0).save(tmp_path)
-    bundle = load_pretrained(str(tmp_path), lora={**LORA, "target_modules": ["q_proj", "v_proj"]})
-    trainable = [
-        name for name, parameter in bundle.model.named_parameters() if parameter.requires_grad
-    ]
-    assert trainable and all("_proj.lora_" in name for name in trainable)
-    with pytest.raises(ValueError, match="no_such_layer"):
-        load_pretrained(str(tmp_path), lora={**LORA, "target_modules": ["no_such_layer"]})
+@pytest.fixture(scope="module")
+def vlm_folder(tmp_path_factory):
+    """A small vision-language model, as somebody may have saved it."""
+    folder = tmp_path_factory.mktemp("vlm")
+    build_small_vlm(seed=0).save(folder)
+    return folder
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    return {name.split(".")[1] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapted", "trained"),
+    [
+        ({"lora": LORA}, {"language_model"}, set()),
+        ({"lora": LORA, "freeze_vision": False}, {"language_model", "vision"}, set()),
+        ({"lora": LORA, "freeze_projector": False}, {"language_model"}, {"projector"}),
+        ({}, set(), {"language_model", "vision", "projector"}),
+        ({"freeze_vision": True}, set(), {"language_model", "projector"}),
+        ({"freeze_vision": True, "freeze_projector": True}, set(), {"language_model"}),
+        ({"freeze_projector": True}, set(), {"language_model", "vision"}),
+    ],
+)
+def test_encoder_and_projector_are_trained_or_not(vlm_folder, settings, adapted, trained):
+    model = load_pretrained(str(vlm_folder), **settings).model
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert parts_of(name for name in names if "lora_" in name) == adapted
+    assert parts_of(name for name in names if "lora_" not in name) == trained
+
+
+def test_named_targets_are_sought_in_the_decoder(vlm_folder):
+    targets = {**LORA, "target_modules": ["q_proj", "v_proj", "proj"]}
+    model = load_pretrained(str(vlm_folder), lora=targets).model
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert names and parts_of(names) == {"language_model"}
+    own = {**targets, "exclude_modules": ["q_proj"]}
+    model = load_pretrained(str(vlm_folder), lora=own, freeze_vision=False).model
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert parts_of(names) == {"language_model", "vision"}
+    assert not any("q_proj" in name for name in names)
+
+
+@pytest.mark.parametrize("targets", [["no_such_layer"], ["qkv"]])
+def test_targets_that_no_layer_has_are_refused(vlm_folder, targets):
+    with pytest.raises(ValueError, match=r"target_modules=.*build\.freeze_vision=false"):
+        load_pretrained(str(vlm_folder), lora={**LORA, "target_modules": targets})
+
+
+@pytest.mark.parametrize("key", ["freeze_vision", "freeze_projector"])
+def test_parts_that_a_text_model_lacks_are_refused(folder, key):
+    with pytest.raises(
+        ValueError, match=rf"model\.build\.{key}=true: LlamaForCausalLM has no such"
+    ):
+        load_pretrained(str(folder), **{key: True})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_adapters_are_in_float32_on_any_base(folder, dtype):
+    model = load_pretrained(str(folder), dtype=dtype, lora=LORA).model
+    assert {w.dtype for w in model.parameters() if w.requires_grad} == {torch.float32}
+    assert {w.dtype for w in model.parameters() if not w.requires_grad} == {getattr(torch, dtype)}
+    assert logits(model).dtype is getattr(torch, dtype)
+
+
+def test_adapters_are_new_until_they_are_trained(folder, vlm_folder):
+    model = load_pretrained(str(folder), lora=LORA).model
+    assert only_adapters_are_trained(model) and adapters_are_new(model)
+    trained(model)
+    assert only_adapters_are_trained(model) and not adapters_are_new(model)
+    assert not only_adapters_are_trained(load_pretrained(str(folder)).model)
+    with_projector = load_pretrained(str(vlm_folder), lora=LORA, freeze_projector=False).model
+    assert not only_adapters_are_trained(with_projector)

@@ -61,6 +61,10 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         """Replace the decoder's token embedding."""
         self.language_model.set_input_embeddings(value)
 
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """Return the image encoder, or the model itself for other modalities."""
+        return self.vision if modality == "image" else super().get_encoder(modality)
+
     def get_image_features(self, pixel_values: Tensor) -> BaseModelOutputWithPooling:
         """Return the features `[images, cells, hidden]` of images as `pooler_output`.
 

@@ -1,0 +1,162 @@
+"""Checkpoints without the weights that no step changes.
+
+Weights under LoRA adapters, frozen encoders and frozen references come from the model's own files, or from the run's
+initial weights. A checkpoint holds fingerprints of them and is refused where they have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.reference import AveragedPolicy
+
+FINGERPRINTS = "frozen"
+"""Entry of a checkpoint: fingerprints by the module's name, such as `policy`."""
+
+# tensors whose contents are compared, and values of each
+_TENSORS, _VALUES = 8, 65_536
+# of a config, which change without the weights
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+Fingerprint = dict[str, str]
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Return the names of the weights in `module.state_dict()` that no step changes."""
+    frozen = {
+        name
+        for name, weight in module.named_parameters(remove_duplicate=False)
+        if not weight.requires_grad
+    }
+    for prefix, part in module.named_modules():
+        if isinstance(part, AveragedPolicy):
+            frozen -= {f"{prefix}.{name}".removeprefix(".") for name in part.averaged}
+    return frozen
+
+
+def without_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a module's state that a checkpoint holds."""
+    frozen = frozen_names(module)
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
+def with_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's state completed by the module's frozen weights."""
+    frozen = frozen_names(module)
+    own = {name: value for name, value in module.state_dict().items() if name in frozen}
+    return own | dict(state)
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    """Return digests of a model's config and frozen weights, empty where it has none.
+
+    Some values of some tensors are compared, as bfloat16: a model loaded in another type is the same.
+    """
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    if not frozen:
+        return {}
+    shapes = {name: list(weight.shape) for name, weight in frozen.items()}
+    config: Any = model.config
+    digests = {
+        "config": _digest(json.dumps(_stable(config.to_dict()), sort_keys=True, default=str))
+    }
+    digests["shapes"] = _digest(json.dumps(shapes, sort_keys=True))
+    names = sorted(frozen)
+    chosen = names[:: max(1, len(names) // _TENSORS)]
+    digests["weights"] = _digest(*(_values(frozen[name]) for name in chosen))
+    return digests
+
+
+def _stable(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _stable(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in _VOLATILE
+    }
+
+
+def _values(weight: Tensor) -> bytes:
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    values = whole.detach().flatten()[:_VALUES].to(torch.bfloat16).cpu()
+    return values.view(torch.int16).numpy().tobytes()
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()
+
+
+def fingerprints(module: nn.Module) -> dict[str, Fingerprint]:
+    """Return the fingerprints of a training module's models by the name of their module."""
+    found: dict[str, Fingerprint] = {}
+    for name, part in module.named_children():
+        if isinstance(part, PolicyModule | CriticModule) and not isinstance(part, AveragedPolicy):
+            found[name] = {} if part.model is None else fingerprint(part.model)
+    return {name: digests for name, digests in found.items() if digests}
+
+
+def frozen_problem(
+    saved: Mapping[str, Fingerprint], present: Mapping[str, Fingerprint]
+) -> str | None:
+    """Return one line on frozen weights that differ from a checkpoint's, None where all agree.
+
+    Args:
+        saved: Fingerprints of a checkpoint.
+        present: Fingerprints of the module that it is loaded into.
+    """
+    for name, digests in saved.items():
+        own = present.get(name, {})
+        changed = next((key for key, digest in digests.items() if own.get(key) != digest), None)
+        if own and changed is not None:
+            return (
+                f"the {name}'s frozen weights are not those of the checkpoint: their {changed} changed; give "
+                + (
+                    "the run's warm_start.pt and model.build.path as they were"
+                    if name == "reference"
+                    else "model.build.path as it was"
+                )
+            )
+    return None
+
+
+class SavesTrainedWeights(pl.LightningModule):
+    """A module whose checkpoints leave out frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fingerprints: dict[str, Fingerprint] | None = None
+
+    @property
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Fingerprints of what checkpoints leave out; taken on first use, for nothing of it changes."""
+        if self._fingerprints is None:
+            self._fingerprints = fingerprints(self)
+        return self._fingerprints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out frozen weights."""
+        checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
+        checkpoint[FINGERPRINTS] = self.fingerprints
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Complete the checkpoint's state by the module's frozen weights.
+
+        Raises:
+            ValueError: They are not those of the checkpoint.
+        """
+        problem = frozen_problem(checkpoint.get(FINGERPRINTS, {}), self.fingerprints)
+        if problem is not None:
+            raise ValueError(problem)
+        checkpoint["state_dict"] = with_frozen(self, checkpoint["state_dict"])
