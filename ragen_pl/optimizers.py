@@ -85,7 +85,9 @@ class MasterWeights(Optimizer):
         for weight, master in self._masters.items():
             weight.copy_(master)
             master.grad = None
-        self._mirror()
+        # some optimizers change their settings
+        self._take_settings()
+        self._take_state()
         return loss
 
     def _copy_weights(self) -> None:
@@ -95,10 +97,12 @@ class MasterWeights(Optimizer):
                 master.copy_(weight)
         self._copied = True
 
-    def _mirror(self) -> None:
-        """Show the other optimizer's settings and state as this one's."""
+    def _take_settings(self) -> None:
         for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update(_settings(inner))
+
+    def _take_state(self) -> None:
+        """Show the other optimizer's state, and the copies, as this one's state."""
         self.state = defaultdict(dict)
         for group in self.param_groups:
             for weight in group["params"]:
@@ -111,7 +115,7 @@ class MasterWeights(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings, and after the first step the state, as any optimizer does."""
-        self._mirror()
+        self._take_state()
         return super().state_dict()
 
     @torch.no_grad()
@@ -141,7 +145,8 @@ class MasterWeights(Optimizer):
         if self._copied:
             for number, saved in masters.items():
                 self._masters[weights[number]].copy_(saved)
-        self._mirror()
+        self._take_settings()
+        self._take_state()
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

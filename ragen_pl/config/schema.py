@@ -281,6 +281,7 @@ class Settings(TypedDict, total=False):
     trajectories: bool
     traces: Annotated[int, Ge(0), Note("episodes of each validation set")]
     mlflow: bool
+    adapters: bool
     overwrite: bool
     source: Source
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None

@@ -14,7 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.models.adapters import has_adapters, merge_adapters
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.models.adapters import has_adapters, merge_adapters, only_adapters_are_trained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.run.build import plain
 from ragen_pl.run.checkpoints import EXPORTED
@@ -41,11 +42,17 @@ _AUTO_MAPS = {
 
 
 def export(cfg: DictConfig) -> Path:
-    """Write model, tokenizer, processor and settings, and return the folder."""
+    """Write model, tokenizer, processor and settings, or the adapters alone, and return the folder.
+
+    Raises:
+        ConfigError: `adapters` for a policy that has none, or that trained other weights too.
+    """
     bundle = load_bundle(cfg)
+    folder = Path(cfg.to).expanduser().absolute()
+    if cfg.adapters:
+        return _export_adapters(bundle, folder)
     merged = has_adapters(bundle.model)
     merge_adapters(bundle.model)
-    folder = Path(cfg.to).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     bundle.save(folder)
     if type(bundle.model).__module__.startswith(PACKAGE):
@@ -69,6 +76,26 @@ def export(cfg: DictConfig) -> Path:
     (folder / EXPORTED).write_text(OmegaConf.to_yaml(OmegaConf.create(exported)), encoding="utf-8")
     log.info("%-11s%s", "written to", folder)
     log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate ckpt={folder}")
+    return folder
+
+
+def _export_adapters(bundle: ModelBundle, folder: Path) -> Path:
+    """Write the adapters in peft's format, and the tokenizer or processor."""
+    if not has_adapters(bundle.model):
+        raise ConfigError(
+            "adapters=true: the policy has no adapters; leave it out to write the model"
+        )
+    if not only_adapters_are_trained(bundle.model):
+        raise ConfigError(
+            "adapters=true: the projector was trained too, and adapters alone would lack it; leave it out"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    bundle.save(folder)
+    base = next(iter(bundle.model.peft_config.values())).base_model_name_or_path
+    log.info("%-11s%s", "written to", folder)
+    log.info(
+        "%-11s%s", "load", f"peft.PeftModel.from_pretrained(model, {str(folder)!r}), for {base}"
+    )
     return folder
 
 

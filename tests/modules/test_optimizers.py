@@ -124,6 +124,8 @@ def test_groups_settings_and_schedules_reach_the_other_optimizer() -> None:
     assert weight is first[0].weight
     optimizer.step()
     schedule.step()
+    # a checkpoint between two steps
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.0
     before = copy.deepcopy(first.state_dict()), copy.deepcopy(second.state_dict())
     steps(first, optimizer, 1)
     steps(second, optimizer, 1)
