@@ -217,7 +217,7 @@ def test_checkpoint_restores_the_sums_of_an_unfinished_update(make):
     agent, other = make.agent(), make.agent()
     agent.training_step(make.minibatch(make.batch(agent)), 0)
     agent.gradient_norms = {"policy": 2.0, "critic": 0.5}
-    checkpoint: dict = {}
+    checkpoint: dict = {"state_dict": agent.state_dict()}
     agent.on_save_checkpoint(checkpoint)
     other.on_load_checkpoint(checkpoint)
     assert other.statistics.totals() == agent.statistics.totals()
