@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
 from typing import (
@@ -78,6 +79,30 @@ class Contains:
     def accepts(self, value: str) -> bool:
         """Return whether the text holds the part."""
         return self.part in value
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Metadata of a word that one of these packages has to be installed for.
+
+    Args:
+        word: the word.
+        packages: names to import, any of which serves.
+        install: name of the first one for pip.
+    """
+
+    word: str
+    packages: tuple[str, ...]
+    install: str
+
+    @property
+    def expected(self) -> str:
+        """Return the constraint in words."""
+        return f"{self.word} with {self.packages[0]} installed (pip install {self.install})"
+
+    def accepts(self, value: str) -> bool:
+        """Return whether a package is installed."""
+        return any(find_spec(package) is not None for package in self.packages)
 
 
 @dataclass(frozen=True)
@@ -272,6 +297,7 @@ def problem(annotation: Any, value: object, *, components: bool = True) -> str |
     if any(accepts(part, value, components=components) for part in parts):
         return None
     words = [word for part in parts if part is not None for word in _suggestions(part)]
+    words = [word for word in words if word != value]
     expected = " or ".join(_expectation(part) for part in parts)
     close = get_close_matches(str(value), words, n=1)
     return f"expected {expected}" + (f"; did you mean {close[0]}?" if close else "")
@@ -286,10 +312,11 @@ def accepts(annotation: Any, value: object, *, components: bool = True) -> bool:
     """Return whether one annotation, no union, accepts a value."""
     base, metadata = unwrapped(annotation)
     if get_origin(base) is Literal:
-        return any(
+        is_word = any(
             value == word and (type(value) is type(word) or isinstance(word, StrEnum))
             for word in get_args(base)
         )
+        return is_word and all(_holds(constraint, value) for constraint in metadata)
     if words := words_of(base):
         return isinstance(value, str) and value in words
     match base:

@@ -187,7 +187,7 @@ def fields_of_target(target: str) -> Fields:
         raise SignatureError("expected a class path such as package.module.Name")
     if not rest or find_spec(package) is None:
         raise SignatureError(
-            f"there is no package {package!r}; install it, or give package.module.Class"
+            f"there is no package {package!r}; install it (pip install {package}), or give package.module.Class"
         )
     signature = read_signature(target)
     if signature is None:

@@ -17,6 +17,7 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _size,
         _float16,
         _adapter_dropout,
+        _critic,
     ):
         if (message := relation(lambda key: OmegaConf.select(cfg, key))) is not None:
             yield message
@@ -113,3 +114,12 @@ def _adapter_dropout(get: _Get) -> str | None:
         f"model.build.lora.lora_dropout={dropout}: an update with dropout would be compared with old log-probs "
         "without; set lora_dropout=0.0"
     )
+
+
+def _critic(get: _Get) -> str | None:
+    kind = get("algorithm.critic")
+    if get("critic.build") is not None and kind != "own":
+        return f"critic.build: algorithm.critic={kind} has no model of its own; set algorithm.critic=own"
+    if get("critic.detach") and kind != "shared":
+        return f"critic.detach=true: algorithm.critic={kind} has no trunk in common with the policy; set false"
+    return None

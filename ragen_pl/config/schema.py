@@ -105,6 +105,7 @@ class Critic(TypedDict, total=False):
 
     lr: NonNegative | None
     detach: bool
+    build: Component | None
 
 
 class Rollout(TypedDict, total=False):

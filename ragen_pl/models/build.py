@@ -13,6 +13,7 @@ import torch
 from ragen_pl.constraints import Open, Seed, TextOnly, checked
 from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ def build_small_vlm(
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
     prompt_format: str = "free_think",
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> ModelBundle:
     """Build the small vision-language model with weights drawn from `seed`.
 
@@ -35,6 +37,7 @@ def build_small_vlm(
         text: Changes to the decoder's settings (`Qwen2Config`).
         seed: Seed of the weights; the global generators keep their states.
         prompt_format: Format of the responses; its tags besides think and answer become tokens.
+        dtype: Type of the weights.
     """
     from ragen_pl.models.small_vlm import (
         SmallVLMConfig,
@@ -53,7 +56,7 @@ def build_small_vlm(
         eos_token_id=tokenizer.eos_token_id,
     )
     with _weights_from(seed):
-        model = SmallVLMForConditionalGeneration(config)
+        model = SmallVLMForConditionalGeneration(config).to(getattr(torch, dtype))
     images = SmallVLMImageProcessor(patch_size=config.vision["patch_size"])
     processor = SmallVLMProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
     return ModelBundle(model.eval(), tokenizer, processor)
@@ -65,6 +68,7 @@ def build_small_lm(
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
     prompt_format: str = "free_think",
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Annotated[ModelBundle, TextOnly()]:
     """Build a small language model for text environments.
 
@@ -75,6 +79,7 @@ def build_small_lm(
         text: Changes to the decoder's settings (`LlamaConfig`).
         seed: Seed of the weights; the global generators keep their states.
         prompt_format: Format of the responses; its tags besides think and answer become tokens.
+        dtype: Type of the weights.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -84,7 +89,7 @@ def build_small_lm(
     tokenizer = load_tokenizer(prompt_format=prompt_format)
     settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | dict(text or {})
     with _weights_from(seed):
-        model = LlamaForCausalLM(LlamaConfig(**settings))
+        model = LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype))
     return ModelBundle(model.eval(), tokenizer)
 
 
@@ -110,7 +115,7 @@ def load_pretrained(
     path: str,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa",
+    attn_implementation: Attention | dict[str, Attention] = "sdpa",
     local_files_only: bool = False,
     lora: Annotated[LoraSettings, Open()] | None = None,
     freeze_vision: bool | None = None,
@@ -122,7 +127,8 @@ def load_pretrained(
     Args:
         path: Hugging Face folder, or name of a model on the hub.
         dtype: Type of the weights, such as `float32` or `bfloat16`.
-        attn_implementation: Attention of transformers, `sdpa` or `eager`.
+        attn_implementation: Attention of transformers; a dictionary gives it by part of the model, such as
+            `{"text_config": "sdpa", "vision_config": "flash_attention_2"}`.
         local_files_only: Whether the hub is never asked.
         lora: Settings of peft's `LoraConfig` to train adapters only; None trains all weights.
         freeze_vision: Whether the image encoder is left unchanged; None: with `lora`.
@@ -133,7 +139,8 @@ def load_pretrained(
     Raises:
         FileNotFoundError: No model can be read there.
         ModuleNotFoundError: `lora` needs peft, which is not installed.
-        ValueError: torch has no such `dtype`, peft refuses a setting, or the model has no part to freeze.
+        ValueError: torch has no such `dtype`, peft refuses a setting, the model has no part to freeze, or the attention
+            can't mask as the model needs.
     """
     from transformers import (
         AutoConfig,
@@ -167,7 +174,13 @@ def load_pretrained(
         choose_trained_weights(
             model, lora=lora, freeze_vision=freeze_vision, freeze_projector=freeze_projector
         )
-    return ModelBundle(model.eval(), tokenizer, processor)
+    bundle = ModelBundle(model.eval(), tokenizer, processor)
+    if bundle.facts.bidirectional_images and not bundle.facts.masks_by_function:
+        raise ValueError(
+            f"model.build.attn_implementation: in {type(model).__name__} the tokens of an image attend to each other, "
+            "which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
+        )
+    return bundle
 
 
 def _load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:

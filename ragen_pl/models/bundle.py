@@ -51,6 +51,19 @@ class ModelBundle:
         """Return a bundle of another model with the same tokenizer and processor."""
         return ModelBundle(model, self.tokenizer, self.processor, self.image_settings)
 
+    def input_difference(self, other: ModelBundle) -> str | None:
+        """Return why another model can't read this one's token ids and images, None if it can."""
+        if other.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            return "its tokenizer is another"
+        if other.image_token_id != self.image_token_id:
+            return "its token of an image is another"
+        if self.processor is None or other.processor is None:
+            return None
+        own, others = (one.image_processor.to_dict() for one in (self.processor, other.processor))
+        if own != others or other.image_settings != self.image_settings:
+            return "it processes images in another way"
+        return None
+
     @property
     def device(self) -> torch.device:
         """Device of the model's weights."""

@@ -30,7 +30,9 @@ class ModelFacts:
     additive_masks: bool = False
     """Whether attention adds its mask to the scores instead of reading it as true and false."""
     custom_masks: bool = True
-    """Whether attention takes any mask; flash attention does not."""
+    """Whether attention takes any mask. Flash attention does not, and flex attention compiles each anew."""
+    masks_by_function: bool = True
+    """Whether attention masks what the model asks for, such as images whose tokens attend to each other."""
     layer_types: frozenset[str] | None = None
     """Types of the decoder's layers; None for a decoder that takes one mask for all."""
     sliding_window: int | None = None
@@ -84,6 +86,7 @@ class ModelFacts:
             logit_bound=getattr(text, "final_logit_softcapping", None),
             additive_masks=attention == "eager",
             custom_masks=attention in ("eager", "sdpa"),
+            masks_by_function=attention in ("eager", "sdpa", "flex_attention"),
             layer_types=None if layer_types is None else frozenset(layer_types),
             sliding_window=getattr(text, "sliding_window", None),
             position_axes=3 if hasattr(base, "get_rope_index") else 1,

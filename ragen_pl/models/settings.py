@@ -1,16 +1,29 @@
-"""Types of the small models' settings, which the config checks.
+"""Types of the models' settings, which the config checks.
 
-They are not in `ragen_pl.models.small_vlm`: an exported folder contains its modules, which must work without
-this package.
+Those of the small models are not in `ragen_pl.models.small_vlm`: an exported folder contains its modules, which must
+work without this package.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from annotated_types import Ge
 
-from ragen_pl.constraints import Count, DivisorOf, Positive
+from ragen_pl.constraints import Count, DivisorOf, Needs, Positive
+
+Attention = (
+    Literal["sdpa", "eager", "flex_attention"]
+    | Annotated[
+        Literal["flash_attention_2"],
+        Needs("flash_attention_2", ("flash_attn", "kernels"), "flash-attn"),
+    ]
+    | Annotated[
+        Literal["flash_attention_3"],
+        Needs("flash_attention_3", ("kernels", "flash_attn_interface"), "kernels"),
+    ]
+)
+"""Implementations of attention in transformers."""
 
 
 class VisionSettings(TypedDict, total=False):

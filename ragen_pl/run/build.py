@@ -104,14 +104,31 @@ def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
     kind = cfg.algorithm.critic
     if kind == "none":
         return None
-    backbone = build_bundle(cfg) if kind == "own" else None
+    backbone = build_critic_model(cfg, bundle) if kind == "own" else None
     with seeded(cfg.seed, "critic"):
         return CriticModule(
-            bundle.hidden_size,
+            (backbone or bundle).hidden_size,
             backbone=backbone,
             detach=cfg.critic.detach,
             length_buckets=cfg["update"].length_buckets,
         )
+
+
+def build_critic_model(cfg: DictConfig, policy: ModelBundle) -> ModelBundle:
+    """Build the model of a critic with its own: `critic.build`, or the policy's again.
+
+    Raises:
+        ConfigError: it reads other inputs than the policy.
+    """
+    if cfg.critic.build is None:
+        return build_bundle(cfg)
+    bundle: ModelBundle = instantiate(cfg.critic.build, _convert_="all")
+    if (difference := policy.input_difference(bundle)) is not None:
+        raise ConfigError(
+            f"critic.build: {difference}, and the critic reads what the policy has read; give a model of the same "
+            "family, or null"
+        )
+    return bundle
 
 
 def build_agent(components: RunComponents) -> AgentModule:

@@ -15,6 +15,9 @@ from ragen_pl.run.checks import check_run
 
 HERE = Path(__file__).parent
 
+PRETRAINED = "model=pretrained model.build.path=."
+LORA = f"{PRETRAINED} model.build.lora={{r:4}}"
+
 OF_THE_COMMAND = [
     ("trainer.max_epoch=3", "unknown key trainer.max_epoch; did you mean trainer.max_epochs?"),
     (
@@ -48,6 +51,30 @@ OF_THE_COMMAND = [
     ("algorithm.loss.policy.aggregation=constant", "a constant goes with aggregation .constant."),
     ("rollout.max_response_tokens=4000", "leaves no room for a prompt in context.max_tokens=2048"),
     ("env=frozenlake context.max_tokens=30", "the first prompt has .* tokens .*; raise it"),
+    (
+        "optimizer._target_=bitsandbytes.optim.AdamW8bit",
+        r"no package .bitsandbytes.; install it \(pip install bitsandbytes",
+    ),
+    (
+        f"{PRETRAINED} model.build.dtype=float16",
+        "gradients of float16 weights underflow; set model.build.dtype=bfloat16",
+    ),
+    (
+        f"{LORA} model.build.dtype=float16",
+        "underflow with .*precision=32-true; set trainer.precision=16-mixed",
+    ),
+    (f"{LORA} +model.build.lora.lora_dropout=0.1", "lora_dropout=0.1: .* set lora_dropout=0.0"),
+    (
+        f"{PRETRAINED} model.build.attn_implementation=flash_attention_2",
+        r"flash_attention_2: expected .* with flash_attn installed \(pip install flash-attn\)",
+    ),
+    (
+        f"{PRETRAINED} model.build.attn_implementation={{vision_config:flash_attn}}",
+        "attn_implementation.vision_config=flash_attn: expected one of sdpa, eager",
+    ),
+    ("critic.lr=-1", "critic.lr=-1: expected a number, at least 0"),
+    ("critic.build={_target_:ragen_pl.models.build.build_small_vlm}", "set algorithm.critic=own"),
+    ("critic.detach=true algorithm.critic=own", "no trunk in common with the policy; set false"),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
     ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
     (
