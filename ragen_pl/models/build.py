@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +16,7 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from ragen_pl.models.settings import DecoderSettings, VisionSettings
 
@@ -117,6 +117,7 @@ def load_pretrained(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     attn_implementation: Attention | dict[str, Attention] = "sdpa",
     local_files_only: bool = False,
+    image_processor: Annotated[dict[str, Any], Open()] | None = None,
     lora: Annotated[LoraSettings, Open()] | None = None,
     freeze_vision: bool | None = None,
     freeze_projector: bool | None = None,
@@ -130,6 +131,8 @@ def load_pretrained(
         attn_implementation: Attention of transformers; a dictionary gives it by part of the model, such as
             `{"text_config": "sdpa", "vision_config": "flash_attention_2"}`.
         local_files_only: Whether the hub is never asked.
+        image_processor: Settings of the family's image processor, such as `{"min_pixels": 50176}`,
+            `{"crop_to_patches": False}`; None for its own.
         lora: Settings of peft's `LoraConfig` to train adapters only; None trains all weights.
         freeze_vision: Whether the image encoder is left unchanged; None: with `lora`.
         freeze_projector: Whether the projector of image features is left unchanged; None: with `lora`. It gets no
@@ -174,13 +177,34 @@ def load_pretrained(
         choose_trained_weights(
             model, lora=lora, freeze_vision=freeze_vision, freeze_projector=freeze_projector
         )
-    bundle = ModelBundle(model.eval(), tokenizer, processor)
+    if processor is not None:
+        _check_image_settings(processor, image_processor or {})
+    bundle = ModelBundle(model.eval(), tokenizer, processor, image_processor or {}, source=path)
     if bundle.facts.bidirectional_images and not bundle.facts.masks_by_function:
         raise ValueError(
             f"model.build.attn_implementation: in {type(model).__name__} the tokens of an image attend to each other, "
             "which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
         )
+    if processor is not None and not bundle.facts.takes_features:
+        raise ValueError(
+            f"model.build.path={path}: transformers' {bundle.facts.family} takes no encoded images, and every turn "
+            "would encode all of them again; choose another family"
+        )
     return bundle
+
+
+def _check_image_settings(processor: ProcessorMixin, settings: Mapping[str, Any]) -> None:
+    """Check the names of settings that a processor would ignore.
+
+    Raises:
+        ValueError: The image processor has no such setting.
+    """
+    known = set(processor.image_processor.valid_kwargs.__annotations__)
+    if unknown := sorted(set(settings) - known):
+        raise ValueError(
+            f"model.build.image_processor.{unknown[0]}: the model's image processor has no such setting; known: "
+            + ", ".join(sorted(known))
+        )
 
 
 def _load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:

@@ -33,12 +33,14 @@ class ModelBundle:
         tokenizer: Tokenizer.
         processor: Processor of a vision-language model; None for a text model.
         image_settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
+        source: Folder or hub name of the weights; None for a model that was built from its config.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     processor: ProcessorMixin | None = None
     image_settings: Mapping[str, Any] = field(default_factory=dict)
+    source: str | None = None
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
@@ -49,7 +51,7 @@ class ModelBundle:
 
     def with_model(self, model: PreTrainedModel) -> ModelBundle:
         """Return a bundle of another model with the same tokenizer and processor."""
-        return ModelBundle(model, self.tokenizer, self.processor, self.image_settings)
+        return ModelBundle(model, self.tokenizer, self.processor, self.image_settings, self.source)
 
     def input_difference(self, other: ModelBundle) -> str | None:
         """Return why another model can't read this one's token ids and images, None if it can."""

@@ -189,18 +189,7 @@ class ImageEncoder:
         return [numbers[start : start + step] for start in range(0, len(numbers), step)]
 
     def _encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
-        processed = self.processor(
-            images=[[image] for image in images],
-            text=[self.slot] * len(images),
-            return_tensors="pt",
-            **self.settings,
-        )
-        device = next(self.model.parameters()).device
-        inputs: dict[str, Tensor] = {
-            name: value.to(device)
-            for name, value in processed.items()
-            if name in self.facts.vision_arguments
-        }
+        inputs = self.inputs([[image] for image in images])
         encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
         output = encode(**inputs)
         counts = tuple(self.num_tokens(image) for image in images)
@@ -218,6 +207,25 @@ class ImageEncoder:
             deepstack=tuple(_joined(layer) for layer in deepstack),
             grids=inputs.get("image_grid_thw"),
         )
+
+    def inputs(self, samples: Sequence[Sequence[np.ndarray]]) -> dict[str, Tensor]:
+        """Return the image inputs of the model's forward.
+
+        Args:
+            samples: Images of each sequence.
+        """
+        processed = self.processor(
+            images=[list(images) for images in samples],
+            text=[self.slot * len(images) for images in samples],
+            return_tensors="pt",
+            **self.settings,
+        )
+        device = next(self.model.parameters()).device
+        return {
+            name: value.to(device)
+            for name, value in processed.items()
+            if name in self.facts.vision_arguments
+        }
 
     def outputs(self, features: ImageFeatures) -> dict[str, Any]:
         """Return features as the `mm_encoder_outputs` of the model's forward."""

@@ -200,7 +200,7 @@ class StateCache(DynamicCache):
 
     def select(self, rows: Tensor) -> StateCache:
         """Keep these rows only, and return the cache itself."""
-        self.reorder_cache(rows)
+        self.reorder_cache(rows)  # type: ignore[arg-type]
         return self
 
     def reserve(self, slots: int) -> None:

@@ -20,9 +20,10 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rewards.shaping import RewardFunction
+from ragen_pl.rollout.agreement import check_agreement
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import EngineFactory
-from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.seeding import seeded
 
@@ -56,8 +57,19 @@ def assemble(cfg: DictConfig) -> RunComponents:
         context=ContextManager(bundle, **plain(cfg.context)),
         **rollout_settings(cfg),
     )
+    if bundle.source is not None:
+        size = image_size(proxy.environments)
+        check_agreement(proxy.context, engine_factory(cfg)(policy), image_size=size)
     validation_sets = [build_validation_set(cfg, proxy)]
     return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
+
+
+def image_size(environments: EnvironmentManager) -> tuple[int, int] | None:
+    """Return height and width of an environment's images; None for an environment of text."""
+    (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=0)])
+    environments.close([slot])
+    images = slot.observation.images if slot.observation is not None else []
+    return images[0].shape[:2] if images else None
 
 
 def build_validation_set(

@@ -1,0 +1,156 @@
+"""Check at the start of a run: engine, trainer and the model's own forward give the same log-probs.
+
+What a family needs in addition to token ids (positions of several axes, masks by layer type, features of deeper layers)
+is handed to transformers' code, see `ragen_pl.models.inputs`. A family that needs something else is found here, before
+anything is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_pl.models.distribution import log_distribution
+from ragen_pl.models.inputs import run_decoder, whole_inputs
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine, generate
+from ragen_pl.trajectory import Observation
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+# one conversation for each text: rows of unequal length
+_TEXTS = (
+    "Where is the goal?",
+    "You see a map with a goal and two holes. Which way is the shortest? Answer with a word.",
+)
+# number of images of each turn
+_IMAGES = (2, 0, 1)
+_TOKENS = 4
+# nats: the largest difference of a token in float32, and the mean difference in types of 16 bits
+_LARGEST, _MEAN = 1e-3, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    prompt: Prompt
+    generation: Generation
+
+
+def check_agreement(
+    context: ContextManager, engine: RolloutEngine, *, image_size: tuple[int, int] | None
+) -> float:
+    """Compare the log-probs of a few sampled tokens three ways.
+
+    Args:
+        context: Context of the run's prompts.
+        engine: Rollout engine of the same model.
+        image_size: Height and width of the environment's images; None for an environment of text.
+
+    Returns:
+        The largest difference from the model's own forward, in nats.
+
+    Raises:
+        ValueError: Engine or trainer differ from the model's own forward.
+    """
+    bundle = context.bundle
+    responses = _converse(context, engine, image_size=image_size)
+    differences: dict[str, list[np.ndarray]] = {"rollout engine": [], "trainer": []}
+    with torch.inference_mode():
+        for response in responses:
+            own = _own_logprobs(bundle, response)
+            engine_logprobs = response.generation.logprobs
+            differences["rollout engine"].append(np.abs(engine_logprobs - own))
+            differences["trainer"].append(np.abs(_trainer_logprobs(bundle, response) - own))
+    full_precision = bundle.model.dtype == torch.float32
+    largest = 0.0
+    for name, parts in differences.items():
+        values = np.concatenate(parts)
+        largest = max(largest, float(values.max()))
+        found, limit = (values.max(), _LARGEST) if full_precision else (values.mean(), _MEAN)
+        if not found <= limit:
+            raise ValueError(
+                f"model.build: log-probs of the {name} differ by {found:.3g} nats from those of the model's own "
+                f"forward, expected at most {limit:g}; this family ({bundle.facts.family}) needs inputs that are not "
+                "known here: choose another model, and report this one"
+            )
+    return largest
+
+
+def _converse(
+    context: ContextManager, engine: RolloutEngine, *, image_size: tuple[int, int] | None
+) -> list[_Response]:
+    """Sample responses in a few short conversations, side by side."""
+    rng = np.random.default_rng(0)
+    talks = [context.start("Find the goal.") for _ in _TEXTS]
+    responses: list[_Response] = []
+    for turn, most_images in enumerate(_IMAGES):
+        # the conversations have different numbers of images
+        requests: list[GenerationRequest] = []
+        for session, (talk, text) in enumerate(zip(talks, _TEXTS, strict=True)):
+            images: list[np.ndarray] = []
+            if image_size is not None:
+                count, shape = max(0, most_images - session), (*image_size, 3)
+                images = [rng.integers(0, 255, shape, dtype=np.uint8) for _ in range(count)]
+            observation = Observation(text=text, images=images)
+            prompt = context.observe(talk, observation, max_turns=len(_IMAGES))
+            request = GenerationRequest(
+                session=session,
+                prompt=prompt,
+                max_tokens=_TOKENS,
+                temperature=1.0,
+                seed=len(_TEXTS) * turn + session,
+            )
+            requests.append(request)
+        generations = generate(engine, requests, keep=context.grows)
+        for talk, request, generation in zip(talks, requests, generations, strict=True):
+            responses.append(_Response(request.prompt, generation))
+            context.response(talk, ids=generation.ids, text="", actions=[])
+    engine.release()
+    return responses
+
+
+def _sequence(bundle: ModelBundle, response: _Response) -> Tensor:
+    """Return the ids of prompt and response, int64 `[1, time]`."""
+    ids = np.concatenate([response.prompt.ids, response.generation.ids])
+    return torch.from_numpy(ids)[None].to(bundle.device)
+
+
+def _logprobs(bundle: ModelBundle, logits: Tensor, ids: Tensor, response: _Response) -> np.ndarray:
+    """Return the log-probs of a response's tokens, `[response]`, from logits `[time, vocab]`."""
+    first = len(response.prompt.ids)
+    log_probs = log_distribution(logits[first - 1 : -1], banned=bundle.banned(logits.device))
+    tokens: np.ndarray = log_probs.gather(-1, ids[0, first:, None]).squeeze(-1).cpu().numpy()
+    return tokens
+
+
+def _own_logprobs(bundle: ModelBundle, response: _Response) -> np.ndarray:
+    """Return log-probs by the model's own forward, with its own processor on all images of the prompt."""
+    ids, images = _sequence(bundle, response), response.prompt.images
+    inputs: dict[str, Any] = {}
+    if images and bundle.images is not None:
+        inputs = bundle.images.inputs([images])
+        if bundle.facts.token_types is not None:
+            inputs[bundle.facts.token_types] = ids.eq(bundle.facts.image_token_id or 0).long()
+    logits = bundle.model(
+        input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs
+    ).logits[0]
+    return _logprobs(bundle, logits, ids, response)
+
+
+def _trainer_logprobs(bundle: ModelBundle, response: _Response) -> np.ndarray:
+    """Return log-probs as the trainer computes them."""
+    ids, images = _sequence(bundle, response), response.prompt.images
+    inputs = whole_inputs(
+        bundle,
+        ids,
+        images=[torch.from_numpy(image) for image in images],
+        image_index=torch.arange(len(images), device=ids.device)[None],
+        patches=torch.zeros(1, 0, 0, dtype=torch.bool, device=ids.device),
+    )
+    logits = bundle.lm_head(run_decoder(bundle, inputs)[0])
+    return _logprobs(bundle, logits, ids, response)
