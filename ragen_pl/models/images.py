@@ -17,7 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.models.vision_parts import VisionParts, weights_of
+
 if TYPE_CHECKING:
+    from torch.nn import Parameter
     from transformers import PreTrainedModel, ProcessorMixin
 
     from ragen_pl.models.facts import ModelFacts
@@ -111,6 +114,7 @@ class ImageEncoder:
         facts: Facts of the model.
         settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
         pixels_per_call: Pixels of the images that are encoded together.
+        held_bytes: Largest size of the features that are held of frozen encoders.
     """
 
     model: PreTrainedModel
@@ -118,8 +122,13 @@ class ImageEncoder:
     facts: ModelFacts
     settings: Mapping[str, Any] = field(default_factory=dict)
     pixels_per_call: int = 2**26
+    held_bytes: int = 2**30
     _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
     _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
+    # of a frozen encoder, by content
+    _held: dict[bytes, ImageFeatures] = field(default_factory=dict, repr=False)
+    # of encoder and projector; None before the first use
+    _weights: list[Parameter] | None = field(default=None, repr=False)
     # whether the model's forward takes the features as one tensor for each image
     _listed: bool = False
 
@@ -172,6 +181,36 @@ class ImageEncoder:
         Raises:
             ValueError: The model gives another number of features than the processor has image tokens.
         """
+        return self._encode_frozen(images) if self._frozen else self._encode_all(images)
+
+    @property
+    def _frozen(self) -> bool:
+        """Whether the features stay as they are while other weights are trained."""
+        if self._weights is None:
+            parts = VisionParts.of(self.model)
+            patterns = (parts.encoder, parts.projector)
+            self._weights = [w for pattern in patterns for w in weights_of(self.model, pattern)]
+        if any(weight.requires_grad for weight in self._weights):
+            return False
+        return any(weight.requires_grad for weight in self.model.parameters())
+
+    def _encode_frozen(self, images: Sequence[np.ndarray]) -> ImageFeatures:
+        """Return the features of images, each encoded once in the life of the model while it fits."""
+        keys = [content_key(image) for image in images]
+        new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._held}
+        if new:
+            # tensors of the engine's inference mode can't take part in a training step
+            with torch.inference_mode(False), torch.no_grad():
+                features = self._encode_all(list(new.values()))
+            for number, key in enumerate(new):
+                # a copy: a view would hold the features of all images
+                self._held[key] = features.of([number], [None])
+        joined = ImageFeatures.join([self._held[key] for key in keys])
+        while self._held and sum(map(_bytes, self._held.values())) > self.held_bytes:
+            self._held.pop(next(iter(self._held)))
+        return joined
+
+    def _encode_all(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         by_size: dict[tuple[int, ...], list[int]] = {}
         for number, image in enumerate(images):
             by_size.setdefault(image.shape, []).append(number)
@@ -236,6 +275,11 @@ class ImageEncoder:
                 deepstack_features=[layer.split(features.counts) for layer in features.deepstack],
             )
         }
+
+
+def _bytes(features: ImageFeatures) -> int:
+    tensors = (features.tokens, *features.deepstack)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,119 @@
+"""Images of vision-language models: slots and features."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from family_models import MODELS, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen_pl.models.build import build_small_vlm
+from ragen_pl.models.images import ImageFeatures, content_key
+
+VISION = [name for name, family in MODELS.items() if family.processor is not None]
+
+
+def images(*sizes: tuple[int, int]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 255, (*size, 3), dtype=np.uint8) for size in sizes]
+
+
+def count_encoded(bundle, monkeypatch) -> list[int]:
+    calls: list[int] = []
+    encode = bundle.images._encode
+    monkeypatch.setattr(
+        type(bundle.images), "_encode", lambda self, new: calls.append(len(new)) or encode(new)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_images_of_several_sizes_have_the_features_that_they_have_alone(name):
+    encoder = tiny(name).images
+    shown = images((56, 84), (28, 56), (56, 84))
+    with torch.no_grad():
+        together = encoder.encode(shown)
+        alone = [encoder.encode([image]) for image in shown]
+    assert together.counts == tuple(encoder.num_tokens(image) for image in shown)
+    for part, one in zip(together.split(), alone, strict=True):
+        torch.testing.assert_close(part.tokens, one.tokens, atol=1e-5, rtol=1e-5)
+        assert len(part.deepstack) == len(one.deepstack)
+        if one.grids is not None:
+            assert torch.equal(part.grids, one.grids)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_the_text_is_that_of_the_processor(name):
+    bundle = tiny(name)
+    shown = images((56, 84), (28, 56))
+    text = f"see {bundle.images.slot} and {bundle.images.slot}."
+    own = bundle.processor(images=[shown], text=[text], **bundle.image_settings)["input_ids"][0]
+    expanded = bundle.expand_image_slots(text, shown)
+    assert bundle.tokenizer(expanded)["input_ids"] == own
+
+
+def test_a_frozen_encoder_sees_each_image_once(monkeypatch):
+    bundle = build_small_vlm(seed=0)
+    for weight in (
+        *bundle.model.model.vision.parameters(),
+        *bundle.model.model.projector.parameters(),
+    ):
+        weight.requires_grad_(False)
+    calls = count_encoded(bundle, monkeypatch)
+    first, second, third = images((32, 32), (32, 32), (16, 64))
+    bundle.images.encode([first, second])
+    with torch.inference_mode():
+        bundle.images.encode([second.copy(), third])
+    features = bundle.images.encode([third, first])
+    assert calls == [2, 1]
+    assert not features.tokens.is_inference() and features.counts == (4, 4)
+    torch.testing.assert_close(features.tokens[:4], bundle.images._encode([third]).tokens)
+    bundle.images.held_bytes = features.tokens.nbytes
+    bundle.images.encode([first])
+    assert len(bundle.images._held) == 2
+
+
+def test_a_trained_encoder_sees_an_image_anew(monkeypatch):
+    bundle = build_small_vlm(seed=0)
+    calls = count_encoded(bundle, monkeypatch)
+    for _ in range(2):
+        assert bundle.images.encode(images((32, 32))).tokens.requires_grad
+    assert calls == [1, 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), counts=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_features_are_chosen_by_image_and_patch(data, counts):
+    total = sum(counts)
+    features = ImageFeatures(
+        tokens=torch.arange(total)[:, None].float(),
+        counts=tuple(counts),
+        deepstack=(torch.arange(total)[:, None] + 100.0,),
+    )
+    numbers = data.draw(st.lists(st.integers(0, len(counts) - 1), min_size=1, max_size=5))
+    patches = [
+        data.draw(st.none() | st.just(np.arange(0, counts[number], 2))) for number in numbers
+    ]
+    chosen = features.of(numbers, patches)
+    starts = [sum(counts[:number]) for number in numbers]
+    expected = [
+        start + place
+        for start, number, shown in zip(starts, numbers, patches, strict=True)
+        for place in (range(counts[number]) if shown is None else shown)
+    ]
+    assert chosen.tokens[:, 0].tolist() == expected
+    assert chosen.deepstack[0][:, 0].tolist() == [100 + place for place in expected]
+    again = ImageFeatures.join(chosen.split())
+    assert torch.equal(again.tokens, chosen.tokens) and again.counts == chosen.counts
+
+
+def test_keys_tell_sizes_and_contents_apart():
+    flat = np.zeros((4, 6, 3), np.uint8)
+    other = flat.copy()
+    other[0, 0, 0] = 1
+    keys = {content_key(image) for image in (flat, other, flat.reshape(6, 4, 3))}
+    assert len(keys) == 3
+    # an array with gaps has the key of its content
+    assert content_key(np.zeros((8, 6, 3), np.uint8)[::2]) == content_key(flat)
