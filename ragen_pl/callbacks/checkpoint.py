@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from annotated_types import Ge
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -93,8 +94,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     `last.ckpt` is a single file. It is overwritten, also by a run that was resumed from another checkpoint.
 
     After a signal the run saves and ends at the next safe point: after a minibatch, between turns of a
-    rollout, before a validation, or at the end of an iteration. A checkpoint written in the rollout
-    phase holds the state before it. All ranks agree on the point.
+    rollout, between the batches of a validation, or at the end of an iteration. A checkpoint written in
+    the rollout phase or in a validation holds the state before it. All ranks agree on the point.
 
     Args:
         grace_seconds: seconds after a signal to reach a safe point, else the run ends without saving.
@@ -131,8 +132,20 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop before a validation if a signal was received."""
-        # not before the first update: a resumed run would skip the validation of the untrained policy
-        if trainer.global_step:
+        if _follows_update(trainer):
+            self._stop_if_requested(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
+    ) -> None:
+        """Stop between the batches of a validation if a signal was received."""
+        # ranks may have different numbers of batches: one without a signal asks the others at its last
+        if _follows_update(trainer) and self._stop_requested(trainer):
+            self._stop_if_requested(trainer)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop after the batches of a validation, before its metrics, if a signal was received."""
+        if _follows_update(trainer):
             self._stop_if_requested(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -233,6 +246,14 @@ class RandomState(pl.Callback):
         if "cuda" in self._restored and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(self._restored["cuda"])
         self._restored = {}
+
+
+def _follows_update(trainer: pl.Trainer) -> bool:
+    """Return whether a validation measures an update of this fit.
+
+    A run that stops in the validation of the untrained policy would not repeat it when it is resumed.
+    """
+    return trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
 
 
 def _ends(trainer: pl.Trainer) -> bool:

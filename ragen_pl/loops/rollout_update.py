@@ -38,7 +38,7 @@ class RolloutUpdateLoop(_FitLoop):
     _resumed: bool
     # resumed after the last minibatch: only the end of the iteration is left
     _finishing: bool
-    # this iteration's validation has been run
+    # a validation has ended since the last minibatch
     _validated: bool
     # after the last minibatch that was trained on
     _loader_states: list[dict[str, Any]]
@@ -154,8 +154,7 @@ class RolloutUpdateLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the loop's state: progress, loader positions and accumulated gradients."""
         state = super().on_save_checkpoint()
-        validation_ended = self.epoch_loop.val_loop.batch_progress.current.completed > 0
-        state["validated"] = self._validated or (self.trainer.validating and validation_ended)
+        state["validated"] = self._validated
         batches = self.epoch_loop.batch_progress
         if _untrained(batches):
             state["combined_loader"] = self._loader_states
@@ -176,6 +175,10 @@ class RolloutUpdateLoop(_FitLoop):
         self._loader_states = self._combined_loader_states_to_load
         gradients = state_dict.get("gradients", [])
         self._gradients = gradients[rank()] if len(gradients) == world_size() else {}
+
+    def note_validation(self, *, ended: bool) -> None:
+        """Store whether a validation has ended since the last minibatch. One that was interrupted starts again."""
+        self._validated = ended
 
     def note_trained(self) -> None:
         """Store the loader's position. It is one ahead while the next minibatch is trained on."""
@@ -260,14 +263,21 @@ class RolloutUpdate(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Seed the step from counters. Dropout is then the same after a resume."""
-        seed = cast(RolloutUpdateLoop, trainer.fit_loop)._collector.seed
-        torch.manual_seed(derive_seed(seed, "update", trainer.current_epoch, rank(), batch_idx))
+        loop = cast(RolloutUpdateLoop, trainer.fit_loop)
+        loop.note_validation(ended=False)
+        seed = derive_seed(loop._collector.seed, "update", trainer.current_epoch, rank(), batch_idx)
+        torch.manual_seed(seed)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
     ) -> None:
         """Store the loader's position."""
         cast(RolloutUpdateLoop, trainer.fit_loop).note_trained()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that the validation has ended."""
+        if isinstance(trainer.fit_loop, RolloutUpdateLoop):
+            trainer.fit_loop.note_validation(ended=True)
 
 
 def _untrained(batches: _BatchProgress) -> bool:

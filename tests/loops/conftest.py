@@ -105,8 +105,10 @@ class Setup:
                 ),
                 context=context,
                 max_response_tokens=16,
+                num_envs=num_envs,
             )
-            for _ in range(2)
+            # a validation of two batches
+            for num_envs in (256, 2)
         )
         needs_critic = self.estimator.needs_values
         own = self.bundle(seed=3) if self.own_critic else None

@@ -22,8 +22,8 @@ class KillAt(RolloutCallback):
     Args:
         moment: `warm_start-N`: before optimizer step N of the warm start; `rollout-I-N`: when N episodes of
             iteration I are done; `step-N`: before optimizer step N; `trained-N`: at the start of a minibatch
-            after N steps; `validation-I`: at the start of the validation of iteration I; `begin-I`: before
-            iteration I.
+            after N steps; `validation-I`: at the start of the validation of iteration I; `validating-I-N`: after
+            its batch N; `begin-I`: before iteration I.
         rank: rank of the process.
         signal_name: name of the signal.
     """
@@ -63,6 +63,18 @@ class KillAt(RolloutCallback):
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.global_step:
             self._at(trainer, f"validation-{trainer.current_epoch}")
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if trainer.global_step:
+            self._at(trainer, f"validating-{trainer.current_epoch}-{batch_idx}")
 
 
 class Record(RolloutCallback):

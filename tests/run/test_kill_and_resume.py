@@ -13,6 +13,8 @@ EVERY_STEP = (
 )
 # nothing but signals and the end of the run saves
 NEVER = ("callbacks.checkpoint.every_n_epochs=100", "warm_start.checkpoint_every_n_steps=null")
+# of a validation's 16 episodes
+TWO_BATCHES = ("rollout.num_envs=8",)
 TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
 
 
@@ -86,6 +88,8 @@ def test_a_job_stopped_by_sigterm_in_every_phase_loses_at_most_that_phase(job):
         assert stopped.steps == steps
     stopped.stop_at("rollout-2-3", *NEVER, "ckpt_path=auto")
     assert stopped.steps == 16
+    stopped.stop_at("validating-2-0", *NEVER, *TWO_BATCHES, "ckpt_path=auto")
+    assert stopped.steps == 24
     stopped.run(*NEVER, *never_reached("step-15"), "ckpt_path=auto")
     assert stopped.differs_from(reference) == []
 
@@ -99,6 +103,8 @@ def test_ranks_agree_where_to_stop(job):
     assert stopped.steps == 8
     stopped.stop_at("step-12", *settings, "ckpt_path=auto", rank=1)
     assert stopped.steps == 13
+    stopped.stop_at("validating-1-0", *settings, "rollout.num_envs=4", "ckpt_path=auto", rank=1)
+    assert stopped.steps == 16
     stopped.run(*settings, "ckpt_path=auto")
     assert stopped.differs_from(reference) == []
 
