@@ -168,12 +168,18 @@ def _check_scripted_policy(slot: EnvironmentSlot, settings: DictConfig, *, key: 
 
 
 def _check_options(env: gymnasium.Env[Any, Any], options: DictConfig | None) -> None:
-    """Check that the environment takes the curriculum's reset options."""
+    """Check that the environment takes the curriculum's reset options, and name one that is wrong by itself."""
     if not options:
         return
     plain: Any = OmegaConf.to_container(options, resolve=True)
     with config_errors(f"curriculum.options={plain}"):
-        env.reset(seed=_SEED, options=plain)
+        try:
+            env.reset(seed=_SEED, options=plain)
+        except Exception:
+            for name, value in plain.items():
+                with config_errors(f"curriculum.options.{name}={value}"):
+                    env.reset(seed=_SEED, options={name: value})
+            raise
 
 
 def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: str) -> None:

@@ -112,7 +112,15 @@ ALARM = "callbacks.collapse.alarms.entropy"
         ("callbacks.best.monitor=val/return", None),
         (
             "curriculum.options.min_detour=many",
-            "curriculum.options={'min_detour': 'many'}: min_detour: found",
+            "curriculum.options.min_detour=many: min_detour: found 'many', expected a whole number",
+        ),
+        (
+            "curriculum.options.min_detour=2 +curriculum.options.min_detuor=2",
+            "curriculum.options.min_detuor=2: .* expected only",
+        ),
+        (
+            "+curriculum.options.min_distance=5 +curriculum.options.max_distance=3",
+            "curriculum.options={'min_detour': 2, 'min_distance': 5, 'max_distance': 3}: max_distance",
         ),
     ],
 )

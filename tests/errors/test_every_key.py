@@ -10,17 +10,12 @@ from hydra import compose, initialize_config_dir
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.config.check import leaves
 
-# what a reset option may be is known to the environment alone; tests/errors/test_wrong_inputs.py has these
-BY_ENVIRONMENT = ("curriculum.options.",)
-
 
 def keys() -> list[str]:
     """Return the keys of `--cfg job`."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         settings = dict(leaves(compose("fit")))
-    settable = [
-        key for key, value in settings.items() if value != {} and not key.startswith(BY_ENVIRONMENT)
-    ]
+    settable = [key for key, value in settings.items() if value != {}]
     # items of a list are set together
     return sorted({key.rpartition(".")[0] if key[-1].isdigit() else key for key in settable})
 
