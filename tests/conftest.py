@@ -1,11 +1,16 @@
-"""One thread a test process, and no setting of the user's shell in the tests."""
+"""Tiny models; one thread a test process, and no setting of the user's shell in the tests."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from tiny_models import TEXT, VISION
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,6 +23,22 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 def _shell_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def lm() -> ModelBundle:
+    """A tiny language model with random weights."""
+    from ragen_pl.models.build import build_small_lm
+
+    return build_small_lm(seed=0, text=TEXT)
+
+
+@pytest.fixture(scope="session")
+def vlm() -> ModelBundle:
+    """A tiny vision-language model with random weights."""
+    from ragen_pl.models.build import build_small_vlm
+
+    return build_small_vlm(seed=0, text=TEXT, vision=VISION)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from tiny_models import TEXT
 
 from ragen_pl.callbacks.collapse import Alarm
 from ragen_pl.models.build import build_small_lm, build_small_vlm
@@ -16,9 +17,6 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-TEXT = {
-    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
 torch.set_num_threads(1)
 
 

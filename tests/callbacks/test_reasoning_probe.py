@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import TEXT, VISION
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401
@@ -23,13 +24,6 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
-
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 
 
 def ones(count):
@@ -94,10 +88,9 @@ def test_scores_must_be_square():
 
 
 def policy_and_thoughts(*, images, count=5, starts=8):
+    bundle = build_small_lm(seed=0, text=TEXT)
     if images:
-        bundle = build_small_vlm(seed=0, text=TEXT, vision={"width": 32, "heads": 2})
-    else:
-        bundle = build_small_lm(seed=0, text=TEXT)
+        bundle = build_small_vlm(seed=0, text=TEXT, vision=VISION)
     with torch.no_grad():
         for parameter in bundle.model.parameters():
             if parameter.ndim > 1:

@@ -6,28 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from ragen_pl.models.build import build_small_lm, build_small_vlm
-from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 torch.set_num_threads(1)
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-
-
-@pytest.fixture(scope="session")
-def lm() -> ModelBundle:
-    return build_small_lm(seed=0, text=TEXT)
-
-
-@pytest.fixture(scope="session")
-def vlm() -> ModelBundle:
-    return build_small_vlm(seed=0, vision={"width": 32, "heads": 2}, text=TEXT)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from tiny_models import TEXT
 
 import envs  # noqa: F401
 from envs.policies import NoisyPolicy
@@ -34,13 +35,6 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 torch.set_num_threads(1)
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-}
 FROZENLAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}
 QUIET = {
     "accelerator": "cpu",

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from tiny_models import TEXT, VISION
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401
@@ -32,18 +33,11 @@ from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 torch.set_num_threads(1)
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-}
 
 
 def build_bundle(*, seed: int = 0, images: bool = False) -> ModelBundle:
     if images:
-        return build_small_vlm(seed=seed, text=TEXT, vision={"width": 32, "heads": 2})
+        return build_small_vlm(seed=seed, text=TEXT, vision=VISION)
     return build_small_lm(seed=seed, text=TEXT)
 
 

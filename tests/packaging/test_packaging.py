@@ -65,20 +65,27 @@ def test_top_level_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
-def test_wheel_contains_packages_configuration_and_types(tmp_path: Path) -> None:
-    command = [
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [
         sys.executable,
         "-m",
         "build",
         "--wheel",
         "--no-isolation",
         "-o",
-        str(tmp_path),
+        str(folder),
         str(ROOT),
     ]
-    subprocess.run(command, capture_output=True, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run(build, capture_output=True, check=True)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+@pytest.mark.slow
+def test_wheel_contains_packages_configuration_and_types(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     conf = {
         f"ragen_pl/conf/{file.relative_to(ROOT / 'conf')}"
@@ -96,20 +103,8 @@ def test_wheel_contains_packages_configuration_and_types(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_configuration_is_found_in_a_wheel(tmp_path: Path) -> None:
+def test_configuration_is_found_in_a_wheel(wheel: Path, tmp_path: Path) -> None:
     """The unpacked wheel comes before the checkout on the path, as if it had been installed."""
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "-o",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(command, capture_output=True, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = "from ragen_pl.config import check_packages, config_dir; check_packages(); print(config_dir())"
     done = subprocess.run(

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from tiny_models import TEXT, VISION
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
@@ -20,13 +21,6 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 
 torch.set_num_threads(1)
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-VISION = {"width": 32, "heads": 2}
 
 
 def lively(bundle: ModelBundle) -> ModelBundle:

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import TextContext
@@ -88,21 +89,16 @@ def test_human_episode_ends_when_the_person_stops(monkeypatch: pytest.MonkeyPatc
     assert len(trajectory.final_images) == 1
 
 
-def test_agent_episode_shows_each_turn() -> None:
-    from ragen_pl.models.build import build_small_vlm
+def test_agent_episode_shows_each_turn(vlm: ModelBundle) -> None:
     from ragen_pl.rollout.transformers_engine import TransformersEngine
 
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    bundle = build_small_vlm(
-        seed=0, vision={"width": 32, "heads": 2}, text={**text, "num_key_value_heads": 2}
-    )
     shown: list[Turn] = []
     proxy = AgentProxy(
         environments=EnvironmentManager(target=FROZEN_LAKE, max_turns=2, invalid_ends=False),
-        context=ContextManager(bundle, window=1, system_prompt=None),
+        context=ContextManager(vlm, window=1, system_prompt=None),
         max_response_tokens=4,
     )
-    engine = TransformersEngine(PolicyModule(bundle))
+    engine = TransformersEngine(PolicyModule(vlm))
     engine.load_weights(0)
     (trajectory,) = proxy.rollout(
         EngineResponder(engine=engine, context=proxy.context, greedy=True),
