@@ -6,10 +6,11 @@ functions of a run are applied in order, once, right after a rollout.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ragen_pl.constraints import Count, CountOrZero, NonNegative, RunFacts, checked
 from ragen_pl.trajectory import Span, Trajectory, Turn
@@ -106,42 +107,52 @@ class ThinkLength:
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class ActionEfficiency:
-    """Penalize valid actions that change nothing: term `action_efficiency`.
+class TurnPenalty(ABC):
+    """Base of reward functions that penalize some turns.
 
     Attributes:
         penalty: amount taken from such a turn; 0 adds no term.
+        term: name of the reward term.
     """
 
     penalty: NonNegative = 0.0
+    term: ClassVar[str]
+
+    @abstractmethod
+    def applies(self, turn: Turn) -> bool:
+        """Return whether a turn is penalized."""
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
-        """Add the term to turns whose valid actions had no effect."""
+        """Add the term to the turns that are penalized."""
         if not self.penalty:
             return
         for turn in turns_of(trajectories):
-            if turn.action_is_valid and not turn.action_is_effective:
-                turn.reward_terms["action_efficiency"] = -self.penalty
+            if self.applies(turn):
+                turn.reward_terms[self.term] = -self.penalty
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class OverlongPenalty:
-    """Penalize responses that hit their length limit: term `overlong`.
+class ActionEfficiency(TurnPenalty):
+    """Penalize valid actions that change nothing: term `action_efficiency`."""
 
-    Attributes:
-        penalty: amount taken from such a turn; 0 adds no term.
-    """
+    term: ClassVar[str] = "action_efficiency"
 
-    penalty: NonNegative = 0.0
+    def applies(self, turn: Turn) -> bool:
+        """Return whether the turn's valid actions had no effect."""
+        return turn.action_is_valid and not turn.action_is_effective
 
-    def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
-        """Add the term to turns whose response hit its length limit."""
-        if not self.penalty:
-            return
-        for turn in turns_of(trajectories):
-            if turn.hit_length_limit:
-                turn.reward_terms["overlong"] = -self.penalty
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class OverlongPenalty(TurnPenalty):
+    """Penalize responses that hit their length limit: term `overlong`."""
+
+    term: ClassVar[str] = "overlong"
+
+    def applies(self, turn: Turn) -> bool:
+        """Return whether the turn's response hit its length limit."""
+        return turn.hit_length_limit
 
 
 class Place(StrEnum):
