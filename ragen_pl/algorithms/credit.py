@@ -223,9 +223,9 @@ def _check_rewards_placed(turn_rewards: Tensor, turn: Tensor, ends: Tensor) -> N
     held.scatter_(1, torch.where(ends, turn, spare), True)
     lost = ((turn_rewards != 0) & ~held[:, :-1]).nonzero()
     if len(lost):
-        row, which = lost[0].tolist()
+        row, index = lost[0].tolist()
         raise ValueError(
-            f"found reward {turn_rewards[row, which].item():g} in turn {which} of trajectory "
+            f"found reward {turn_rewards[row, index].item():g} in turn {index} of trajectory "
             f"{row}, which has no token inside advantage_mask, expected at least one (no mask may "
             "swallow a reward); let a turn whose mask would be empty keep all its sampled tokens"
         )

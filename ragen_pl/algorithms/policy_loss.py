@@ -6,7 +6,7 @@ How token losses become one number is in `aggregation`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Gt
@@ -111,6 +111,9 @@ class PolicyLoss:
         constant: number of tokens that a sequence stands for, with aggregation `constant`.
     """
 
+    has_dual_clip: ClassVar[bool] = True
+    """Whether the loss applies `dual_clip`."""
+
     clip_low: PositiveFraction = 0.2
     clip_high: Positive = 0.2
     dual_clip: Annotated[float, Gt(1)] | None = None
@@ -124,6 +127,11 @@ class PolicyLoss:
                 f"algorithm.loss.policy.constant={shown(self.constant)} with aggregation={self.aggregation}: "
                 "a constant goes with aggregation 'constant', and only with it; "
                 f"set algorithm.loss.policy.constant={remedy}"
+            )
+        if self.dual_clip is not None and not self.has_dual_clip:
+            raise ValueError(
+                f"algorithm.loss.policy.dual_clip={self.dual_clip}: {type(self).__name__} has no dual clip; "
+                "set dual_clip=null"
             )
 
     def __call__(
@@ -148,10 +156,3 @@ class PolicyLoss:
         return clipped_surrogate(
             logprobs, behavior_logprobs, advantages, mask, dual_clip=self.dual_clip, **bounds
         )
-
-    def _check_no_dual_clip(self) -> None:
-        if self.dual_clip is not None:
-            raise ValueError(
-                f"algorithm.loss.policy.dual_clip={self.dual_clip}: {type(self).__name__} has no dual clip; "
-                "set dual_clip=null"
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -86,13 +87,10 @@ def sequence_surrogate(
 class SequencePolicyLoss(PolicyLoss):
     """One clipped ratio for each response (GSPO). Its bounds are much narrower than PPO's."""
 
+    has_dual_clip: ClassVar[bool] = False
     clip_low: PositiveFraction = 3e-4
     clip_high: Positive = 4e-4
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_no_dual_clip()
 
     def __call__(
         self,
@@ -154,12 +152,9 @@ def cispo(
 class ClippedWeightLoss(PolicyLoss):
     """REINFORCE weighed by a clipped ratio without gradient (CISPO)."""
 
+    has_dual_clip: ClassVar[bool] = False
     clip_low: PositiveFraction = 1.0
     clip_high: Positive = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_no_dual_clip()
 
     def __call__(
         self,

@@ -43,16 +43,16 @@ def turn_progress(
     tensor([[0.0000, 0.2500, 0.8750]])
     """
     ends = turn_ends(turn)
-    nothing = torch.zeros_like(values[:, 0], dtype=torch.float32)
+    zeros = torch.zeros_like(values[:, 0], dtype=torch.float32)
 
     def before(x: Tensor) -> Tensor:
         """Return x at the end of the previous turn."""
-        return next_on_mask(x.flip(1), mask=ends.flip(1), last=nothing).flip(1)
+        return next_on_mask(x.flip(1), mask=ends.flip(1), last=zeros).flip(1)
 
     # the index of a turn among the turns that have tokens
     number = ends.long().cumsum(1) - 1
-    earned = sum_at_turn_end(rewards.float(), turn=turn)
-    steps = values.float() - before(values.float()) + feedback * before(earned)
+    turn_rewards = sum_at_turn_end(rewards.float(), turn=turn)
+    steps = values.float() - before(values.float()) + feedback * before(turn_rewards)
     steps = torch.where(ends & (number > 0), steps, 0.0)
     total = steps.cumsum(1)
     # the sum up to the turn `window` turns back lies outside the window
@@ -60,8 +60,8 @@ def turn_progress(
         1, number.clamp(min=0), torch.where(ends, total, 0.0)
     )
     back = number - window
-    old = torch.where(back >= 0, sums.gather(1, back.clamp(min=0)), 0.0)
-    mean = (total - old) / number.clamp(min=1, max=window)
+    outside = torch.where(back >= 0, sums.gather(1, back.clamp(min=0)), 0.0)
+    mean = (total - outside) / number.clamp(min=1, max=window)
     return torch.where(ends, mean, 0.0)
 
 

@@ -19,7 +19,7 @@ def _same_group(group: Tensor) -> Tensor:
     return (group[:, None] == group[None, :]).float()
 
 
-def _deviation(returns: Tensor, same: Tensor) -> Tensor:
+def _centered(returns: Tensor, same: Tensor) -> Tensor:
     # The mean of the pairwise differences is the distance to the mean, and exactly 0 where all
     # returns agree; rounding of the mean would otherwise be blown up by the division by the std.
     differences = returns[:, None] - returns[None, :]
@@ -41,7 +41,7 @@ def group_std(returns: Tensor, group: Tensor) -> Tensor:
     tensor([1.4142, 1.4142, 0.0000])
     """
     same = _same_group(group)
-    squares = _deviation(returns.float(), same).square()
+    squares = _centered(returns.float(), same).square()
     return ((same * squares[None, :]).sum(1) / (same.sum(1) - 1).clamp(min=1)).sqrt()
 
 
@@ -79,7 +79,7 @@ def dr_grpo(returns: Tensor, group: Tensor) -> Tensor:
     >>> dr_grpo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([-1.,  1.,  0.])
     """
-    return _deviation(returns.float(), _same_group(group))
+    return _centered(returns.float(), _same_group(group))
 
 
 def rloo(returns: Tensor, group: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def rloo(returns: Tensor, group: Tensor) -> Tensor:
     """
     same = _same_group(group)
     count = same.sum(1)
-    return _deviation(returns.float(), same) * count / (count - 1).clamp(min=1)
+    return _centered(returns.float(), same) * count / (count - 1).clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
