@@ -20,8 +20,7 @@ from transformers import (
     Gemma3ImageProcessor,
     Gemma3Processor,
     Gemma3TextConfig,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
+    Gemma4ForCausalLM,
     Gemma4TextConfig,
     GenerationConfig,
     GotOcr2ImageProcessor,
@@ -101,11 +100,7 @@ def _gemma4(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
         **HEADS | {"num_hidden_layers": 4}, **WINDOW | {"layer_types": layers}, **text, num_kv_shared_layers=2,
         global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=text["vocab_size"],
     )  # fmt: skip
-    return Gemma4ForConditionalGeneration(_gemma4_config(config.to_dict()))
-
-
-def _gemma4_config(text: dict[str, Any], **more: Any) -> Gemma4Config:
-    return Gemma4Config(text_config=text, vision_config=None, audio_config=None, **more)
+    return Gemma4ForCausalLM(config)
 
 
 def _qwen3_5(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:

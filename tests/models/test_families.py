@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from family_models import MODELS, tiny
 
 from ragen_pl.data.collate import collate
+from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.forward import split_by_tokens
@@ -135,3 +137,19 @@ def test_forward_engine_and_trainer_agree(name: str, window: int | str) -> None:
         assert np.abs(generation.logprobs - other.logprobs).max() < TOLERANCE
     for _, scored in trainer_logprobs(bundle, episodes):
         assert np.abs(scored - np.concatenate(own)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
+    bundle = tiny(name)
+    bundle.save(tmp_path)
+    loaded = load_pretrained(str(tmp_path), image_processor=dict(bundle.image_settings) or None)
+    assert type(loaded.model) is type(bundle.model) and loaded.source == str(tmp_path)
+    assert loaded.facts == bundle.facts
+    assert loaded.banned_token_ids == bundle.banned_token_ids
+    for first, second in zip(
+        play(bundle, window=1, keep=True), play(loaded, window=1, keep=True), strict=True
+    ):
+        for said, again in zip(first, second, strict=True):
+            assert said.prompt.ids.tolist() == again.prompt.ids.tolist()
+            assert said.generation.ids.tolist() == again.generation.ids.tolist()
