@@ -36,13 +36,13 @@ class FrozenLakeVisual(FrozenLake):
     """Walk over a frozen lake, shown as an image from above.
 
     ## Description
-    `FrozenLake` whose state is visible only in the image, a square of `16 * size` pixels.
+    `FrozenLake` whose state is visible only in the image, a square of `16 * size * image_scale` pixels.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
 
     ## Observation Space
-    `Dict(text=Text, image=Box(0, 255, (16 * size, 16 * size, 3), uint8))`; the text is always
+    `Dict(text=Text, image=Box(0, 255, (side, side, 3), uint8))`; the text is always
     "reach the goal".
 
     ## Starting State
@@ -62,6 +62,8 @@ class FrozenLakeVisual(FrozenLake):
     - `trail`: whether visited cells show footprints. They let a policy that sees one image at a time
       detect that it walks in circles.
     - `tiles`: "day", or "night" for the same shapes in different colors.
+    - `image_scale`: factor of the image's height and width. Pretrained models read an image in patches of
+      14 to 32 pixels, and a tile is 16 pixels wide.
 
     ## Version History
     - v0: first version.
@@ -82,9 +84,10 @@ class FrozenLakeVisual(FrozenLake):
         random_start: bool = True,
         trail: bool = False,
         tiles: FrozenLakeTheme = FrozenLakeTheme.DAY,
+        image_scale: Count = 1,
         render_mode: str | None = None,
     ) -> None:
-        self.trail, self.theme = trail, tiles
+        self.trail, self.theme, self.image_scale = trail, tiles, image_scale
         super().__init__(
             size=size,
             hole_share=hole_share,
@@ -115,7 +118,9 @@ class FrozenLakeVisual(FrozenLake):
 
     def _image(self) -> NDArray[np.uint8]:
         self._codes[self.cell] += WITH_PLAYER
-        image = lay_out(frozen_lake_tiles(self.theme), self._codes, size=self.size)
+        image = lay_out(
+            frozen_lake_tiles(self.theme), self._codes, size=self.size, scale=self.image_scale
+        )
         self._codes[self.cell] -= WITH_PLAYER
         return image
 
@@ -123,7 +128,7 @@ class FrozenLakeVisual(FrozenLake):
         return _SEEN[self.theme] + _SEEN_TRAIL * self.trail
 
     def _observation_space(self) -> spaces.Space[Any]:
-        side = self.size * TILE
+        side = self.size * TILE * self.image_scale
         image = spaces.Box(0, 255, (side, side, 3), np.uint8)
         text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
         return spaces.Dict({"text": text, "image": image})

@@ -25,13 +25,13 @@ class SokobanVisual(Sokoban):
     """Push every box onto a target, shown as an image from above.
 
     ## Description
-    `Sokoban` whose state is visible only in the image, a square of `16 * size` pixels.
+    `Sokoban` whose state is visible only in the image, a square of `16 * size * image_scale` pixels.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
 
     ## Observation Space
-    `Dict(text=Text, image=Box(0, 255, (16 * size, 16 * size, 3), uint8))`; the text is always
+    `Dict(text=Text, image=Box(0, 255, (side, side, 3), uint8))`; the text is always
     "push the boxes onto the targets".
 
     ## Starting State
@@ -47,7 +47,9 @@ class SokobanVisual(Sokoban):
     `success`, `action_is_effective`.
 
     ## Arguments
-    Those of `Sokoban` except `render`.
+    Those of `Sokoban` except `render`, and
+    - `image_scale`: factor of the image's height and width. Pretrained models read an image in patches of
+      14 to 32 pixels, and a tile is 16 pixels wide.
 
     ## Version History
     - v0: first version.
@@ -68,8 +70,10 @@ class SokobanVisual(Sokoban):
         box_reward: Reward = 0.0,
         solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
+        image_scale: Count = 1,
         render_mode: str | None = None,
     ) -> None:
+        self.image_scale = image_scale
         super().__init__(
             size=size,
             boxes=boxes,
@@ -92,13 +96,13 @@ class SokobanVisual(Sokoban):
 
     def _image(self) -> NDArray[np.uint8]:
         codes = np.array(tile_codes(self.room, self.state), dtype=np.intp)
-        return lay_out(sokoban_tiles(), codes, size=self.size)
+        return lay_out(sokoban_tiles(), codes, size=self.size, scale=self.image_scale)
 
     def _observation_rule(self) -> str:
         return _SEEN
 
     def _observation_space(self) -> spaces.Space[Any]:
-        side = self.size * TILE
+        side = self.size * TILE * self.image_scale
         image = spaces.Box(0, 255, (side, side, 3), np.uint8)
         text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
         return spaces.Dict({"text": text, "image": image})

@@ -65,17 +65,21 @@ def pack(tiles: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
     return np.stack(tiles).reshape(len(tiles), TILE, TILE * 3).view(np.int64)
 
 
-def lay_out(packed: NDArray[np.int64], codes: NDArray[np.intp], *, size: int) -> NDArray[np.uint8]:
+def lay_out(
+    packed: NDArray[np.int64], codes: NDArray[np.intp], *, size: int, scale: int = 1
+) -> NDArray[np.uint8]:
     """Return a new image of a square grid of tiles.
 
     Args:
         packed: Tiles returned by `pack`.
         codes: Tile code of each cell, row by row, `[size * size]`.
         size: Number of rows and columns.
+        scale: Factor of height and width.
 
     Returns:
-        RGB, `[size * TILE, size * TILE, 3]`.
+        RGB, `[size * TILE * scale, size * TILE * scale, 3]`.
     """
     rows = packed[codes].reshape(size, size, TILE, -1).transpose(0, 2, 1, 3)
     side = size * TILE
-    return rows.reshape(side, -1).view(np.uint8).reshape(side, side, 3)
+    image = rows.reshape(side, -1).view(np.uint8).reshape(side, side, 3)
+    return image if scale == 1 else image.repeat(scale, axis=0).repeat(scale, axis=1)

@@ -15,6 +15,8 @@ from gymnasium.utils.env_checker import check_env
 import envs
 import visual_envs
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy, ScriptedPolicy
+from visual_envs.frozen_lake import FrozenLakeVisual
+from visual_envs.sokoban import SokobanVisual
 
 IDS = envs.ENVIRONMENT_IDS + visual_envs.ENVIRONMENT_IDS
 LIMIT = 10
@@ -170,3 +172,20 @@ def test_blind_base_policy_without_blind_action_raises() -> None:
         NoisyPolicy(noise=0.0, base="blind").act(env, np.random.default_rng(0))
     with pytest.raises(ValueError, match="noise: found 2"):
         NoisyPolicy(noise=2)
+
+
+@pytest.mark.parametrize("environment", [FrozenLakeVisual, SokobanVisual])
+def test_a_scaled_image_has_larger_tiles(environment) -> None:
+    plain, scaled = environment(), environment(image_scale=3)
+    for env in (plain, scaled):
+        env.reset(seed=5)
+    small, large = (env.step(0)[0]["image"] for env in (plain, scaled))
+    assert (
+        scaled.observation_space["image"].shape
+        == large.shape
+        == (*[3 * s for s in small.shape[:2]], 3)
+    )
+    assert np.array_equal(large[1::3, 2::3], small)
+    assert np.array_equal(large[::3, ::3], small)
+    with pytest.raises(ValueError, match="image_scale"):
+        environment(image_scale=0)
