@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ragen_pl.models.chat_template import ChatTemplate, template_source
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.facts import ModelFacts
 from ragen_pl.models.images import ImageEncoder
@@ -43,6 +44,7 @@ class ModelBundle:
     source: str | None = None
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    _templates: dict[str, ChatTemplate] = field(default_factory=dict, repr=False)
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -78,6 +80,16 @@ class ModelBundle:
             return self.processor
         return self.tokenizer
 
+    def chat_template(self, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
+        """Return the chat template with these values of its own variables; see `ChatTemplate`."""
+        key = repr(sorted((arguments or {}).items()))
+        if key not in self._templates:
+            counts = () if self.processor is None else (1, 2)
+            self._templates[key] = ChatTemplate(
+                self.renderer, self.tokenizer, dict(arguments or {}), counts
+            )
+        return self._templates[key]
+
     # ---- tokens
 
     @property
@@ -86,10 +98,26 @@ class ModelBundle:
         pad = self.tokenizer.pad_token_id
         return int(pad if pad is not None else self.end_of_turn_id)
 
-    @property
+    @cached_property
     def end_of_turn_id(self) -> int:
-        """Id that ends a written response."""
+        """Id that ends a written response.
+
+        It is the first control token in the chat template's text after a response, or else the first id there of
+        `facts.eos_token_ids`. The tokenizer's eos_token can be another one: Gemma's turns end with `<end_of_turn>`.
+
+        Raises:
+            ValueError: There is no such token, and the tokenizer has no eos_token.
+        """
         eos = self.tokenizer.eos_token_id
+        if template_source(self.renderer):
+            close = self.tokenizer(self.chat_template().close, add_special_tokens=False)[
+                "input_ids"
+            ]
+            control = {*self.special_tokens, eos}
+            found = [token for token in close if token in control]
+            found = found or [token for token in close if token in self.facts.eos_token_ids]
+            if found:
+                return int(found[0])
         if eos is None:
             raise ValueError(
                 "the tokenizer has no eos_token; set it to the token that ends a response and save it"
@@ -99,7 +127,9 @@ class ModelBundle:
     @property
     def eos_token_ids(self) -> set[int]:
         """All ids that end a response."""
-        return {self.end_of_turn_id, *self.facts.eos_token_ids}
+        eos = self.tokenizer.eos_token_id
+        ids = {self.end_of_turn_id, *self.facts.eos_token_ids}
+        return ids if eos is None else {*ids, int(eos)}
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
@@ -127,11 +157,22 @@ class ModelBundle:
         named = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         return unnamed | dict(named)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids as it continues another text.
+
+        At the start of a text, tokenizers with a prefix space take a blank away.
+        """
+        anchor = self.end_of_turn_id
+        text, before = (
+            str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+            for tokens in ([anchor, *ids], [anchor])
+        )
+        return text.removeprefix(before)
+
     def piece(self, token: int) -> str:
         """Return the text of one token."""
         if token not in self._token_texts:
-            text = self.tokenizer.decode([token], skip_special_tokens=False)
-            self._token_texts[token] = str(text)
+            self._token_texts[token] = self.decode([token])
         return self._token_texts[token]
 
     # ---- images

@@ -20,8 +20,6 @@ class Exchange:
     """Observation and response of one turn.
 
     Attributes:
-        shown_ids: ids of the user's block and the response's header, image slots expanded.
-        unexpanded_ids: the same ids with one image token for each image.
         text: text of the user's block.
         images: images of the user's block.
         response_ids: ids of the response; None before there is one.
@@ -29,8 +27,6 @@ class Exchange:
         patches: patches shown of each image; None for all.
     """
 
-    shown_ids: np.ndarray
-    unexpanded_ids: np.ndarray
     text: str
     images: list[np.ndarray]
     response_ids: np.ndarray | None = None
@@ -44,13 +40,15 @@ class Conversation:
 
     Attributes:
         system: text of the system prompt.
-        system_prompt_ids: its ids, with which each prompt begins.
+        head: the system prompt as the chat template writes it, with which each prompt begins.
+        system_prompt_ids: ids of the head.
         actions: names of all actions carried out.
         exchanges: the turns.
     """
 
     system: str | None
-    system_prompt_ids: np.ndarray
+    head: str = ""
+    system_prompt_ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     actions: list[str] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
 
@@ -67,6 +65,11 @@ class Context(Protocol):
     @property
     def max_tokens(self) -> int:
         """Longest prompt plus response."""
+        ...
+
+    @property
+    def opening(self) -> str:
+        """Text at the end of a prompt with which every response begins, such as a think tag."""
         ...
 
     def start(self, instructions: str) -> Conversation:
@@ -101,22 +104,17 @@ class TextContext:
     """
 
     max_tokens = sys.maxsize
+    opening = ""
 
     def start(self, instructions: str) -> Conversation:
         """Open a conversation."""
-        return Conversation(system=instructions, system_prompt_ids=NO_IDS)
+        return Conversation(system=instructions)
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return a prompt of its images."""
-        exchange = Exchange(
-            shown_ids=NO_IDS,
-            unexpanded_ids=NO_IDS,
-            text=observation.text,
-            images=observation.images,
-        )
-        conversation.exchanges.append(exchange)
+        conversation.exchanges.append(Exchange(text=observation.text, images=observation.images))
         return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
 
     def response(

@@ -181,7 +181,7 @@ class AgentProxy(Generic[ContextT]):
         generation = self._encode(response) if isinstance(response, str) else response
         pieces = self.context.pieces(generation.ids)
         parsed = parse_response(
-            "".join(pieces),
+            self.context.opening + "".join(pieces),
             episode.slot.action_names,
             max_actions=self.environments.max_actions_per_turn,
             prompt_format=self.environments.prompt_format,
@@ -192,6 +192,7 @@ class AgentProxy(Generic[ContextT]):
         return _Answer(
             episode=episode,
             generation=generation,
+            opening=self.context.opening,
             pieces=pieces,
             parsed=parsed,
             state_description=episode.slot.state_description,
@@ -242,6 +243,7 @@ class _Answer:
 
     episode: Episode
     generation: Generation
+    opening: str
     pieces: list[str]
     parsed: ParsedResponse
     state_description: str | None
@@ -264,7 +266,7 @@ def _new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Trajec
 
 def _turn(answer: _Answer, result: TurnResult) -> Turn:
     episode, generation, parsed = answer.episode, answer.generation, answer.parsed
-    ends = np.cumsum([len(piece) for piece in answer.pieces])
+    ends = len(answer.opening) + np.cumsum([len(piece) for piece in answer.pieces])
     return Turn(
         observation=episode.conversation.observation,
         prompt_ids=episode.prompt.ids,

@@ -27,8 +27,10 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.models.chat_template import History
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
+from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.run.baselines import baseline_metrics
 from ragen_pl.run.build import (
@@ -65,7 +67,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
             check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
         with config_errors("model, context or validation set"):
             components = assemble(cfg)
-        warn_about_template(components)
+        report_template(components.proxy.context)
         logger = build_logger(cfg, run)
         warm_start(components, run, logger)
         return reinforce(components, run, logger, start=start)
@@ -239,14 +241,29 @@ def report_accelerator(name: str) -> None:
         )
 
 
-def warn_about_template(components: RunComponents) -> None:
-    """Warn that the model's chat template rewrites earlier responses."""
-    context = components.proxy.context
-    if components.cfg.context.window != 1 and not context.template.keeps_prefix:
-        sys.stderr.write(
-            "ragen_pl: the model's chat template rewrites earlier responses, so each turn is rendered and trained "
-            "as a sample of its own: correct, but slower; context.window=1 avoids the cost\n"
+def report_template(context: ContextManager) -> None:
+    """Log what the model's chat template does to earlier responses, and which date it shows."""
+    template = context.template
+    if template.pinned is not None:
+        log.info(
+            f"chat template: it shows today's date, pinned to {template.pinned} so that prompts stay the same"
         )
+    if context.window == 1 or (template.history is History.KEPT and template.fixed):
+        return
+    does = {
+        History.KEPT: "the text around a message depends on its place",
+        History.TRIMMED: "it trims blanks around earlier responses",
+        History.WITHOUT_THOUGHTS: "it strips the thoughts of earlier responses",
+        History.REWRITTEN: "it rewrites earlier responses",
+    }[template.history]
+    if context.joins:
+        follows = "prompts keep the sampled tokens as they are"
+        follows += ", so an episode is one sample" if context.grows else ""
+    else:
+        follows = "each turn is a sample of its own: correct, but slower; context.window=1 avoids the cost"
+        if template.history is History.WITHOUT_THOUGHTS and template.fixed:
+            follows += ", context.keep_thoughts=true makes an episode one sample"
+    log.info(f"chat template: {does}; {follows}")
 
 
 def report_stop(error: SystemExit, run: Run) -> object:

@@ -31,6 +31,7 @@ class Result:
 
     code: object
     stderr: str
+    stdout: str
 
     def refused(self) -> str:
         """Return the one line of a refusal."""
@@ -78,6 +79,7 @@ def fit(tmp_path, monkeypatch, capsys):
                 signal.signal(number, handler)
             os.environ.clear()
             os.environ.update(environment)
-        return Result(code, capsys.readouterr().err)
+        printed = capsys.readouterr()
+        return Result(code, printed.err, printed.out)
 
     return call

@@ -152,10 +152,22 @@ def test_a_chat_template_that_is_missing_or_broken_is_refused(fit, model):
     assert "no chat template; set tokenizer.chat_template" in load(fit).refused()
 
 
-def test_a_chat_template_that_breaks_its_prefix_is_reported(fit, model):
+def test_a_chat_template_that_rewrites_its_history_is_reported_once(fit, model):
     (model / "chat_template.jinja").write_text(KEEPS_NOT)
+    message = "chat template: it strips the thoughts of earlier responses; each turn is a sample of its own"
     result = load(fit, "context.window=all", "validation.baselines=null")
-    assert result.code == 0
-    message = "ragen_pl: the model's chat template rewrites earlier responses"
-    assert result.stderr.count(message) == 1
-    assert message not in load(fit, "context.window=1", "validation.baselines=null").stderr
+    assert result.code == 0 and result.stdout.count(message) == 1
+    kept = load(
+        fit, "context.window=all", "context.keep_thoughts=true", "validation.baselines=null"
+    )
+    assert kept.code == 0 and "so an episode is one sample" in kept.stdout
+    assert "chat template:" not in load(fit, "context.window=1", "validation.baselines=null").stdout
+
+
+def test_an_argument_that_the_chat_template_does_not_read_is_refused(fit, model):
+    message = load(fit, "+context.template_kwargs.enable_thinking=false").refused()
+    assert message == (
+        "context.template_kwargs.enable_thinking: the model's chat template reads none"
+    )
+    wrong = load(fit, "+context.template_kwargs.date=[1]").refused()
+    assert wrong.startswith("context.template_kwargs.date=[1]: expected true or false or")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.rollout.chat_template import ChatTemplate, user_message
+from ragen_pl.models.chat_template import History, user_message
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.trajectory import Observation
 
@@ -154,7 +154,7 @@ def test_template_for_content_parts_gets_content_parts(lm):
     prompts, _ = converse(context, [RESPONSE] * 2)
     shown = lm.tokenizer.decode(prompts[1].ids)
     assert "rules" in shown and "see 0" in shown and "see 1" in shown and RESPONSE in shown
-    assert context.template.keeps_prefix
+    assert context.template.history is History.KEPT
 
 
 def test_template_that_shows_nothing_raises(lm):
@@ -173,7 +173,7 @@ def test_template_without_a_system_role_works_without_a_system_message(lm):
 def test_template_with_text_after_the_end_token_keeps_its_prefix(lm):
     bundle = with_template(lm, QWEN_LIKE)
     context = ContextManager(bundle, window="all")
-    assert context.template.keeps_prefix
+    assert context.template.history is History.KEPT
     prompts, sampled = converse(context, [RESPONSE] * 3)
     messages = [{"role": "system", "content": "rules"}]
     for number, prompt in enumerate(prompts):
@@ -198,24 +198,57 @@ def test_response_at_its_length_limit_is_closed_by_template_text(lm, template):
     assert prompts[1].ids[len(prefix)] == bundle.tokenizer.convert_tokens_to_ids("<|user|>")
 
 
-@pytest.mark.parametrize(
-    "template", [STRIPS_THINK, STRIPS_OLD_THINK, UPPER_CASES, TRIMS, JOINS_LINES]
-)
+@pytest.mark.parametrize("template", [STRIPS_THINK, STRIPS_OLD_THINK, UPPER_CASES, JOINS_LINES])
 def test_template_that_rewrites_history_is_recognized_and_rendered_as_a_whole(lm, template):
     bundle = with_template(lm, template)
     context = ContextManager(bundle, window="all")
-    assert not context.template.keeps_prefix
+    assert not context.joins and not context.grows
     response = " <think>go\n\non</think><answer>Up</answer> "
     prompts, sampled = converse(context, [response] * 3)
     messages = [{"role": "system", "content": "rules"}]
     for number, prompt in enumerate(prompts):
         messages.append(user_message(f"see {number}", images=0))
-        rendered = ChatTemplate(bundle.tokenizer).render(messages)
+        rendered = bundle.chat_template().render(messages)
         assert bundle.tokenizer.decode(prompt.ids) == rendered
         messages.append({"role": "assistant", "content": response})
         if number:
             prefix = np.concatenate([prompts[number - 1].ids, sampled[number - 1]])
             assert not np.array_equal(prompt.ids[: len(prefix)], prefix)
+
+
+def test_template_that_trims_gets_the_sampled_ids_with_their_blanks(lm):
+    bundle = with_template(lm, TRIMS)
+    context = ContextManager(bundle, window="all")
+    assert context.template.history is History.TRIMMED and context.grows
+    prompts, sampled = converse(context, [f" {RESPONSE}\n\n"] * 3, texts=[" a", "b\n", "c"])
+    for number in range(2):
+        prefix = np.concatenate([prompts[number].ids, sampled[number]])
+        assert (prompts[number + 1].ids[: len(prefix)] == prefix).all()
+    turn = f"<|user|>assistant\n {RESPONSE}\n\n<|end|>\n<|user|>user\n"
+    assert bundle.tokenizer.decode(prompts[2].ids) == (
+        f"<|user|>system\nrules<|end|>\n<|user|>user\na<|end|>\n{turn}b<|end|>\n{turn}c<|end|>\n"
+        "<|user|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("template", [STRIPS_THINK, STRIPS_OLD_THINK])
+def test_thoughts_that_are_kept_stay_in_the_history(lm, template):
+    bundle = with_template(lm, template)
+    context = ContextManager(bundle, window="all", keep_thoughts=True)
+    prompts, sampled = converse(context, [RESPONSE] * 3)
+    assert context.joins and context.grows
+    assert bundle.tokenizer.decode(prompts[2].ids).count("<think>go\n\non</think>") == 2
+    prefix = np.concatenate([prompts[1].ids, sampled[1]])
+    assert (prompts[2].ids[: len(prefix)] == prefix).all()
+
+
+def test_a_window_of_one_turn_has_no_history_to_rewrite(lm):
+    bundle = with_template(lm, STRIPS_OLD_THINK)
+    assert ContextManager(bundle, window=1).joins
+    assert not ContextManager(bundle, window=2).joins
+    # these change the messages of the user too
+    for template in (UPPER_CASES, JOINS_LINES):
+        assert not ContextManager(with_template(lm, template), window=1).joins
 
 
 # ---- untrusted text and images

@@ -196,11 +196,12 @@ def test_template_that_rewrites_history_trains_on_the_prompts_shown(lm):
     tokenizer = copy.deepcopy(lm.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content'] is string -%}{{- message['content']",
-        "message['content'] is string -%}{{- message['content'].split('i')[-1] | trim",
+        "message['content'] is string -%}{{- "
+        "message['content'].split('i')[-1] if message['role'] == 'assistant' else message['content']",
     )
     bundle = ModelBundle(lm.model, tokenizer)
     proxy = proxy_of(bundle, window="all")
-    assert not proxy.context.template.keeps_prefix
+    assert not proxy.context.joins
     episodes = play(proxy, TransformersEngine(PolicyModule(bundle)), specs(6), seed_key=(3,))
     samples = collate(episodes, bundle).samples
     assert len(samples) > 2 * len(episodes)  # most turns break with the one before

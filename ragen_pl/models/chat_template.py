@@ -1,0 +1,486 @@
+"""Chat templates: the text around the messages of the user and the policy, and what becomes of old responses.
+
+Both are found by rendering conversations of marker words, which works with any template. The fixed text lets a
+prompt be the sampled ids with template text around them. A template may trim, strip or rewrite the responses of
+earlier turns; `History` says which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+# what `strftime_now` of a template reads; Llama 3.2 falls back to this day
+_CLOCK, _OTHER_CLOCK = datetime(2024, 7, 26), datetime(1999, 12, 31)
+_THINK, _END_OF_THOUGHT = "<think>", "</think>"
+
+_SYSTEM = "@System@"
+_USERS = ("@First User@", "@Second User@", "@Third User@")
+_WORDS = "@Some Words@ and @Other Words@"
+_THOUGHTS = f"{_THINK}\n@Thought@\n{_END_OF_THOUGHT}\n\n@Answer@"
+# as the prompt formats write them, with blanks that a template might rewrite
+_INNER = "@First@\n\n  @Second@ <answer>@Third@</answer>"
+_THOUGHTFUL = f"{_THINK}@Thought@\n\n  @More@{_END_OF_THOUGHT}<answer>@Answer@</answer>"
+# a template may trim newlines only
+_BLANKS = ("\n ", " \n")
+# arguments that transformers gives to every template
+_OWN_ARGUMENTS = {
+    "messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now",
+}  # fmt: skip
+
+
+class History(StrEnum):
+    """What a chat template does to the responses of earlier turns."""
+
+    KEPT = "kept"
+    TRIMMED = "trimmed"
+    """Blanks at the edges of a response or of its think block are removed or added."""
+    WITHOUT_THOUGHTS = "without_thoughts"
+    """Think blocks are removed."""
+    REWRITTEN = "rewritten"
+    """Other text changes."""
+
+
+def user_message(text: str, *, images: int) -> Message:
+    """Return a user message with its images before its text, as vision-language templates expect."""
+    if not images:
+        return {"role": "user", "content": text}
+    content: list[dict[str, str]] = [{"type": "image"} for _ in range(images)]
+    return {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserText:
+    """What a template writes around the text of a user message.
+
+    Attributes:
+        before: text before it in a later turn, image slots included.
+        after: text after it, the header of the response included.
+        kept: the part of `after` that stays when the response is old: all but an empty think block.
+        lead: blanks between the header and an old response.
+        trims: whether blanks at the left and at the right edge of the text are removed.
+    """
+
+    before: str
+    after: str
+    kept: str
+    lead: str
+    trims: tuple[bool, bool]
+
+    def shown(self, text: str) -> str:
+        """Return a text as the template writes it."""
+        left, right = self.trims
+        text = text.lstrip() if left else text
+        return text.rstrip() if right else text
+
+
+@dataclass(slots=True)
+class ChatTemplate:
+    """Chat template of a tokenizer or processor.
+
+    Attributes:
+        renderer: tokenizer or processor.
+        tokenizer: the tokenizer.
+        arguments: values of the template's own variables, such as `enable_thinking`.
+        image_counts: numbers of images in a message for which the fixed text is looked up at once.
+        history: what the template does to old responses.
+        fixed: whether the text around messages is the same in every turn. Otherwise a conversation can only be
+            rendered as a whole.
+        close: text after a response, with the end-of-turn token first in most templates.
+        lead: blanks that the template writes before a response.
+        opening: think tag at the end of a prompt, with which a response therefore begins.
+        pinned: date that the template shows in place of today's; None if it shows none.
+        bos_token_id: id that precedes a rendering, as the processor adds it; None for none.
+
+    Raises:
+        ValueError: there is no template, it does not show the user's text, or it does not read an argument.
+    """
+
+    renderer: Any
+    tokenizer: PreTrainedTokenizerBase
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    image_counts: tuple[int, ...] = ()
+    history: History = field(init=False)
+    fixed: bool = field(init=False)
+    close: str = field(init=False)
+    lead: str = field(init=False)
+    opening: str = field(init=False)
+    pinned: str | None = field(init=False)
+    bos_token_id: int | None = field(init=False)
+    _source: str = field(init=False)
+    _user_texts: dict[int, UserText | None] = field(init=False, default_factory=dict)
+    # text before the first user's text by system prompt and number of images
+    _firsts: dict[tuple[str | None, int], str] = field(init=False, default_factory=dict)
+    # the response in conversations of marker words
+    _response: str = field(init=False, default=_WORDS)
+    _content_parts: bool = field(init=False, default=False)
+    _has_system: bool = field(init=False, default=True)
+
+    def __post_init__(self) -> None:
+        source = template_source(self.renderer)
+        if not source:
+            raise ValueError(
+                "the model's tokenizer has no chat template; set tokenizer.chat_template to a Jinja "
+                "template and save the tokenizer again"
+            )
+        tree = _parsed(source)
+        self._check_arguments(tree)
+        self._source = _with_clock(source, tree, _CLOCK)
+        self._find_content_format()
+        self.bos_token_id = self._missing_bos()
+        message = [user_message(_USERS[0], images=0)]
+        opening = re.search(rf"{_THINK}\s*\Z", self.render(message))
+        self.opening = opening[0] if opening else ""
+        other_source = _with_clock(source, tree, _OTHER_CLOCK)
+        dates = [
+            self._apply(message, prompt=True, source=one) for one in (self._source, other_source)
+        ]
+        self.pinned = None if dates[0] == dates[1] else f"{_CLOCK:%d %b %Y}"
+        closed = self._rendered((_USERS[0], 0), _WORDS, prompt=False) or ""
+        self.close = closed.partition(_WORDS)[2]
+        self.fixed = self._find_fixed_text()
+        words = self._user_texts[0]
+        self.lead = words.lead if words else ""
+        self.history = self._find_history(words) if words else History.REWRITTEN
+
+    def render(self, messages: list[Message], *, prompt: bool = True) -> str:
+        """Return the text of messages; with `prompt`, the header of the next response follows."""
+        return self._apply(messages, prompt=prompt, source=self._source)
+
+    def head(self, system: str | None) -> str:
+        """Return the text before the first user message."""
+        before_user = self.user_text(0).before
+        return self._before_first(system, images=0).removesuffix(before_user)
+
+    def before_first(self, system: str | None, *, images: int) -> str:
+        """Return the text between the head and the user's text in a conversation's first message."""
+        return self._before_first(system, images=images).removeprefix(self.head(system))
+
+    def user_text(self, images: int) -> UserText:
+        """Return what the template writes around the text of a user message with this many images.
+
+        Raises:
+            ValueError: the template has no place for the images, or no fixed text.
+        """
+        if images not in self._user_texts:
+            self._user_texts[images] = self._find_user_text(images)
+        found = self._user_texts[images]
+        if found is None:
+            raise ValueError(
+                f"the chat template has no place for a message with {images} images before its text"
+            )
+        return found
+
+    def system_messages(self, system: str | None) -> list[Message]:
+        """Return the messages of a system prompt.
+
+        Raises:
+            ValueError: the template has no place for a system message.
+        """
+        if system and not self._has_system:
+            raise ValueError(
+                "context.system_prompt: the model's chat template has no place for a system message; set null"
+            )
+        return [{"role": "system", "content": system}] if system else []
+
+    def _apply(self, messages: list[Message], *, prompt: bool, source: str) -> str:
+        if self._content_parts:
+            messages = [_with_content_parts(message) for message in messages]
+        text = self.renderer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            chat_template=source,
+            **self.arguments,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _check_arguments(self, tree: nodes.Template) -> None:
+        known = sorted(_variables(tree) - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
+        for name in self.arguments:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                raise ValueError(
+                    f"context.template_kwargs.{name}: the model's chat template reads {', '.join(known) or 'none'}"
+                    + (f"; did you mean {close[0]}?" if close else "")
+                )
+
+    def _find_content_format(self) -> None:
+        """Find out whether the template takes plain text, and system messages."""
+        self._content_parts = not self._shows(_USERS[0])
+        if self._content_parts and not self._shows(_USERS[0]):
+            raise ValueError(
+                "the model's chat template leaves out the user's text; set tokenizer.chat_template to another one"
+            )
+        self._has_system = self._shows(_USERS[0], system=_SYSTEM)
+
+    def _shows(self, text: str, *, system: str | None = None) -> bool:
+        """Return whether the rendering holds the user's text and, where given, the system's."""
+        messages = [user_message(text, images=0)]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        try:
+            rendering = self.render(messages).casefold()
+        # a template may raise any exception
+        except Exception:
+            if system or not self._content_parts:
+                return False
+            raise
+        return text.casefold() in rendering and (system or "").casefold() in rendering
+
+    def _missing_bos(self) -> int | None:
+        """Return the id that a processor adds to a rendering that does not begin with it."""
+        bos = self.tokenizer.bos_token
+        if self.renderer is self.tokenizer or bos is None:
+            return None
+        added = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+        begins = self.render([user_message(_USERS[0], images=0)]).startswith(bos)
+        return int(self.tokenizer.bos_token_id) if added and not begins else None
+
+    # ---- conversations of marker words
+
+    def _rendered(self, *turns: str | tuple[str, int], prompt: bool = True) -> str | None:
+        """Return the text of users' texts, each with a number of images, and responses; None if that fails."""
+        messages = self.system_messages(_SYSTEM if self._has_system else None)
+        for turn in turns:
+            if isinstance(turn, str):
+                messages.append({"role": "assistant", "content": turn})
+            else:
+                messages.append(user_message(turn[0], images=turn[1]))
+        try:
+            return self.render(messages, prompt=prompt)
+        # a template may raise any exception
+        except Exception:
+            return None
+
+    def _before_first(self, system: str | None, *, images: int) -> str:
+        key = (system, images)
+        if key not in self._firsts:
+            if len(self._firsts) > 1000:
+                self._firsts.clear()
+            messages = [*self.system_messages(system), user_message(_USERS[0], images=images)]
+            self._firsts[key] = self.render(messages).partition(_USERS[0])[0]
+        return self._firsts[key]
+
+    def _find_fixed_text(self) -> bool:
+        """Find the text around messages; return whether it is the same in all turns."""
+        for self._response in (_WORDS, _THOUGHTS):
+            self._user_texts = {}
+            for images in (0, *self.image_counts):
+                self._user_texts[images] = self._find_user_text(images)
+            if self._user_texts[0] is not None:
+                break
+        return None not in self._user_texts.values()
+
+    def _find_user_text(self, images: int) -> UserText | None:
+        """Return the text around a user message, None if it is not the same in all turns."""
+        first, second, _ = _USERS
+        response = self._response.removeprefix(self.opening)
+        opened = self._rendered((first, images))
+        text = self._rendered((first, images), self._response, (second, images))
+        if opened is None or text is None:
+            return None
+        left, shown, after = opened.partition(first)
+        header, answered, rest = text.removeprefix(left + first).partition(response)
+        before, _, last = rest.removeprefix(self.close).partition(second)
+        kept, lead = _of_old_response(header, after)
+        places = shown and answered and text.startswith(left) and rest.startswith(self.close)
+        words = self._user_texts.get(0)
+        if not places or last != after or kept is None or (words and words.before == before):
+            return None
+        start = text[: len(text) - len(second + after)]
+        for trims in ((False, False), (True, True), (True, False), (False, True)):
+            found = UserText(before=before, after=after, kept=kept, lead=lead, trims=trims)
+            edges = [_blank(second, blanks) for blanks in _BLANKS]
+            texts = [
+                self._rendered((first, images), self._response, (edge, images)) for edge in edges
+            ]
+            if texts == [start + found.shown(edge) + after for edge in edges]:
+                return found if self._holds(found, images=images) else None
+        return None
+
+    def _holds(self, found: UserText, *, images: int) -> bool:
+        """Return whether three turns are what the fixed text makes of them, with and without images in the second."""
+        first, second, third = map(_blank, _USERS)
+        opened = self._rendered((_USERS[0], images)) or ""
+        left = opened.partition(_USERS[0])[0] + found.shown(first) + self._old_response(found)
+        right = found.before + found.shown(third) + found.after
+        for middle, count in ((found, images), (self._user_texts.get(0) or found, 0)):
+            turns = ((first, images), self._response, (second, count), self._response)
+            expected = left + middle.before + middle.shown(second) + self._old_response(middle)
+            if self._rendered(*turns, (third, images)) != expected + right:
+                return False
+        return True
+
+    def _old_response(self, user: UserText) -> str:
+        """Return the text from the end of a user's text to the end of an old response."""
+        return user.kept + user.lead + self._response.removeprefix(self.opening) + self.close
+
+    def _find_history(self, words: UserText) -> History:
+        inner = self._old(_INNER, words)
+        edges = [self._old(_blank(_WORDS, blanks), words) for blanks in _BLANKS]
+        thoughtful = self._old(_THOUGHTFUL, words)
+        if self._response == _THOUGHTS:
+            # this template gives an empty think block to a response without one
+            inner, edges = _INNER, []
+        if inner is None or thoughtful is None or inner.strip() != _INNER:
+            return History.REWRITTEN
+        if words.kept != words.after or thoughtful.strip() == _without_thoughts(_THOUGHTFUL):
+            return History.WITHOUT_THOUGHTS
+        if _without_blanks(thoughtful) != _THOUGHTFUL:
+            return History.REWRITTEN
+        blank = [_blank(_WORDS, blanks) for blanks in _BLANKS]
+        kept = (inner, thoughtful, edges) == (_INNER, _THOUGHTFUL, blank)
+        return History.KEPT if kept else History.TRIMMED
+
+    def _old(self, response: str, words: UserText) -> str | None:
+        """Return a response as a later prompt shows it, None if the text around it changes too."""
+        first, second, _ = _USERS
+        opened, text = self._rendered((first, 0)), self._rendered((first, 0), response, (second, 0))
+        if opened is None or text is None:
+            return None
+        left = opened.removesuffix(words.after) + words.kept
+        right = self.close + words.before + second + words.after
+        if not (text.startswith(left) and text.endswith(right)):
+            return None
+        opening = self.opening if words.kept == words.after else ""
+        return opening + text[len(left) : len(text) - len(right)].removeprefix(words.lead)
+
+
+def template_source(renderer: Any) -> str | None:
+    """Return the text of a tokenizer's or processor's chat template; of several the default one."""
+    template: str | dict[str, str] | None = renderer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _with_content_parts(message: Message) -> Message:
+    """Return a message whose content is a list of parts, as some templates expect."""
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
+
+
+def _of_old_response(header: str, after: str) -> tuple[str | None, str]:
+    """Return what stays of the text between a user's text and the response, and the blanks that follow.
+
+    Args:
+        header: that text when the response is old.
+        after: that text in the prompt of the response.
+    """
+    if header.startswith(after) and not header[len(after) :].strip():
+        return after, header[len(after) :]
+    think_block = rf"{_THINK}\s*(?:{_END_OF_THOUGHT}\s*)?"
+    if after.startswith(header) and re.fullmatch(think_block, after[len(header) :]):
+        return header, ""
+    return None, ""
+
+
+def _blank(text: str, blanks: str = _BLANKS[0]) -> str:
+    """Return a text twice, with blanks between and at the edges."""
+    return f"{blanks}{text}\n\n  {text}{blanks[::-1]}"
+
+
+def _without_blanks(text: str) -> str:
+    """Return a text without blanks at its edges and around think tags."""
+    return re.sub(rf"\s*({_THINK}|{_END_OF_THOUGHT})\s*", r"\1", text.strip())
+
+
+def _without_thoughts(text: str) -> str:
+    """Return what follows a text's think block."""
+    return text.partition(_END_OF_THOUGHT)[2]
+
+
+# ---- Jinja
+
+
+class _Generation(jinja2.ext.Extension):
+    """Lets templates mark what the policy writes, as transformers does."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _parsed(source: str) -> nodes.Template:
+    environment = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols])
+    try:
+        return environment.parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"the model's chat template is no Jinja template (line {error.lineno}: {error.message}); "
+            "set tokenizer.chat_template to another one"
+        ) from error
+
+
+def _variables(tree: nodes.Template) -> set[str]:
+    """Return the arguments that a template reads, but for those of `apply_chat_template`.
+
+    A variable that the template assigns before it is read is not one of them.
+    """
+    read_first: dict[str, bool] = {}
+    for name in _names(tree):
+        read_first.setdefault(name.name, name.ctx == "load")
+    undeclared = jinja2.meta.find_undeclared_variables(tree) - _OWN_ARGUMENTS
+    return {name for name in undeclared if read_first[name]}
+
+
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Yield the names below a node in the order of their evaluation: a value before what it is assigned to."""
+    if isinstance(node, nodes.Name):
+        yield node
+    children = list(node.iter_child_nodes())
+    if isinstance(node, nodes.Assign | nodes.For):
+        target = node.target
+        children = [child for child in children if child is not target]
+        children.insert(1, target)
+    for child in children:
+        yield from _names(child)
+
+
+def _with_clock(source: str, tree: nodes.Template, now: datetime) -> str:
+    """Return a template for which the time is always `now`.
+
+    Raises:
+        ValueError: the template computes the format of the time.
+    """
+    calls = [
+        call
+        for call in tree.find_all(nodes.Call)
+        if isinstance(call.node, nodes.Name) and call.node.name == "strftime_now"
+    ]
+    formats = [call.args[0].value for call in calls if isinstance(call.args[0], nodes.Const)]
+    if len(formats) < len(calls):
+        raise ValueError(
+            "the model's chat template computes the format of the date that it shows; prompts would change "
+            "overnight; set tokenizer.chat_template to another one"
+        )
+    if not calls:
+        return source
+    times = {form: now.strftime(form) for form in formats}
+    # a newline after a tag is no part of the template
+    return (
+        f"{{% macro strftime_now(format) %}}{{{{ {times!r}[format] }}}}{{% endmacro %}}\n{source}"
+    )
