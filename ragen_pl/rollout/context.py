@@ -80,6 +80,12 @@ class ContextManager:
                 "context.leave_out: this chat template rewrites its history, no part of it can be left "
                 "out; set context.leave_out.patches=0 and context.leave_out.turns=0"
             )
+        if self.leave_out and not bundle.facts.plain_positions:
+            raise ValueError(
+                f"context.leave_out: in {bundle.facts.family} the positions or the attention of a token depend on the "
+                "whole image, no part of it can be left out; set context.leave_out.patches=0 and "
+                "context.leave_out.turns=0"
+            )
         self._encoded: dict[tuple[str, ...], np.ndarray] = {}
         self._ends = frozenset(bundle.eos_token_ids)
         added = bundle.tokenizer.added_tokens_decoder.values()

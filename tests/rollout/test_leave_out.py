@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from family_models import tiny
 
 from ragen_pl.data.collate import collate, split_into_samples
 from ragen_pl.models.distribution import log_distribution
@@ -187,3 +188,9 @@ def test_truncated_episode_bootstraps_from_a_whole_last_image(vlm) -> None:
 def test_shares_out_of_range_raise(wrong) -> None:
     with pytest.raises(ValueError, match="LeaveOut"):
         LeaveOut(**wrong)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vl"])
+def test_families_whose_images_are_whole_are_refused(name) -> None:
+    with pytest.raises(ValueError, match=rf"context\.leave_out: in {name.removesuffix('_vl')}"):
+        ContextManager(tiny(name), window="all", leave_out=LeaveOut(patches=0.5))
