@@ -97,11 +97,11 @@ def _load(
         hint: remedy, for error messages.
         prefix: put before a tensor's name in error messages.
     """
+    complete = with_frozen(module, weights)
+    check_shapes(complete, module, source=source, hint=hint, prefix=prefix)
     fingerprints = {key: value for key, value in saved.get(FINGERPRINTS, {}).items() if key == name}
     if fingerprints:
         check_frozen(fingerprints, {name: fingerprint(_model(module))}, source=source)
-    complete = with_frozen(module, weights)
-    check_shapes(complete, module, source=source, hint=hint, prefix=prefix)
     module.load_state_dict(complete)
 
 
@@ -173,9 +173,9 @@ def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | Non
             f"{source}: holds no {sorted(missing)[0]}, so training cannot continue from it; "
             "give a checkpoint of ragen_pl.fit that is not of weights only"
         )
-    check_frozen(saved.get(FINGERPRINTS, {}), fingerprints(module), source=source)
     complete = with_frozen(module, saved["state_dict"])
     check_shapes(complete, module, source=source, hint=SAME_OVERRIDES)
+    check_frozen(saved.get(FINGERPRINTS, {}), fingerprints(module), source=source)
 
 
 def read_checkpoint(file: Path, *, source: str, hint: str, trusted: bool = False) -> dict[str, Any]:
