@@ -18,8 +18,8 @@ from timing import CLOCKS, StepTimer, Stopwatch, build_components, use_threads
 from torch import Tensor
 
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.microbatches import split_by_length
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.modules.forward import split_by_length
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, proxy_with
@@ -100,9 +100,7 @@ def run(window: str, args: argparse.Namespace) -> None:
     )  # fmt: skip
     trainer.fit(agent, datamodule=datamodule)
     MinibatchLoader._minibatch = original  # type: ignore[method-assign]
-    report(
-        window, timer.phases[1:], trained / args.iterations, lengths, agent.policy.length_buckets
-    )
+    report(window, timer.phases[1:], trained / args.iterations, lengths, datamodule.length_buckets)
 
 
 def report(

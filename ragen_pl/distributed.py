@@ -38,6 +38,17 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return total.to(tensor.device)
 
 
+def max_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the largest of the ranks' values, element by element, of tensors of the same shape."""
+    if not is_distributed():
+        return tensor
+    largest = tensor.clone()
+    if dist.get_backend() == "nccl":
+        largest = largest.cuda()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.to(tensor.device)
+
+
 def any_over_ranks(flag: bool) -> bool:
     """Return whether the flag is set on any rank. All ranks must call it."""
     return bool(sum_over_ranks(torch.tensor(float(flag)))) if is_distributed() else flag

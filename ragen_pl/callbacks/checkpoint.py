@@ -18,6 +18,7 @@ from torch import Tensor
 from ragen_pl.constraints import CountOrZero, Declared, Positive, checked
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.loops.rollout_update import RolloutUpdateLoop
 
 
 class StopSignals:
@@ -128,7 +129,10 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     ) -> None:
         """Save if due, and stop if a signal was received."""
         super().on_train_batch_end(trainer, pl_module, *arguments)  # type: ignore[arg-type]
-        self._stop_if_requested(trainer)
+        # only the rollout/update loop saves the gradients of an unfinished optimizer step
+        loop = trainer.fit_loop
+        if isinstance(loop, RolloutUpdateLoop) or not loop._should_accumulate():
+            self._stop_if_requested(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop before a validation if a signal was received."""

@@ -18,8 +18,8 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
 from ragen_pl.data.collate import collate
+from ragen_pl.data.microbatches import split_by_tokens
 from ragen_pl.distributed import gather_over_ranks
-from ragen_pl.modules.forward import split_by_tokens
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.trajectory import (
     REASONING_SPANS,

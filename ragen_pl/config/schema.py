@@ -245,8 +245,12 @@ class Settings(TypedDict, total=False):
     ]
     update: Annotated[
         Update,
-        Arguments("ragen_pl.data.datamodule.RolloutDataModule", ("epochs", "minibatches")),
-        Arguments("ragen_pl.modules.policy.PolicyModule", ("length_buckets", "logits_mib")),
+        Arguments(
+            "ragen_pl.data.datamodule.RolloutDataModule",
+            ("epochs", "minibatches", "tokens_per_microbatch", "length_buckets"),
+        ),
+        Arguments("ragen_pl.modules.policy.PolicyModule", ("logits_mib",)),
+        Arguments("ragen_pl.modules.agent.AgentModule", ("tokens_per_forward",)),
     ]
     optimizer: Annotated[Optimizer, Open()]
     learning_rate_end: Fraction

@@ -163,6 +163,10 @@ class Minibatch:
     """float32 `[]`, tokens with a penalty on the divergence from the reference."""
     sequences: Tensor
     """float32 `[]`, samples."""
+    microbatches: list[Tensor]
+    """Rows that are computed together, each int64 `[rows]`."""
+    ends_step: bool
+    """Whether the optimizer takes its step after this minibatch."""
     scale: float
     """Factor of the local sum; with it, what DDP averages is the global mean."""
 

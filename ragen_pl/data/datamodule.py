@@ -6,17 +6,15 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
-
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.constraints import Count, checked
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.group_selection import GroupSelection, select_groups
-from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
-from ragen_pl.distributed import gather_over_ranks, rank, sum_over_ranks, world_size
+from ragen_pl.distributed import gather_over_ranks, rank, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.context import ContextManager
@@ -45,7 +43,7 @@ class RollsOut(Protocol):
         """Fill in masks, values, advantages and returns."""
 
 
-class RolloutDataModule(pl.LightningDataModule):
+class RolloutDataModule(MinibatchDataModule):
     """Collect trajectories and serve them as minibatches.
 
     Args:
@@ -55,6 +53,8 @@ class RolloutDataModule(pl.LightningDataModule):
         group_size: number of episodes of a group, all from the same initial state.
         epochs: passes over an iteration's samples in its update.
         minibatches: optimizer steps of a pass.
+        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
+        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
         seed: seed of the run.
         held_out: keep the initial states of the first validation set out of training.
         curriculum: harder initial states later on, None for none.
@@ -73,6 +73,8 @@ class RolloutDataModule(pl.LightningDataModule):
         group_size: Count = 1,
         epochs: Count = 2,
         minibatches: Count = 4,
+        tokens_per_microbatch: Count | None = None,
+        length_buckets: Count = 2,
         seed: int = 0,
         held_out: bool = True,
         curriculum: Curriculum | None = None,
@@ -80,7 +82,7 @@ class RolloutDataModule(pl.LightningDataModule):
         group_filter: GroupFilter | None = None,
         observations: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(tokens_per_microbatch=tokens_per_microbatch, length_buckets=length_buckets)
         self.proxy, self.validation_sets = proxy, list(validation_sets)
         self.groups, self.group_size = groups, group_size
         self.epochs, self.minibatches = epochs, minibatches
@@ -96,6 +98,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Exclude the initial states of the first validation set from training."""
+        super().setup(stage)
         if self.held_out and self.validation_sets and not self.proxy.environments.held_out:
             keys = frozenset(self.validation_sets[0].state_keys())
             # copies, since the validation set may play in the same environments
@@ -209,15 +212,11 @@ class RolloutDataModule(pl.LightningDataModule):
             raise RuntimeError(
                 "there are no trajectories yet; train with the RolloutUpdate callback"
             )
-        accumulate = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
-        return MinibatchLoader(
+        return self.minibatches_of(
             self.buffer,
             epochs=self.epochs,
             minibatches=self.minibatches,
-            accumulate=accumulate,
-            seed_key=(self.seed, self._iteration, rank()),
-            world_size=world_size(),
-            sum_over_ranks=sum_over_ranks,
+            seed_key=(self.seed, self._iteration),
         )
 
     def val_dataloader(self) -> list[ValidationLoader]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import lightning.pytorch as pl
 import torch
 
 from ragen_pl.constraints import Count, Fraction, checked
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
-from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.distributed import rank, sum_over_ranks, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.rollout.context import ContextManager
@@ -21,7 +20,7 @@ from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.seeding import derive_seed
 
 
-class DemonstrationDataModule(pl.LightningDataModule):
+class DemonstrationDataModule(MinibatchDataModule):
     """Play demonstrations once and serve their turns as minibatches.
 
     Args:
@@ -31,6 +30,8 @@ class DemonstrationDataModule(pl.LightningDataModule):
         batch_size: number of samples of an optimizer step over all ranks.
         steps: number of optimizer steps.
         gamma: discount per turn of the critic's target.
+        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
+        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
         seed: seed of the run.
     """
 
@@ -44,9 +45,11 @@ class DemonstrationDataModule(pl.LightningDataModule):
         batch_size: Count,
         steps: Count,
         gamma: Fraction,
+        tokens_per_microbatch: Count | None = None,
+        length_buckets: Count = 2,
         seed: int,
     ) -> None:
-        super().__init__()
+        super().__init__(tokens_per_microbatch=tokens_per_microbatch, length_buckets=length_buckets)
         self.proxy, self.policy = proxy, policy
         self.episodes, self.batch_size = episodes, batch_size
         self.steps, self.gamma, self.seed = steps, gamma, seed
@@ -55,6 +58,7 @@ class DemonstrationDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Play this rank's demonstrations."""
+        super().setup(stage)
         if self.batch is not None:
             return
         specs = [
@@ -82,13 +86,11 @@ class DemonstrationDataModule(pl.LightningDataModule):
         # over all ranks: episodes differ in length, and all ranks take the same number of steps
         samples = int(sum_over_ranks(torch.tensor(len(self.batch.samples))))
         minibatches = max(1, -(-samples // self.batch_size))
-        return MinibatchLoader(
+        return self.minibatches_of(
             self.batch,
             epochs=math.ceil(self.steps / minibatches),
             minibatches=minibatches,
-            seed_key=(self.seed, "demonstrations", rank()),
-            world_size=world_size(),
-            sum_over_ranks=sum_over_ranks,
+            seed_key=(self.seed, "demonstrations"),
         )
 
 

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from ragen_pl.constraints import Count, checked
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.microbatches import split_by_length, split_by_tokens, split_into
+from ragen_pl.distributed import max_over_ranks, rank, sum_over_ranks, world_size
 from ragen_pl.seeding import derive_seed
 
-SumOverRanks = Callable[[Tensor], Tensor]
+log = logging.getLogger(__name__)
+
+OverRanks = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One minibatch of the plan."""
+
+    rows: Tensor
+    """int64, rows of the batch."""
+    microbatches: list[Tensor]
+    """Places in `rows` that are computed together."""
 
 
 class MinibatchLoader:
     """Yield `epochs x minibatches x accumulate` minibatches of a batch's samples.
 
     Each epoch yields every sample once, in an order drawn from `seed_key`. A rank with fewer samples than
-    minibatches also yields padding rows, so all ranks take the same number of steps.
+    minibatches also yields padding rows, so all ranks take the same number of steps, and the same number of forward
+    passes in each.
+
+    With `tokens_per_microbatch` each minibatch is yielded in parts, of which one forward and backward pass fits into
+    memory. Their number is the same for all minibatches and ranks. `accumulate` is then that many times larger, and
+    the Trainer's `accumulate_grad_batches` has to be set to it.
 
     Args:
         batch: the iteration's samples.
         epochs: passes over the samples.
         minibatches: optimizer steps of an epoch.
         accumulate: minibatches of an optimizer step (the Trainer's `accumulate_grad_batches`).
+        tokens_per_microbatch: positions of a microbatch, padding included; None to split a minibatch by length only.
+        length_buckets: most microbatches that a minibatch is split into by length, without `tokens_per_microbatch`.
         seed_key: seed of the order: run seed, iteration, rank.
         world_size: number of ranks whose gradients are averaged.
         sum_over_ranks: sums a tensor over the ranks; identity on one rank.
+        max_over_ranks: takes the maximum of a tensor's elements over the ranks; identity on one rank.
     """
 
+    @checked
     def __init__(
         self,
         batch: TrajectoryBatch,
@@ -36,21 +63,55 @@ class MinibatchLoader:
         epochs: int,
         minibatches: int,
         accumulate: int = 1,
+        tokens_per_microbatch: Count | None = None,
+        length_buckets: Count = 2,
         seed_key: tuple[int | str, ...] = (),
         world_size: int = 1,
-        sum_over_ranks: SumOverRanks = lambda tensor: tensor,
+        sum_over_ranks: OverRanks = lambda tensor: tensor,
+        max_over_ranks: OverRanks = lambda tensor: tensor,
     ) -> None:
         self.batch = batch
-        self.accumulate = accumulate
         self.world_size = world_size
         self._position = self._start = 0
-        self._plan: list[Tensor] = []
+        plan: list[Tensor] = []
         for epoch in range(epochs):
             generator = torch.Generator().manual_seed(derive_seed(*seed_key, "shuffle", epoch))
             order = torch.randperm(len(batch.samples), generator=generator)
             for step in order.tensor_split(minibatches):
-                self._plan.extend(step.tensor_split(accumulate))
+                plan.extend(step.tensor_split(accumulate))
+        if tokens_per_microbatch is None:
+            self._plan = self._by_length(plan, length_buckets, max_over_ranks)
+            self.accumulate = accumulate
+        else:
+            self._plan = self._by_tokens(plan, tokens_per_microbatch, max_over_ranks)
+            self.accumulate = accumulate * len(self._plan) // max(1, len(plan))
         self._counts = self._count(sum_over_ranks)
+
+    def _by_length(
+        self, plan: Sequence[Tensor], buckets: int, max_over_ranks: OverRanks
+    ) -> list[_Part]:
+        """Split each minibatch's rows by length, and add padding rows until all ranks have as many microbatches."""
+        lengths = self.batch.samples.length
+        split = [split_by_length(lengths[rows], buckets) if len(rows) else [] for rows in plan]
+        counts = max_over_ranks(torch.tensor([max(1, len(own)) for own in split])).tolist()
+        parts = []
+        for rows, own, count in zip(plan, split, counts, strict=True):
+            padding = [torch.tensor([len(rows) + number]) for number in range(count - len(own))]
+            parts.append(_Part(rows, own + padding))
+        return parts
+
+    def _by_tokens(
+        self, plan: Sequence[Tensor], tokens: int, max_over_ranks: OverRanks
+    ) -> list[_Part]:
+        """Split each minibatch into as many parts as the one that needs most, on any rank."""
+        lengths = self.batch.samples.length
+        needed = [len(split_by_tokens(lengths[rows], tokens)) for rows in plan if len(rows)]
+        count = int(max_over_ranks(torch.tensor(max(needed, default=1))))
+        return [
+            _Part(rows[own], [torch.arange(max(1, len(own)))])
+            for rows in plan
+            for own in split_into(lengths[rows], count, tokens=tokens)
+        ]
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -71,7 +132,7 @@ class MinibatchLoader:
         """Continue after the minibatches that were yielded."""
         self._position = self._start = state["position"]
 
-    def _count(self, sum_over_ranks: SumOverRanks) -> Tensor:
+    def _count(self, sum_over_ranks: OverRanks) -> Tensor:
         """Return the counts of every optimizer step over all ranks, float32 `[steps, 4]`.
 
         The columns are the tokens in M_loss by their weights, the tokens in M_adv, the KL tokens, and the samples.
@@ -82,13 +143,13 @@ class MinibatchLoader:
         sums = [mask.sum(1) * counted for mask in masks]
         of_row = torch.stack([*sums, counted.long()], dim=1).float()
         counts = torch.zeros(len(self._plan) // self.accumulate, of_row.shape[1])
-        for number, rows in enumerate(self._plan):
-            counts[number // self.accumulate] += of_row[rows].sum(0)
+        for number, part in enumerate(self._plan):
+            counts[number // self.accumulate] += of_row[part.rows].sum(0)
         return sum_over_ranks(counts).clamp(min=1)
 
     def _minibatch(self, number: int) -> Minibatch:
-        rows, batch = self._plan[number], self.batch
-        samples = batch.samples.select(rows) if len(rows) else _padding_row(batch.samples)
+        part, batch = self._plan[number], self.batch
+        samples = _selected(batch.samples, part)
         reference = batch.reference
         if reference is not None:
             reference = reference[samples.token[samples.turn >= 0]]
@@ -103,16 +164,95 @@ class MinibatchLoader:
             advantage_tokens=advantage_tokens,
             kl_tokens=kl_tokens,
             sequences=sequences,
+            microbatches=part.microbatches,
+            ends_step=(number + 1) % self.accumulate == 0,
             scale=float(self.world_size * self.accumulate),
         )
 
 
-def _padding_row(samples: Samples) -> Samples:
-    row = samples.select(torch.zeros(1, dtype=torch.int64))
-    row.weight.zero_()
-    row.loss_weight = row.loss_weight * 0
-    row.loss_mask, row.kl_mask = row.loss_mask & False, row.kl_mask & False
-    return row
+class MinibatchDataModule(pl.LightningDataModule):
+    """Serve a batch as minibatches, and have the Trainer accumulate the microbatches of each.
+
+    Args:
+        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
+        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
+    """
+
+    def __init__(self, *, tokens_per_microbatch: int | None, length_buckets: int) -> None:
+        super().__init__()
+        self.tokens_per_microbatch, self.length_buckets = tokens_per_microbatch, length_buckets
+        self._accumulate = 1
+
+    def setup(self, stage: str) -> None:
+        """Keep the Trainer's own number of accumulated minibatches."""
+        if self.trainer is not None:
+            self._accumulate = self.trainer.accumulate_grad_batches
+
+    def teardown(self, stage: str) -> None:
+        """Give the Trainer its own number back."""
+        if self.trainer is not None:
+            self.trainer.accumulate_grad_batches = self._accumulate
+
+    def minibatches_of(
+        self,
+        batch: TrajectoryBatch,
+        *,
+        epochs: int,
+        minibatches: int,
+        seed_key: tuple[int | str, ...],
+    ) -> MinibatchLoader:
+        """Return the loader over a batch. The arguments are those of `MinibatchLoader`.
+
+        Raises:
+            ValueError: the Trainer's strategy accumulates a number of minibatches that can't be changed.
+        """
+        loader = MinibatchLoader(
+            batch,
+            epochs=epochs,
+            minibatches=minibatches,
+            accumulate=self._accumulate,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+            length_buckets=self.length_buckets,
+            seed_key=(*seed_key, rank()),
+            world_size=world_size(),
+            sum_over_ranks=sum_over_ranks,
+            max_over_ranks=max_over_ranks,
+        )
+        self._report_long_samples(batch.samples)
+        if self.trainer is not None:
+            self._set_accumulation(loader.accumulate)
+        return loader
+
+    def _set_accumulation(self, microbatches: int) -> None:
+        assert self.trainer is not None
+        strategy = self.trainer.strategy
+        if microbatches != self._accumulate and strategy.handles_gradient_accumulation:
+            raise ValueError(
+                f"update.tokens_per_microbatch={self.tokens_per_microbatch}: {type(strategy).__name__} accumulates a "
+                "fixed number of microbatches; set null and trainer.accumulate_grad_batches, or another strategy"
+            )
+        self.trainer.accumulate_grad_batches = microbatches
+
+    def _report_long_samples(self, samples: Samples) -> None:
+        limit = self.tokens_per_microbatch
+        longer = 0 if limit is None else int((samples.length > limit).sum())
+        if longer:
+            log.warning(
+                f"update.tokens_per_microbatch={limit}: {longer} of {len(samples)} samples are longer, up to "
+                f"{int(samples.length.max())} tokens; each is a microbatch of its own"
+            )
+
+
+def _selected(samples: Samples, part: _Part) -> Samples:
+    """Return a minibatch's samples; places beyond its rows are padding rows."""
+    count = sum(len(places) for places in part.microbatches)
+    rows = torch.cat([part.rows, part.rows.new_zeros(count - len(part.rows))])
+    selected = samples.select(rows)
+    padding = torch.arange(count) >= len(part.rows)
+    selected.weight[padding] = 0
+    selected.loss_weight[padding] = 0
+    selected.loss_mask[padding] = selected.kl_mask[padding] = False
+    return selected
 
 
 def _keep_own_images(samples: Samples, images: Sequence[Tensor]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.mismatch import Correction, TruncatedWeights
 from ragen_pl.algorithms.normalization import RewardNormalizer
+from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.validation import ValidationChunk
 from ragen_pl.distributed import gather_over_ranks, rank
@@ -80,7 +81,7 @@ class AgentModule(SavesTrainedWeights):
         critic_learning_rate: float | None = None,
         master_weights: bool = True,
         decay_vectors: bool = False,
-        tokens_per_forward: int = 16_384,
+        tokens_per_forward: Count = 16_384,
     ) -> None:
         super().__init__()
         if estimator.needs_values and critic is None:

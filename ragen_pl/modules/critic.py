@@ -23,7 +23,6 @@ from ragen_pl.modules.forward import (
     ReferenceStates,
     sample_inputs,
     sampled_states,
-    split_by_length,
 )
 from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
@@ -40,7 +39,6 @@ class CriticModule(pl.LightningModule):
         backbone: Model of its own; None to read the policy's states.
         detach: Whether the value loss leaves the weights behind the states unchanged.
         optimizer: Builds the optimizer from parameters, for use in a plain `Trainer`; AdamW at 1e-4 by default.
-        length_buckets: Number of microbatches that a batch's rows are split into by length.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class CriticModule(pl.LightningModule):
         backbone: ModelBundle | None = None,
         detach: bool = False,
         optimizer: OptimizerFactory | None = None,
-        length_buckets: int = 2,
     ) -> None:
         super().__init__()
         self.head = ValueHead(hidden_size)
@@ -58,7 +55,6 @@ class CriticModule(pl.LightningModule):
         self.model: nn.Module | None = None if backbone is None else backbone.model
         self.detach_states = detach
         self.optimizer_factory = optimizer
-        self.length_buckets = length_buckets
 
     @property
     def shares_trunk(self) -> bool:
@@ -82,7 +78,7 @@ class CriticModule(pl.LightningModule):
         Args:
             samples: Sequences.
             images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
-            microbatches: Rows that are computed together; the module's length buckets by default.
+            microbatches: Rows that are computed together; all by default.
             readout: What is computed; `ValueReadout` by default, which returns values `[rows, time]`.
 
         Raises:
@@ -93,7 +89,7 @@ class CriticModule(pl.LightningModule):
                 "this critic reads the policy's states; give it a backbone to use it alone"
             )
         readout = readout or ValueReadout(self)
-        rows = microbatches or split_by_length(samples.length, self.length_buckets)
+        rows = microbatches or [torch.arange(len(samples))]
         return readout(self.backbone, samples, images, rows)
 
     def on_fit_start(self) -> None:
@@ -103,7 +99,7 @@ class CriticModule(pl.LightningModule):
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the sampled tokens inside the advantage mask."""
         mask = batch.samples.advantage_mask & batch.non_padding
-        values: Tensor = self(batch.samples, batch.images)
+        values: Tensor = self(batch.samples, batch.images, microbatches=batch.microbatches)
         errors = (values - batch.samples.returns) ** 2 * mask
         loss = errors.sum() * batch.scale / batch.advantage_tokens
         self.log("train/value_loss", loss.detach(), prog_bar=True)
@@ -189,7 +185,7 @@ def score_together(
         samples: Sequences.
         images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
         reference: Reference's states, see `TokenReadout`.
-        microbatches: Rows that are computed together; the module's length buckets by default.
+        microbatches: Rows that are computed together; all by default.
         entropy_gradient: Whether the entropy has a gradient.
     """
     shared = critic if critic is not None and critic.shares_trunk else None

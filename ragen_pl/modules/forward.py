@@ -1,8 +1,7 @@
-"""Forward passes over samples: rows split into microbatches, and the hidden states of each.
+"""Forward passes over samples: the hidden states of each microbatch, and the head on them.
 
-Rows of similar length share a microbatch, so little is computed on padding. The language-model head runs only on the
-positions that predict sampled tokens, in chunks, and keeps no logits of a chunk for the backward pass if there are
-several. Every image is encoded once for each microbatch.
+The language-model head runs only on the positions that predict sampled tokens, in chunks, and keeps no logits of a
+chunk for the backward pass if there are several. Every image is encoded once for each microbatch.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -23,8 +21,6 @@ from ragen_pl.models.inputs import DecoderInputs, run_decoder, whole_inputs
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
-# share of padding below which one more microbatch costs more than it saves
-_LITTLE_PADDING = 0.05
 # 880 tokens of a vocabulary of 152k
 LOGITS_MIB = 512.0
 
@@ -60,50 +56,6 @@ class SampledStates:
     """int64 `[tokens]`, position of each token in its row."""
     hidden: Tensor
     """`[tokens, hidden]`, the decoder's state at the position before."""
-
-
-def split_by_length(lengths: Tensor, buckets: int) -> list[Tensor]:
-    """Split rows into at most `buckets` microbatches with the least padding in total.
-
-    Dynamic programming over the distinct lengths. The cost of a microbatch is its number of rows times its longest
-    length. Fewer microbatches are made where they already leave little padding.
-
-    Examples:
-        >>> [rows.tolist() for rows in split_by_length(torch.tensor([9, 2, 8, 2]), 2)]
-        [[1, 3], [2, 0]]
-    """
-    order = torch.argsort(lengths, stable=True)
-    unique, counts = np.unique(lengths.cpu().numpy(), return_counts=True)
-    kinds, most = len(unique), min(buckets, len(unique))
-    before = np.concatenate([[0], np.cumsum(counts)])
-    cost = np.full((most + 1, kinds + 1), np.inf)
-    cost[0, 0] = 0
-    first = np.zeros((most + 1, kinds + 1), dtype=np.int64)
-    for number in range(1, most + 1):
-        for end in range(1, kinds + 1):
-            totals = cost[number - 1, :end] + (before[end] - before[:end]) * unique[end - 1]
-            first[number, end] = int(totals.argmin())
-            cost[number, end] = totals[first[number, end]]
-    little = cost[:, kinds] * (1.0 - _LITTLE_PADDING) <= int(lengths.sum())
-    microbatches, end = [], kinds
-    for number in range(int(little.argmax()) or most, 0, -1):
-        start = int(first[number, end])
-        microbatches.append(order[int(before[start]) : int(before[end])])
-        end = start
-    return [rows for rows in reversed(microbatches) if len(rows)]
-
-
-def split_by_tokens(lengths: Tensor, tokens: int) -> list[Tensor]:
-    """Split rows, shortest first, into microbatches of at most `tokens` positions with padding."""
-    order = torch.argsort(lengths, stable=True)
-    microbatches, start = [], 0
-    longest = lengths[order].tolist()
-    for end in range(1, len(order) + 1):
-        full = end < len(order) and (end - start + 1) * longest[end] > tokens
-        if full or end == len(order):
-            microbatches.append(order[start:end])
-            start = end
-    return microbatches
 
 
 def sample_inputs(

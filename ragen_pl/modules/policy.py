@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.constraints import Count, Positive, checked
+from ragen_pl.constraints import Positive, checked
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
@@ -22,7 +22,6 @@ from ragen_pl.modules.forward import (
     ReferenceStates,
     sampled_states,
     score_states,
-    split_by_length,
     tokens_per_chunk,
 )
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
@@ -55,7 +54,6 @@ class PolicyModule(pl.LightningModule):
     Args:
         bundle: Model, tokenizer and processor.
         optimizer: Builds the optimizer from parameters, for use in a plain `Trainer`; AdamW at 1e-4 by default.
-        length_buckets: Number of microbatches that a batch's rows are split into by length.
         logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
     """
 
@@ -65,14 +63,12 @@ class PolicyModule(pl.LightningModule):
         bundle: ModelBundle,
         *,
         optimizer: OptimizerFactory | None = None,
-        length_buckets: Count = 2,
         logits_mib: Positive = LOGITS_MIB,
     ) -> None:
         super().__init__()
         self.bundle = bundle
         self.model = bundle.model
         self.optimizer_factory = optimizer
-        self.length_buckets = length_buckets
         self.logits_mib = logits_mib
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -92,17 +88,18 @@ class PolicyModule(pl.LightningModule):
         Args:
             samples: Sequences.
             images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
-            microbatches: Rows that are computed together; the module's length buckets by default.
+            microbatches: Rows that are computed together; all by default.
             readout: What is computed; a `TokenReadout` by default, which returns `TokenScores`.
         """
         readout = readout or TokenReadout(logits_mib=self.logits_mib)
-        rows = microbatches or split_by_length(samples.length, self.length_buckets)
-        return readout(self.bundle, samples, images, rows)
+        return readout(self.bundle, samples, images, microbatches or [torch.arange(len(samples))])
 
     def supervised_loss(self, batch: Minibatch) -> Tensor:
         """Return the cross-entropy of the responses, averaged over all trained tokens of the optimizer step."""
         readout = TokenReadout(entropy_gradient=False, logits_mib=self.logits_mib)
-        scores: TokenScores = self(batch.samples, batch.images, readout=readout)
+        scores: TokenScores = self(
+            batch.samples, batch.images, microbatches=batch.microbatches, readout=readout
+        )
         return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.loss_tokens
 
     def on_fit_start(self) -> None:

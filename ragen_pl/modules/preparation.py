@@ -14,12 +14,13 @@ from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.microbatches import split_by_tokens, with_equal_count
 from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
 from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
 from ragen_pl.modules.critic import CriticModule, last_values, score_together
-from ragen_pl.modules.forward import ReferenceStates, split_by_tokens
+from ragen_pl.modules.forward import ReferenceStates
 from ragen_pl.modules.losses import KLPlace, UpdateLoss
 from ragen_pl.modules.masking import (
     Masks,
@@ -77,6 +78,7 @@ class Scorer:
             self.critic,
             batch.samples,
             batch.images,
+            microbatches=batch.microbatches,
             reference=self.reference_states(batch.reference),
             entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
         )
@@ -152,10 +154,12 @@ def prepare_batch(
         Statistics of log-probs, returns and values.
     """
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
-    microbatches = split_by_tokens(samples.length, tokens_per_forward)
+    microbatches = with_equal_count(split_by_tokens(samples.length, tokens_per_forward))
     reference = scorer.reference_scores(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
+
+    scorer.bootstrap(batch)
 
     kept = token_masks(batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask)
     if masks.importance is not None:
@@ -190,7 +194,7 @@ def prepare_batch(
 def _score(
     batch: TrajectoryBatch, scorer: Scorer, microbatches: list[Tensor], *, reference: Tensor | None
 ) -> TokenScores:
-    """Score the samples and set their values, bootstraps and the log-probs of shown text."""
+    """Score the samples and set their values and the log-probs of shown text."""
     samples = batch.samples
     scores = scorer.score(
         samples,
@@ -200,7 +204,6 @@ def _score(
     )
     if scores.values is not None:
         samples.values = scores.values
-        scorer.bootstrap(batch)
     # shown text was not sampled: its log-probs before the update serve as those of the behavior policy
     shown = samples.spans == Span.SHOWN
     samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)

@@ -92,7 +92,7 @@ class FrozenCopy:
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return a copy with frozen weights."""
-        frozen = PolicyModule(_copied(policy), **_settings(policy))
+        frozen = PolicyModule(_copied(policy), logits_mib=policy.logits_mib)
         frozen.requires_grad_(False)
         return frozen.eval()
 
@@ -117,10 +117,6 @@ def _copied(policy: PolicyModule) -> ModelBundle:
     return policy.bundle.with_model(copy.deepcopy(model, memo=shared))
 
 
-def _settings(policy: PolicyModule) -> dict[str, Any]:
-    return {"length_buckets": policy.length_buckets, "logits_mib": policy.logits_mib}
-
-
 class AveragedPolicy(PolicyModule):
     """A policy whose weights are a moving average of another's.
 
@@ -131,7 +127,7 @@ class AveragedPolicy(PolicyModule):
     """
 
     def __init__(self, policy: PolicyModule) -> None:
-        super().__init__(_copied(policy), **_settings(policy))
+        super().__init__(_copied(policy), logits_mib=policy.logits_mib)
         pairs = zip(self.named_parameters(), policy.parameters(), strict=True)
         self.averaged = [name for (name, _), weight in pairs if weight.requires_grad]
         self.requires_grad_(False)

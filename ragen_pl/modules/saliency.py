@@ -47,8 +47,6 @@ class SaliencyReadout:
             effect = _effect_on_actions(
                 bundle, samples, inputs, rows, chunk=tokens_per_chunk(bundle, self.logits_mib)
             )
-            if effect is None:
-                continue
             time = torch.arange(effect.shape[1], device=effect.device)
             inside = time[None, :] < samples.length[rows][:, None].to(effect.device)
             scores[rows, : effect.shape[1]] = torch.where(inside, effect, 0.0)
@@ -57,12 +55,13 @@ class SaliencyReadout:
 
 def _effect_on_actions(
     bundle: ModelBundle, samples: Samples, inputs: DecoderInputs, rows: Tensor, *, chunk: int
-) -> Tensor | None:
-    """Return each position's effect on the action tokens of these rows; None if they have none."""
+) -> Tensor:
+    """Return each position's effect on the action tokens of these rows, float32 `[rows, time]`.
+
+    Rows without an action are computed too: all ranks have to run as many forward passes.
+    """
     actions = (samples.turn[rows] >= 0) & (samples.spans[rows] == Span.ACTION)
     at, columns = actions[:, : inputs.ids.shape[1]].nonzero(as_tuple=True)
-    if not len(at):
-        return None
     place = (rows.to(at.device)[at], columns)
     return gradient_times_input(
         bundle,

@@ -60,6 +60,7 @@ class WarmStartModule(SavesTrainedWeights):
         self.steps, self.warm_up, self.learning_rate_end = steps, warm_up, learning_rate_end
         self.value_coefficient = value_coefficient
         self.critic_learning_rate, self.master_weights = critic_learning_rate, master_weights
+        self._shares: dict[str, Tensor | float] = {}
 
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
@@ -69,7 +70,9 @@ class WarmStartModule(SavesTrainedWeights):
         """Return the joint loss, averaged over all trained tokens of the step."""
         samples = batch.samples
         mask = samples.loss_mask & (samples.weight > 0)[:, None]
-        scores = score_together(self.policy, self.critic, samples, batch.images)
+        scores = score_together(
+            self.policy, self.critic, samples, batch.images, microbatches=batch.microbatches
+        )
         response_loss = -(scores.logprobs * mask).sum() / batch.loss_tokens
         metrics = {"warm_start/loss": response_loss.detach()}
         loss = response_loss
@@ -79,8 +82,16 @@ class WarmStartModule(SavesTrainedWeights):
             )
             metrics["warm_start/value_loss"] = error.detach()
             loss = loss + self.value_coefficient * error
-        self.log_dict(metrics, prog_bar=True, sync_dist=True, reduce_fx="sum")
+        self._log(metrics, batch)
         return loss * batch.scale
+
+    def _log(self, metrics: dict[str, Tensor], batch: Minibatch) -> None:
+        """Log the metrics of an optimizer step, which its minibatches have shares of."""
+        for name, share in metrics.items():
+            self._shares[name] = self._shares.get(name, 0.0) + share
+        if batch.ends_step:
+            self.log_dict(self._shares, prog_bar=True, sync_dist=True, reduce_fx="sum")
+            self._shares = {}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and its schedule: a linear rise, then a cosine fall."""

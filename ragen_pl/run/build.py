@@ -47,10 +47,7 @@ class RunComponents:
 def assemble(cfg: DictConfig) -> RunComponents:
     """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
-    update = cfg["update"]
-    policy = PolicyModule(
-        bundle, length_buckets=update.length_buckets, logits_mib=update.logits_mib
-    )
+    policy = PolicyModule(bundle, logits_mib=cfg["update"].logits_mib)
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     proxy = AgentProxy(
         environments=build_environments(cfg, record_states=estimator.needs_states),
@@ -119,10 +116,7 @@ def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
     backbone = build_critic_model(cfg, bundle) if kind == "own" else None
     with seeded(cfg.seed, "critic"):
         return CriticModule(
-            (backbone or bundle).hidden_size,
-            backbone=backbone,
-            detach=cfg.critic.detach,
-            length_buckets=cfg["update"].length_buckets,
+            (backbone or bundle).hidden_size, backbone=backbone, detach=cfg.critic.detach
         )
 
 
@@ -156,6 +150,7 @@ def build_agent(components: RunComponents) -> AgentModule:
         engine=engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         learning_rate_end=cfg.learning_rate_end,
+        tokens_per_forward=cfg["update"].tokens_per_forward,
         critic_learning_rate=cfg.critic.lr,
         master_weights=cfg.master_weights,
         decay_vectors=cfg.decay_vectors,
@@ -172,6 +167,7 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
         group_size=cfg.rollout.group_size,
         epochs=cfg["update"].epochs,
         minibatches=cfg["update"].minibatches,
+        **_microbatches(cfg),
         seed=cfg.seed,
         held_out=cfg.validation.held_out,
         curriculum=instantiate(cfg.curriculum, _convert_="all"),
@@ -211,9 +207,15 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, Demons
         batch_size=cfg.batch_size,
         steps=cfg.steps,
         gamma=cfg.gamma,
+        **_microbatches(components.cfg),
         seed=components.cfg.seed,
     )
     return module, demonstrations
+
+
+def _microbatches(cfg: DictConfig) -> dict[str, Any]:
+    update = cfg["update"]
+    return {name: update[name] for name in ("tokens_per_microbatch", "length_buckets")}
 
 
 def proxy_with(components: RunComponents, **changes: Any) -> AgentProxy[ContextManager]:

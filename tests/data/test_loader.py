@@ -43,6 +43,52 @@ def test_every_sample_is_yielded_once_an_epoch(batch, epochs, minibatches, accum
     assert all(len(step.samples) > 0 for step in steps)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 2), st.integers(4, 40), st.integers(0, 3))
+def test_microbatches_keep_the_token_budget(batch, minibatches, accumulate, tokens, more):
+    """`more`: microbatches that another rank needs in addition."""
+    whole = loader_of(batch, minibatches=minibatches, accumulate=accumulate)
+    loader = loader_of(
+        batch,
+        minibatches=minibatches,
+        accumulate=accumulate,
+        tokens_per_microbatch=tokens,
+        max_over_ranks=lambda count: count + more,
+    )
+    steps, size = list(loader), loader.accumulate
+    assert size % accumulate == 0 and size >= accumulate * (1 + more)
+    assert len(steps) == len(loader) == 2 * minibatches * size
+    assert [step.ends_step for step in steps] == ([False] * (size - 1) + [True]) * 2 * minibatches
+    for step in steps:
+        (rows,) = step.microbatches
+        assert len(rows) == len(step.samples) == 1 or step.samples.input_ids.numel() <= tokens
+        assert step.scale == size
+    # the same samples in each optimizer step, and the same counts
+    for number, first in enumerate(range(0, len(steps), size)):
+        parts = steps[first : first + size]
+        together = [n for step in parts for n in episodes(step)]
+        own = [*whole][number * accumulate : (number + 1) * accumulate]
+        assert sorted(together) == sorted(n for step in own for n in episodes(step))
+        assert {float(step.loss_tokens) for step in parts} == {float(own[0].loss_tokens)}
+
+
+def test_every_rank_has_the_same_number_of_microbatches(batch):
+    """By length, the ranks' minibatches have their own numbers; padding rows make up for the difference."""
+    plain = list(loader_of(batch, epochs=1, length_buckets=3))
+    assert {len(step.microbatches) for step in plain} > {2}
+    others = list(loader_of(batch, epochs=1, length_buckets=3, max_over_ranks=lambda n: n * 0 + 5))
+    for step, padded in zip(plain, others, strict=True):
+        assert len(padded.microbatches) == 5
+        assert episodes(step) == episodes(padded)
+        own = [rows.tolist() for rows in step.microbatches]
+        assert [rows.tolist() for rows in padded.microbatches][: len(own)] == own
+        added = padded.samples.weight == 0
+        assert int(added.sum()) == 5 - len(own) and not padded.samples.kl_mask[added].any()
+        assert not padded.samples.loss_weight[added].any()
+        places = torch.cat(padded.microbatches).sort().values
+        assert places.tolist() == list(range(len(padded.samples)))
+
+
 def test_order_depends_on_the_seed_key_and_the_epoch(batch):
     def order(**changes):
         return [episodes(step) for step in loader_of(batch, **changes)]

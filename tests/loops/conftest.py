@@ -77,6 +77,7 @@ class Setup:
     dtype: torch.dtype = torch.float32
     # settings of LoRA adapters
     lora: dict[str, Any] | None = None
+    tokens_per_microbatch: int | None = None
     group_size: int = 2
     frozenlake: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class Setup:
             group_size=self.group_size,
             epochs=2,
             minibatches=2,
+            tokens_per_microbatch=self.tokens_per_microbatch,
             curriculum=Curriculum(above=0.01, share=0.5, options={"min_distance": 2}, window=1),
             group_filter=self.group_filter,
         )

@@ -109,6 +109,12 @@ def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) == 5
 
 
+def test_resuming_between_microbatches_is_exact(setup_of, tmp_path):
+    """Their number differs between iterations, and the Trainer's accumulation with it."""
+    setup = setup_of(tokens_per_microbatch=150, dropout=0.1)
+    assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) >= 6
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -76,6 +76,31 @@ def test_steps_and_iterations_are_counted_as_lightning_does(setup_of):
     assert trainer.global_step == 3 * 2 * 2
 
 
+def test_microbatches_of_a_token_budget_train_alike(setup_of):
+    """One backward pass for each; the optimizer's steps and the metrics stay those of the minibatches."""
+    runs = []
+    for tokens in (None, 120):
+        batches = HookRecorder("on_train_batch_start")
+        agent, points, trainer = setup_of(tokens_per_microbatch=tokens).fit(batches, max_epochs=1)
+        assert trainer.global_step == 4 and trainer.accumulate_grad_batches == 1
+        update = [point for _, point in points if "update/loss" in point]
+        runs.append((len(batches.entries), dict(agent.named_parameters()), update))
+    (steps, weights, whole), (more_steps, other_weights, parts) = runs
+    assert steps == 4 and more_steps >= 12
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, other_weights[name], rtol=1e-4, atol=1e-5)
+    names = [name for name in whole[0] if name.startswith("update/")]
+    for name in names:
+        assert parts[0][name] == pytest.approx(whole[0][name], rel=1e-3, abs=1e-5), name
+
+
+def test_a_sample_over_the_token_budget_is_reported(setup_of, caplog):
+    setup_of(tokens_per_microbatch=4).fit(max_epochs=1)
+    (message,) = {record.message for record in caplog.records if "microbatch" in record.message}
+    assert message.startswith("update.tokens_per_microbatch=4: ")
+    assert message.endswith("tokens; each is a microbatch of its own")
+
+
 def test_a_validation_set_in_the_environments_of_training_keeps_its_episodes(setup_of):
     _, datamodule = setup_of().build()
     validation_set = ValidationSet("held_out", datamodule.proxy, episodes=6)

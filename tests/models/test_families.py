@@ -13,10 +13,10 @@ import torch
 from family_models import MODELS, tiny
 
 from ragen_pl.data.collate import collate
+from ragen_pl.data.microbatches import split_by_tokens
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import log_distribution
-from ragen_pl.modules.forward import split_by_tokens
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, generate

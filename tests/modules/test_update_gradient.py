@@ -58,6 +58,32 @@ def test_gradient_does_not_depend_on_accumulation(make, aggregation, own_critic)
         assert_close(whole, make.gradient(agent, split(parts)))
 
 
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])
+def test_gradient_does_not_depend_on_microbatches(make, aggregation, own_critic):
+    loss = loss_settings(aggregation, entropy_coefficient=0.05)
+    agent = make.agent(loss=loss, own_critic=own_critic)
+    batch = make.batch(agent, window="all")
+    nudge(agent)
+    longest = int(batch.samples.length.max())
+
+    def split(**changes):
+        return list(MinibatchLoader(batch, epochs=1, minibatches=1, **changes))
+
+    (one,) = split(length_buckets=1)
+    assert len(one.microbatches) == 1
+    whole = make.gradient(agent, [one])
+    for tokens in (1, longest, 2 * longest + 9, 10 * longest):
+        assert_close(whole, make.gradient(agent, split(tokens_per_microbatch=tokens)))
+    # other ranks need more microbatches
+    more = split(length_buckets=3, max_over_ranks=lambda counts: counts + 2)
+    assert len(more[0].samples) == len(batch.samples) + 2
+    assert_close(whole, make.gradient(agent, more))
+    more = split(tokens_per_microbatch=longest, max_over_ranks=lambda count: count + 9)
+    assert sum(len(part.samples) for part in more) > len(batch.samples)
+    assert_close(whole, make.gradient(agent, more))
+
+
 @pytest.mark.parametrize("aggregation", [Aggregation.TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM])
 def test_gradient_does_not_depend_on_the_split_over_ranks(make, aggregation):
     """DDP averages the ranks' gradients; one rank has a sample more than it needs, another too few."""
@@ -155,6 +181,7 @@ def test_padding_rows_have_no_influence(make):
         minibatch,
         samples=minibatch.samples.select(rows[:-2]),
         reference=minibatch.reference[numbers],
+        microbatches=[rows[:-2]],
     )
     samples = make.copied(minibatch.samples)
     samples.weight[-2:] = 0

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from ragen_pl.config import config_dir
 from ragen_pl.data.collate import collate
+from ragen_pl.data.microbatches import split_by_length
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import draw, log_distribution
 from ragen_pl.modules.policy import PolicyModule
@@ -89,7 +90,8 @@ def replay(bundle, prompt: Prompt, draws: np.ndarray, temperature: float) -> tup
 def scored(bundle, episodes):
     batch = collate(episodes, bundle)
     with torch.no_grad():
-        scores = PolicyModule(bundle, length_buckets=3)(batch.samples, batch.images)
+        rows = split_by_length(batch.samples.length, 3)
+        scores = PolicyModule(bundle)(batch.samples, batch.images, microbatches=rows)
     return batch, scores
 
 

@@ -1,4 +1,4 @@
-"""Splitting rows into microbatches by length and by a token budget."""
+"""Rows split into microbatches by length and by a token budget."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_pl.modules.forward import split_by_length, split_by_tokens
+from ragen_pl.data.microbatches import split_by_length, split_by_tokens, split_into
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(torch.tensor)
 
@@ -38,3 +38,14 @@ def test_split_by_tokens_keeps_the_budget(length, tokens):
     microbatches = split_by_tokens(length, tokens)
     assert sorted(torch.cat(microbatches).tolist()) == list(range(len(length)))
     assert all(len(rows) * int(length[rows].max()) <= tokens for rows in microbatches)
+
+
+@given(lengths, st.integers(1, 300), st.integers(0, 5))
+def test_split_into_makes_the_number_asked_for_and_keeps_the_budget(length, tokens, more):
+    count = len(split_by_tokens(length, tokens)) + more
+    microbatches = split_into(length, count, tokens=tokens)
+    assert len(microbatches) == count
+    assert sorted(torch.cat(microbatches).tolist()) == list(range(len(length)))
+    assert sum(not len(rows) for rows in microbatches) == max(0, count - len(length))
+    for rows in microbatches:
+        assert len(rows) < 2 or len(rows) * int(length[rows].max()) <= tokens
