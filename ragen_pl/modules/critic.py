@@ -155,12 +155,23 @@ class LastValueReadout:
 
 
 def last_values(
-    policy: PolicyModule, critic: CriticModule, samples: Samples, images: Sequence[Tensor]
+    policy: PolicyModule,
+    critic: CriticModule,
+    samples: Samples,
+    images: Sequence[Tensor],
+    *,
+    microbatches: Sequence[Tensor],
 ) -> Tensor:
-    """Return the value of the state after each row's last token, float32 `[rows]`."""
+    """Return the value of the state after each row's last token, float32 `[rows]`.
+
+    Args:
+        policy: Policy.
+        critic: Critic.
+        samples: Sequences.
+        images: Images that `samples.image_index` refers to, each uint8 `[height, width, 3]`.
+        microbatches: Rows that are computed together.
+    """
     module = policy if critic.shares_trunk else critic
-    # one row at a time, without padding
-    microbatches = [torch.tensor([row]) for row in range(len(samples))]
     values: Tensor = module(
         samples, images, microbatches=microbatches, readout=LastValueReadout(critic)
     )

@@ -93,12 +93,22 @@ class Scorer:
             return None
         return ReferenceStates(self.reference, scores)
 
-    def bootstrap(self, batch: TrajectoryBatch) -> None:
-        """Set the value of the state after the last turn of truncated episodes."""
-        if batch.final is None or self.critic is None:
+    def bootstrap(self, batch: TrajectoryBatch, *, tokens_per_forward: int) -> None:
+        """Set the value of the state after the last turn of truncated episodes. All ranks must call it."""
+        if self.critic is None:
             return
-        values = last_values(self.policy, self.critic, batch.final, batch.images)
-        batch.episodes.bootstrap[batch.final.episode] = values.float()
+        final = batch.final
+        own = [] if final is None else split_by_tokens(final.length, tokens_per_forward)
+        microbatches = with_equal_count(own)
+        if not microbatches:
+            return
+        # a rank without truncated episodes computes what others wait for
+        samples = batch.samples if final is None else final
+        values = last_values(
+            self.policy, self.critic, samples, batch.images, microbatches=microbatches
+        )
+        if final is not None:
+            batch.episodes.bootstrap[final.episode] = values.float()
 
     def reference_scores(
         self, samples: Samples, images: Sequence[Tensor], *, microbatches: list[Tensor]
@@ -159,7 +169,7 @@ def prepare_batch(
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
 
-    scorer.bootstrap(batch)
+    scorer.bootstrap(batch, tokens_per_forward=tokens_per_forward)
 
     kept = token_masks(batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask)
     if masks.importance is not None:

@@ -49,3 +49,18 @@ def test_reference_is_kept_as_states(make, monkeypatch) -> None:
     monkeypatch.setattr(preparation, "REFERENCE_GIB", (tokens * 32 * 4 - 1) / 2**30)
     with pytest.raises(RolloutError, match=r"set algorithm\.loss\.kl\.estimator=k3"):
         agent.prepare(batch)
+
+
+@pytest.mark.parametrize("own_critic", [False, True], ids=["shared", "own"])
+def test_values_do_not_depend_on_the_tokens_of_a_forward_pass(make, own_critic) -> None:
+    agent = make.agent(own_critic=own_critic)
+    played = [make.cut(trajectory) for trajectory in make.play(agent, window="all")]
+    lengths = {len(trajectory.final_prompt_ids) for trajectory in played}
+    assert len(lengths) > 2
+    found = []
+    for agent.tokens_per_forward in (1, 3 * max(lengths), 100_000):
+        batch = agent.prepare(collate(played, agent.policy.bundle))
+        found.append((batch.episodes.bootstrap, batch.samples.values))
+    assert found[0][0].abs().min() > 1e-3
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,88 @@
+"""Two processes with samples of very different lengths run as many forward passes as each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.distributed import max_over_ranks, sum_over_ranks
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.modules.masking import Importance, Masks
+
+
+def makers():
+    file = Path(__file__).with_name("conftest.py")
+    spec = importlib.util.spec_from_file_location("makers", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def count_forwards(rank: int, folder: str) -> None:
+    """Prepare and update on one rank; write the numbers of forward passes and of samples."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    make = makers()
+    agent = make.build_agent(
+        own_critic=True,
+        loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1)),
+        masks=Masks(importance=Importance(loss=0.5)),
+        tokens_per_forward=120,
+    )
+    played = make.play(agent, groups=(1, 5)[rank], window=(1, "all")[rank])
+    if rank:  # the other rank has no episode that bootstraps
+        played = [make.cut(trajectory) for trajectory in played]
+    calls = {"policy": 0, "critic": 0, "reference": 0}
+    models = {
+        "policy": agent.policy.model,
+        "critic": agent.critic.model,
+        "reference": agent.reference.model,
+    }
+    for name, model in models.items():
+
+        def note(*_, name=name):
+            calls[name] += 1
+
+        model.model.register_forward_pre_hook(note)
+
+    def taken():
+        counts = dict(calls)
+        calls.update(dict.fromkeys(calls, 0))
+        return counts
+
+    batch = agent.prepare(make.collate(played, agent.policy.bundle))
+    found = {"rows": len(batch.samples), "prepare": taken()}
+    for tokens in (None, 150):
+        loader = MinibatchLoader(
+            batch,
+            epochs=1,
+            minibatches=2,
+            length_buckets=4,
+            tokens_per_microbatch=tokens,
+            world_size=2,
+            sum_over_ranks=sum_over_ranks,
+            max_over_ranks=max_over_ranks,
+        )
+        found[f"update {tokens}"] = []
+        for minibatch in loader:
+            agent.training_step(minibatch, 0).backward()
+            found[f"update {tokens}"].append(taken())
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_run_as_many_forward_passes(tmp_path):
+    mp.spawn(count_forwards, args=(str(tmp_path),), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first.pop("rows") * 3 < second.pop("rows") * 2
+    assert first == second
+    assert first["prepare"]["policy"] > 4 and first["prepare"]["critic"] > 4
+    assert max(counts["policy"] for counts in first["update None"]) > 1
+    assert len(first["update 150"]) > 4
+    assert all(counts["policy"] == counts["critic"] == 1 for counts in first["update 150"])
