@@ -249,7 +249,7 @@ class Settings(TypedDict, total=False):
             "ragen_pl.data.datamodule.RolloutDataModule",
             ("epochs", "minibatches", "tokens_per_microbatch", "length_buckets"),
         ),
-        Arguments("ragen_pl.modules.policy.PolicyModule", ("logits_mib",)),
+        Arguments("ragen_pl.modules.policy.PolicyModule", ("gradient_checkpointing", "logits_mib")),
         Arguments("ragen_pl.modules.agent.AgentModule", ("tokens_per_forward",)),
     ]
     optimizer: Annotated[Optimizer, Open()]

@@ -253,6 +253,20 @@ class ModelBundle:
         assert isinstance(weight, Tensor)
         return int(weight.shape[1])
 
+    def checkpoint_layers(self) -> None:
+        """Compute the activations of each layer again in the backward pass, in train mode, instead of keeping them.
+
+        Raises:
+            ValueError: The model's layers cannot be run again.
+        """
+        if not self.model.supports_gradient_checkpointing:
+            raise ValueError(
+                f"update.gradient_checkpointing=true: {type(self.model).__name__} does not support it; set "
+                "false, and a smaller update.tokens_per_microbatch"
+            )
+        # reentrant checkpoints would leave out weights under frozen embeddings, and break DDP
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
+
     def save(self, folder: str | Path) -> None:
         """Write model, tokenizer and processor as a Hugging Face folder."""
         self.model.save_pretrained(folder)

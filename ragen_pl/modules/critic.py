@@ -38,6 +38,7 @@ class CriticModule(pl.LightningModule):
         hidden_size: Width of the states.
         backbone: Model of its own; None to read the policy's states.
         detach: Whether the value loss leaves the weights behind the states unchanged.
+        gradient_checkpointing: Compute the activations of each of the backbone's layers again in the backward pass.
         optimizer: Builds the optimizer from parameters, for use in a plain `Trainer`; AdamW at 1e-4 by default.
     """
 
@@ -47,9 +48,12 @@ class CriticModule(pl.LightningModule):
         *,
         backbone: ModelBundle | None = None,
         detach: bool = False,
+        gradient_checkpointing: bool = False,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
         super().__init__()
+        if gradient_checkpointing and backbone is not None:
+            backbone.checkpoint_layers()
         self.head = ValueHead(hidden_size)
         self.backbone = backbone
         self.model: nn.Module | None = None if backbone is None else backbone.model

@@ -54,6 +54,7 @@ class PolicyModule(pl.LightningModule):
     Args:
         bundle: Model, tokenizer and processor.
         optimizer: Builds the optimizer from parameters, for use in a plain `Trainer`; AdamW at 1e-4 by default.
+        gradient_checkpointing: Compute the activations of each layer again in the backward pass, in train mode.
         logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
     """
 
@@ -63,9 +64,12 @@ class PolicyModule(pl.LightningModule):
         bundle: ModelBundle,
         *,
         optimizer: OptimizerFactory | None = None,
+        gradient_checkpointing: bool = False,
         logits_mib: Positive = LOGITS_MIB,
     ) -> None:
         super().__init__()
+        if gradient_checkpointing:
+            bundle.checkpoint_layers()
         self.bundle = bundle
         self.model = bundle.model
         self.optimizer_factory = optimizer

@@ -47,7 +47,12 @@ class RunComponents:
 def assemble(cfg: DictConfig) -> RunComponents:
     """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
-    policy = PolicyModule(bundle, logits_mib=cfg["update"].logits_mib)
+    update = cfg["update"]
+    policy = PolicyModule(
+        bundle,
+        gradient_checkpointing=update.gradient_checkpointing,
+        logits_mib=update.logits_mib,
+    )
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     proxy = AgentProxy(
         environments=build_environments(cfg, record_states=estimator.needs_states),
@@ -116,7 +121,10 @@ def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
     backbone = build_critic_model(cfg, bundle) if kind == "own" else None
     with seeded(cfg.seed, "critic"):
         return CriticModule(
-            (backbone or bundle).hidden_size, backbone=backbone, detach=cfg.critic.detach
+            (backbone or bundle).hidden_size,
+            backbone=backbone,
+            detach=cfg.critic.detach,
+            gradient_checkpointing=cfg["update"].gradient_checkpointing,
         )
 
 

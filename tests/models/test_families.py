@@ -153,3 +153,46 @@ def test_a_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
         for said, again in zip(first, second, strict=True):
             assert said.prompt.ids.tolist() == again.prompt.ids.tolist()
             assert said.generation.ids.tolist() == again.generation.ids.tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_computed_again_give_the_same_gradient(name: str) -> None:
+    bundle = tiny(name)
+    episodes = play(bundle, window="all", keep=True)
+    batch = collate([trajectory_of(episode, n) for n, episode in enumerate(episodes)], bundle)
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    def update(policy: PolicyModule) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+        policy.train().zero_grad()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            scores = policy(batch.samples, batch.images)
+        elements = sum(kept)
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+        gradients = {
+            name: weight.grad.clone()
+            for name, weight in policy.named_parameters()
+            if weight.grad is not None
+        }
+        return scores.logprobs.detach(), gradients, elements
+
+    logprobs, gradients, elements = update(PolicyModule(bundle))
+    again, checkpointed, fewer = update(PolicyModule(bundle, gradient_checkpointing=True))
+    assert fewer < 0.6 * elements
+    torch.testing.assert_close(again, logprobs, rtol=1e-6, atol=1e-6)
+    assert checkpointed.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for weight, gradient in gradients.items():
+        assert float((checkpointed[weight] - gradient).abs().max()) < 1e-5 * largest, weight
+    # rollouts keep their cache
+    bundle.model.eval()
+    generations = [said.generation for episode in episodes for said in episode]
+    replayed = [
+        said.generation for episode in play(bundle, window="all", keep=True) for said in episode
+    ]
+    for generation, other in zip(generations, replayed, strict=True):
+        assert generation.ids.tolist() == other.ids.tolist()

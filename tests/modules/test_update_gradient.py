@@ -11,8 +11,10 @@ from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.masks import action_span, until_action
 from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.trajectory import Span
 
 
@@ -138,6 +140,35 @@ def test_gradient_with_images_does_not_depend_on_accumulation(make):
         whole = make.gradient(agent, list(MinibatchLoader(batch, epochs=1, minibatches=1)))
         split = list(MinibatchLoader(batch, epochs=1, minibatches=1, accumulate=3))
         assert_close(whole, make.gradient(agent, split), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_gradient_does_not_depend_on_gradient_checkpointing(make, images):
+    agent = make.agent(loss=loss_settings(), images=images, own_critic=True)
+    batch = make.batch(agent, window="all", groups=3)
+    nudge(agent)
+    agent.train()
+    minibatch = make.minibatch(batch)
+    calls = []
+    for model in (agent.policy.model, agent.critic.model):
+        layer = model.get_decoder().layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    whole, once = make.gradient(agent, [minibatch]), len(calls)
+    policy = PolicyModule(agent.policy.bundle, gradient_checkpointing=True)
+    CriticModule(32, backbone=agent.critic.backbone, gradient_checkpointing=True)
+    assert_close(whole, make.gradient(agent, [minibatch]), tolerance=1e-6)
+    assert len(calls) == 3 * once
+    # off where nothing is trained
+    with torch.no_grad():
+        policy.eval()(batch.samples, batch.images)
+    assert len(calls) == 3 * once + 1
+
+
+def test_gradient_checkpointing_is_refused_where_a_model_has_none(make, monkeypatch):
+    bundle = make.bundle()
+    monkeypatch.setattr(type(bundle.model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ValueError, match=r"update\.gradient_checkpointing=true: .*set false"):
+        PolicyModule(bundle, gradient_checkpointing=True)
 
 
 def test_tokens_off_the_masks_have_no_influence(make):
