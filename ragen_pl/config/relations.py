@@ -18,6 +18,7 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _float16,
         _adapter_dropout,
         _critic,
+        _microbatches,
     ):
         if (message := relation(lambda key: OmegaConf.select(cfg, key))) is not None:
             yield message
@@ -70,6 +71,16 @@ def _left_out_turns(get: _Get) -> str | None:
         return (
             f"context.leave_out.turns={turns}: of the old turns in context.window={window} that is none; "
             "set context.window=all, or turns=0"
+        )
+    return None
+
+
+def _microbatches(get: _Get) -> str | None:
+    tokens, strategy = get("update.tokens_per_microbatch"), get("trainer.strategy")
+    if tokens is not None and isinstance(strategy, str) and strategy.startswith("deepspeed"):
+        return (
+            f"update.tokens_per_microbatch={tokens}: {strategy} accumulates a fixed number of microbatches; set null "
+            "and trainer.accumulate_grad_batches, or another trainer.strategy"
         )
     return None
 

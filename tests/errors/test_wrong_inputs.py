@@ -75,6 +75,10 @@ OF_THE_COMMAND = [
     ("critic.lr=-1", "critic.lr=-1: expected a number, at least 0"),
     ("critic.build={_target_:ragen_pl.models.build.build_small_vlm}", "set algorithm.critic=own"),
     ("critic.detach=true algorithm.critic=own", "no trunk in common with the policy; set false"),
+    (
+        "update.tokens_per_microbatch=4096 trainer.strategy=deepspeed_stage_2",
+        "tokens_per_microbatch=4096: .* set null and trainer.accumulate_grad_batches",
+    ),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
     ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
     (
