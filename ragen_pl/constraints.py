@@ -286,7 +286,7 @@ def problem(annotation: Any, value: object, *, components: bool = True) -> str |
     Args:
         annotation: the annotation of a parameter; `Any` and what is unknown accept everything.
         value: plain values as YAML has them, or arguments of a constructor.
-        components: whether a class annotation refuses plain values. Only a configuration can tell.
+        components: whether a class annotation refuses plain values, as in a configuration.
 
     >>> problem(Literal["all"] | Count, 0)
     'expected all or a whole number, at least 1'

@@ -38,11 +38,17 @@ _HYDRA = {
 
 @dataclass
 class Fields:
-    """Keys of a node and the annotations of their values; `takes` says whose arguments they are."""
+    """Keys of a node.
+
+    Attributes:
+        known: annotations of the values by key.
+        closed: whether no other keys are possible.
+        owner: class whose arguments the keys are; empty for other nodes.
+    """
 
     known: dict[str, Any] = field(default_factory=dict)
     closed: bool = True
-    takes: str = ""
+    owner: str = ""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -164,7 +170,7 @@ def _problems_of_group(
         child = _HYDRA.get(name) or known.get(name)
         if child is None:
             if closed:
-                yield place, unknown_key(place, known, takes=fields.takes or described.takes)
+                yield place, unknown_key(place, known, owner=fields.owner or described.owner)
             child = Any
         yield from _problems(value, child, key=place, root=root)
         for constraint in unwrapped(child)[1]:
@@ -180,7 +186,7 @@ def fields_of_target(target: str) -> Fields:
     """Return the arguments of a class path.
 
     Raises:
-        SignatureError: it leads nowhere.
+        SignatureError: there is no such class.
     """
     package, _, rest = target.partition(".")
     if not all(part.isidentifier() for part in target.split(".")):
@@ -264,25 +270,25 @@ def _check_images(cfg: DictConfig) -> None:
 
 
 def unknown_key(
-    key: str, siblings: Iterable[str] = (), *, takes: str = "", keys: Iterable[str] = ()
+    key: str, siblings: Iterable[str] = (), *, owner: str = "", keys: Iterable[str] = ()
 ) -> str:
     """Return one line on a key that does not exist, with the nearest that does.
 
     Args:
         key: its full name.
-        siblings: the names that its node knows.
-        takes: the class whose arguments these are.
-        keys: full names of settings to guess from where the node has no similar name.
+        siblings: names in its node.
+        owner: class whose arguments these are.
+        keys: full names of settings, for a suggestion if the node has no similar name.
     """
     parent, _, name = key.rpartition(".")
     names = [sibling for sibling in siblings if not sibling.startswith("_")]
-    message = f"unknown key {key}" + (f": {takes} takes no {name}" if takes else "")
+    message = f"unknown key {key}" + (f": {owner} takes no {name}" if owner else "")
     close = get_close_matches(name, names, n=1)
     if close:
-        return f"{message}; did you mean {close[0] if takes else f'{parent}.{close[0]}'.removeprefix('.')}?"
+        return f"{message}; did you mean {close[0] if owner else f'{parent}.{close[0]}'.removeprefix('.')}?"
     if near := get_close_matches(key, list(keys), n=1):
         return f"{message}; did you mean {near[0]}?"
-    if takes:
+    if owner:
         return f"{message}; it takes {', '.join(names) or 'none'}"
     return f"{message}; " + (
         f"{parent} has {', '.join(sorted(names))}"
@@ -292,7 +298,7 @@ def unknown_key(
 
 
 def fields_at(key: str) -> Fields:
-    """Return the keys of the node of this name as the schema describes it, whatever its class."""
+    """Return the keys of a node in the schema, without those of its class."""
     annotation: Any = Settings
     empty = OmegaConf.create({})
     for name in key.split(".") if key else ():

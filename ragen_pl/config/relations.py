@@ -1,4 +1,4 @@
-"""Settings of different nodes that have to agree; relations inside one node are its constructor's."""
+"""Settings of different nodes that have to agree. Constructors check those of one node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
 
 
 def ranks_asked_for(cfg: DictConfig) -> int:
-    """Return how many processes the Trainer is to have; 1 where only the machine can tell."""
+    """Return the number of processes of the Trainer; 1 if it depends on the machine."""
     return _rank_count(
         OmegaConf.select(cfg, "trainer.devices"), OmegaConf.select(cfg, "trainer.num_nodes")
     )

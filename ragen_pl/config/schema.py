@@ -1,7 +1,7 @@
-"""The configuration as types: which keys a node without a class path has, and what their values may be.
+"""Types of the configuration: the keys of nodes without a class path, and their values.
 
-What goes into a constructor is described there: `Arguments` names the constructors, whose signatures are read
-from source. A node with `_target_` needs no description here, its class has one.
+The signature of a constructor describes its arguments. `Arguments` names the constructors, and their signatures are
+read from source. A node with `_target_` is described by the signature of its class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Arguments:
 
     Args:
         target: the constructor's class path.
-        names: the arguments that are keys; empty for all that are given by name.
+        names: arguments that are keys; empty for all keyword-only arguments.
     """
 
     target: str
@@ -44,8 +44,8 @@ class ArgumentsOf:
     """Metadata of a node whose keys are arguments of the class that another setting names.
 
     Args:
-        sibling: the setting in the same parent.
-        default: full name of the setting that counts where there is no such sibling.
+        sibling: setting in the same parent that names the class.
+        default: full name of the setting that names the class if there is no such sibling.
     """
 
     sibling: str
@@ -112,7 +112,6 @@ class Rollout(TypedDict, total=False):
     """`rollout`: besides these keys arguments of the proxy and of the DataModule."""
 
     engine: Component
-
     adaptive_temperature: Component | None
 
 
@@ -158,7 +157,7 @@ class Paths(TypedDict, total=False):
 
 
 class Source(TypedDict, total=False):
-    """`source`: what `ragen_pl.evaluate` finds out of the weights."""
+    """`source`: origin of the weights, set by `ragen_pl.evaluate`."""
 
     checkpoint: str | None
     run: str | None
@@ -173,7 +172,7 @@ _Limit = Annotated[float, Ge(0), Note("a share up to 1.0, or a count")]
 class Trainer(TypedDict, total=False):
     """`trainer`: keyword arguments of `lightning.Trainer` (2.6).
 
-    Left out are those that the run sets itself: logger, callbacks, num_sanity_val_steps, enable_model_summary,
+    Arguments that the run sets itself are left out: logger, callbacks, num_sanity_val_steps, enable_model_summary,
     log_every_n_steps, default_root_dir. The precisions leave out the true half precisions, which would round
     log-probs, advantages and counts as well; `model.build.dtype=bfloat16` does not.
     """
@@ -279,7 +278,7 @@ class Settings(TypedDict, total=False):
     # evaluate and export
     ckpt: str | None
     to: str | None
-    samples: Annotated[int, Ge(1), Note("episodes from each start")]
+    samples: Annotated[int, Ge(1), Note("episodes from each initial state")]
     greedy: bool | None
     pass_at: Sequence[Count] | None
     device: Literal["cpu", "cuda", "auto"]
@@ -297,7 +296,9 @@ class Settings(TypedDict, total=False):
 
     # play and page
     policy: Literal["agent", "human", "random", "optimal"]
-    episode: Annotated[int, Ge(0), Note("which start of the held-out validation set")]
+    episode: Annotated[
+        int, Ge(0), Note("number of an initial state of the held-out validation set")
+    ]
     delay: Annotated[float, Ge(0), Note("seconds")]
     width: Annotated[int, Ge(1), Note("columns")]
     save: str | None
@@ -305,4 +306,4 @@ class Settings(TypedDict, total=False):
         str, ExistingPath(), Note("a trajectories.jsonl, or the folder that it is in")
     ]
     title: str | None
-    episodes: Annotated[int, Ge(1), Note("shown at most, about")]
+    episodes: Annotated[int, Ge(1), Note("approximate number of episodes shown")]

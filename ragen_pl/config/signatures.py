@@ -37,7 +37,7 @@ _BUILTINS = {
 
 
 class SignatureError(ValueError):
-    """A class path that names nothing."""
+    """A class path without a class or function."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Signature:
     returns: Any = Any
 
 
-class Fields:
-    """Base of the types that stand for classes of a configuration: their `target` is a class path."""
+class ClassInSource:
+    """Base of the types that stand for classes read from source; `target` is the class path."""
 
     target: str = ""
 
@@ -74,10 +74,10 @@ class _Module:
 
 
 def read_signature(target: str) -> Signature | None:
-    """Return the signature of a class path, None where only an import could tell.
+    """Return the signature of a class path, None if it is known only after an import.
 
     Raises:
-        SignatureError: the class path names nothing, with the nearest name that exists.
+        SignatureError: there is no such class or function; with the nearest name that exists.
     """
     module_name, _, name = target.rpartition(".")
     module = _module(module_name)
@@ -223,8 +223,8 @@ def _place_of(module: _Module, name: str) -> str | None:
 
 
 def _fields(annotation: Any) -> dict[str, Any]:
-    """Return the fields that a type stands for: of a `TypedDict`, or of a class read from source."""
-    if isinstance(annotation, type) and issubclass(annotation, Fields):
+    """Return the fields of a class that is read from source, empty for any other type."""
+    if isinstance(annotation, type) and issubclass(annotation, ClassInSource):
         module_name, _, name = annotation.target.rpartition(".")
         module = _module(module_name)
         node = _definition(module, name) if module else None
@@ -287,7 +287,7 @@ class _Scope(dict[str, Any]):
                 if isinstance(item, ast.Assign)
             }
             return StrEnum(node.name, words)
-        return type(node.name, (Fields,), {"target": f"{self.module.name}.{node.name}"})
+        return type(node.name, (ClassInSource,), {"target": f"{self.module.name}.{node.name}"})
 
 
 def _assigned(item: ast.stmt, name: str) -> ast.expr | None:

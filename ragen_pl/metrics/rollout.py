@@ -95,7 +95,7 @@ class RolloutStatistics(NamedSums):
         super().update(sums)
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics; NaN without episodes or turns, no entry for what environments do not tell."""
+        """Return the metrics; NaN without episodes or turns, no entry for what environments do not report."""
         total = self.totals()
         episodes, turns = total["episodes"], total["turns"]
         mean_return = ratio(total["return"], episodes)

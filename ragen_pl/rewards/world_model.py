@@ -103,7 +103,7 @@ class WorldModelReward:
     judge: StateJudge = field(default_factory=RelationJudge)
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that responses have the statements, and that the environment tells its relations."""
+        """Check that responses have the statements, and that the environment has relations."""
         for key, block, weight in (
             ("grounding", OBSERVATION, self.grounding_weight),
             ("worldmodeling", PREDICTION, self.worldmodeling_weight),

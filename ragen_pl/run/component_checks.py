@@ -48,7 +48,7 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         environment: the config's environment, unwrapped.
 
     Raises:
-        ConfigError: a constructor refuses its arguments, or two components do not go together.
+        ConfigError: a constructor refuses its arguments, or two components do not fit together.
     """
     components = build_components(cfg)
     with config_errors("algorithm"):
@@ -130,7 +130,7 @@ def _check_critic(cfg: DictConfig, estimator: Estimator) -> None:
         )
     if not estimator.needs_values and critic != "none":
         raise ConfigError(
-            f"algorithm.critic={critic}: {name} asks no critic for values; set algorithm.critic=none"
+            f"algorithm.critic={critic}: {name} reads no values; set algorithm.critic=none"
         )
     if not estimator.needs_values and cfg.env.turn_limit_bootstraps:
         raise ConfigError(
@@ -142,8 +142,8 @@ def _check_critic(cfg: DictConfig, estimator: Estimator) -> None:
 def _check_states(estimator: Estimator, environment: gymnasium.Env[Any, Any]) -> None:
     if estimator.needs_states and "state_key" not in dir(environment):
         raise ConfigError(
-            f"algorithm.estimator={type(estimator).__name__}: {type(environment).__name__} has no state_key() to "
-            "tell by which turns began in the same state; give it one, or set algorithm=grpo"
+            f"algorithm.estimator={type(estimator).__name__}: {type(environment).__name__} has no state_key() "
+            "to compare turns from the same state by; give it one, or set algorithm=grpo"
         )
 
 
@@ -165,7 +165,7 @@ def _check_groups(cfg: DictConfig, components: Components) -> None:
 def _check_normalizer(components: Components) -> None:
     """Check that the estimator does not undo the normalization.
 
-    Standardization undoes each shift and scale that is the same wherever it takes its mean.
+    Standardization undoes a shift and a scale that all returns of its mean share.
     """
     normalizer, estimator = components.normalizer, components.estimator
     kl = components.loss.kl

@@ -46,7 +46,7 @@ def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
             f"env.target={env.target}: {in_one_line(error)}; give a gymnasium id such as "
             "envs:ragen/FrozenLake-v0, or a class path such as my_package.my_module.MyEnv"
         ) from error
-    except Exception as error:  # whatever an environment's own constructor raises
+    except Exception as error:  # an environment's constructor may raise anything
         text = str(error).split(" was raised from the environment creator")[0]
         raise ConfigError(f"env.kwargs of {env.target}: {text}") from error
 
@@ -158,7 +158,7 @@ def _scripted_policies(cfg: DictConfig) -> list[tuple[str, DictConfig]]:
 
 
 def _check_scripted_policy(slot: EnvironmentSlot, settings: DictConfig, *, key: str) -> None:
-    hint = f"give the environment what it asks for, or choose another policy ({key}=…)"
+    hint = f"give the environment what the policy needs, or choose another policy ({key}=…)"
     with config_errors(key, hint=hint):
         policy, rng = instantiate(settings), np.random.default_rng(_SEED)
         actions = [policy.act(slot.env, rng) for _ in range(_ACTIONS)]

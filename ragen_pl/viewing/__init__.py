@@ -1,1 +1,1 @@
-"""What a person looks at: episode records, the trajectory page, films, plots and the terminal display."""
+"""Views of a run for people: episode records, the trajectory page, films, plots and the terminal display."""

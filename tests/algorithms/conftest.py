@@ -32,7 +32,7 @@ TINY = (
 class SyntheticRewards:
     """Set rewards, spans and log-probs that depend on the response only.
 
-    The responses of an untrained policy are noise, which an environment's own rewards do not tell apart.
+    An environment's own rewards are equal for the random responses of an untrained policy.
     """
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
@@ -53,7 +53,7 @@ class SyntheticRewards:
 
 @dataclass
 class Iteration:
-    """What an iteration left behind."""
+    """Results of an iteration."""
 
     weights: torch.Tensor
     metrics: dict[str, float]
@@ -73,7 +73,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
     parts = assemble(cfg)
     agent, data = build_agent(parts), build_datamodule(parts)
     data.rewards.insert(0, SyntheticRewards())
-    if agent.critic is not None:  # heads start at 0, which would hide what values do
+    if agent.critic is not None:  # heads start at 0, and all values would be 0
         generator = torch.Generator().manual_seed(0)
         torch.nn.init.normal_(agent.critic.head.layers[-1].weight, generator=generator)
     agent.trainer = pl.Trainer(accelerator="cpu", barebones=True, max_epochs=10)
@@ -110,7 +110,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
 
 @pytest.fixture(scope="session")
 def run():
-    """Return a runner of iterations that knows what it has run before."""
+    """Return a function that runs iterations and caches their results."""
     known: dict[tuple, Iteration] = {}
 
     def once(*overrides: str, iterations: int = 1) -> Iteration:

@@ -1,4 +1,4 @@
-"""The discount that follows progress: what it looks back upon, and what it changes."""
+"""Discounts from the progress of the episode."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Estimator callables: what they are given, what they refuse, what they hand back."""
+"""Estimators: inputs, errors and results."""
 
 import pytest
 import torch

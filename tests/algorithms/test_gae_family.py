@@ -1,4 +1,4 @@
-"""Masked, bi-level and turn-level GAE: against plain loops, and the laws they must obey."""
+"""Masked, bi-level and turn-level GAE against plain loops, and their common properties."""
 
 import math
 
@@ -160,8 +160,8 @@ FAMILY = {
 
 
 @pytest.mark.parametrize("estimate", FAMILY.values(), ids=FAMILY.keys())
-class TestLaws:
-    """What every member of the family obeys, with gamma and lambda below 1."""
+class TestCommonProperties:
+    """Properties of all three, with gamma and lambda below 1."""
 
     @maths
     @given(batches(), st.sampled_from([math.nan, math.inf, 1e6]))

@@ -1,4 +1,4 @@
-"""Faults of public implementations, each as a test that ours does not have it."""
+"""Errors of public implementations that ours does not have."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FOUR = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0
 
 
 def test_turn_ends_do_not_depend_on_rewards() -> None:
-    """The turn of reward 0 discounts what follows it; a trajectory of nothing but zeros is one like others."""
+    """A turn of reward 0 discounts what follows it. A trajectory with no reward is estimated like others."""
     rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, 4.0]])
     advantages, _ = bilevel_gae(rewards, torch.zeros(1, 6), TURNS, **FOUR)
     assert advantages.tolist() == [[2.0, 2.0, 2.0, 2.0, 4.0, 4.0]]
     values = torch.full((1, 6), 0.5)
-    nothing, _ = bilevel_gae(torch.zeros(1, 6), values, TURNS, **FOUR)
-    assert nothing.tolist() == [[-0.5] * 6]
+    advantages, _ = bilevel_gae(torch.zeros(1, 6), values, TURNS, **FOUR)
+    assert advantages.tolist() == [[-0.5] * 6]
 
 
 def test_bilevel_gae_differs_from_masked_gae() -> None:
@@ -161,17 +161,17 @@ def bundle():
 def played(responses, *, member=0, window=1) -> Trajectory:
     """An episode of responses given as (length, reward); a negative length is a cut response."""
     context = ContextManager(bundle(), window=window, system_prompt=None)
-    talk, turns = context.start(""), []
+    conversation, turns = context.start(""), []
     for number, (length, reward) in enumerate(responses):
-        seen = Observation(text=f"see {number}")
-        prompt = context.observe(talk, seen, max_turns=9)
+        observation = Observation(text=f"see {number}")
+        prompt = context.observe(conversation, observation, max_turns=9)
         ids = torch.arange(30 + number, 30 + number + abs(length)).numpy()
         if length > 0:
             ids[-1] = bundle().end_of_turn_id
-        context.response(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
+        context.response(conversation, ids=ids, text="".join(context.pieces(ids)), actions=[])
         turns.append(
             Turn(
-                observation=seen, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
+                observation=observation, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
                 response_logprobs=torch.zeros(len(ids)).numpy(), response_entropy=1.0,
                 spans=torch.ones(len(ids), dtype=torch.int8).numpy(), response_text="", think=None,
                 actions=[], action_is_valid=True, action_is_effective=True, hit_length_limit=length < 0,

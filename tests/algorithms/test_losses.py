@@ -128,7 +128,7 @@ def test_aggregation_rejects_an_unknown_name_and_a_missing_or_unused_constant() 
 
 
 def test_value_loss_by_hand() -> None:
-    """A value that ran ahead towards the return is held; one that ran away pays in full."""
+    """A value clipped towards the return keeps the clipped error; one clipped away has the full error."""
     values = torch.tensor([[2.0, -1.0, math.nan]], requires_grad=True)
     old, returns = torch.zeros(1, 3), torch.tensor([[3.0, 3.0, 0.0]])
     mask = torch.tensor([[1, 1, 0]])

@@ -18,7 +18,7 @@ def test_batch_statistics_do_not_depend_on_the_split_over_ranks(numbers, cut) ->
     group = torch.zeros(len(numbers), dtype=torch.int64)
     turns = torch.ones(len(numbers), dtype=torch.int64)
     whole = RewardNormalizer(by=ByBatch())(returns[:, None], turns, group)
-    # the other rank's share of the two sums, in the order in which they are asked for
+    # the two sums over both ranks, in the order of the reductions
     parts = [returns[:cut], returns[cut:]]
     mean = returns.mean()
     sums = [
@@ -47,7 +47,7 @@ def test_clipped_returns_lie_within_their_bounds(rows) -> None:
 @pytest.mark.parametrize("by", [ByGroup(), ByBatch(), Running()])
 @pytest.mark.parametrize("size", [0.01, 1000.0])
 def test_equal_returns_keep_the_size_of_turn_rewards(by, size) -> None:
-    """Every episode of the group ran out of time: nine costs, and nothing to tell them apart."""
+    """All episodes of the group reached the turn limit: nine equal costs."""
     rewards = torch.full((4, 9), -size)
     turns, group = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
     normalized = RewardNormalizer(by=by)(rewards, turns, group)
@@ -74,10 +74,10 @@ def test_running_statistics_accumulate_and_resume() -> None:
 
 
 def test_schedule_moves_from_raw_to_batch_to_group() -> None:
-    ladder = RewardNormalizer(by=Schedule(starts=[0, 1, 2]))
+    normalizer = RewardNormalizer(by=Schedule(starts=[0, 1, 2]))
     returns, turns = torch.tensor([[0.0], [2.0], [10.0], [14.0]]), torch.ones(4, dtype=torch.int64)
     group = torch.tensor([0, 0, 1, 1])
-    raw, batch, by_group = (ladder(returns, turns, group)[:, 0] for _ in range(3))
+    raw, batch, by_group = (normalizer(returns, turns, group)[:, 0] for _ in range(3))
     assert raw.tolist() == [0.0, 2.0, 10.0, 14.0]
     assert float(batch.mean()) == pytest.approx(0, abs=1e-6) and float(batch[1]) < 0
     assert by_group.tolist() == pytest.approx([-0.7071, 0.7071, -0.7071, 0.7071], abs=1e-3)

@@ -1,4 +1,4 @@
-"""No preset is an alias and no switch is dead: each is thrown, and the metric that it must change is compared."""
+"""Presets differ from each other, and every setting changes its metric and the weights."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ REFUSED = [
     (f"starpo {LOSS}.SequencePolicyLoss algorithm.loss.policy.dual_clip=3.0", "has no dual clip"),
     ("starpo algorithm.loss.policy.constant=3", "only with it"),
     ("starpo algorithm.loss.entropy_target=1.0", "no entropy bonus to steer"),
-    ("grpo algorithm.critic=shared", "asks no critic for values"),
+    ("grpo algorithm.critic=shared", "reads no values"),
     ("grpo env.turn_limit_bootstraps=true", "no values to bootstrap from"),
     (f"starpo rollout.group_size=1 {BY}.Schedule", "RewardNormalizer compares"),
     ("starpo algorithm.filter.rescale=linear", "the share is 1"),

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, and run."""
+"""The benchmarks run, and their computations are correct."""
 
 import json
 import sys

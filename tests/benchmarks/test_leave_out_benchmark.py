@@ -1,4 +1,4 @@
-"""The table of what is left out counts what it says."""
+"""Rows of the table of left-out patches and turns."""
 
 import sys
 from pathlib import Path

@@ -28,7 +28,7 @@ def shipped_configs() -> list[tuple[str, str]]:
         group = file.parent.name
         command = "evaluate" if group in EVALUATION else "fit"
         option = f"{group}={file.stem}"
-        # a model without images goes with an environment described in words
+        # a model without images needs an environment of text
         more = " env=frozenlake" if option == "model=small_lm" else ""
         if group in EVALUATION and file.stem != "held_out":
             more = f" env={file.stem}"
@@ -141,18 +141,16 @@ def test_missing_value_and_dangling_reference_are_named() -> None:
         ),
     ],
 )
-def test_a_class_path_that_leads_nowhere_is_refused(
-    settings: dict[str, object], message: str
-) -> None:
+def test_a_class_path_without_a_class_is_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(OmegaConf.create({"callbacks": {"mine": settings}}))
     assert message in str(error.value)
     assert str(error.value).startswith(("callbacks.mine._target_=", "unknown key"))
 
 
-def test_class_paths_of_other_packages_take_what_they_like() -> None:
-    mine = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/success"}
-    check_config(OmegaConf.create({"callbacks": {"mine": mine}}))
+def test_classes_of_other_packages_take_any_key() -> None:
+    settings = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/success"}
+    check_config(OmegaConf.create({"callbacks": {"mine": settings}}))
 
 
 def test_leaves_names_items_of_lists_and_keeps_empty_ones() -> None:
@@ -170,12 +168,14 @@ def test_number_passes_exactly_inside_its_bounds(value: float, low: float, high:
     st.none() | st.booleans() | st.text() | st.lists(st.integers()),
     st.sampled_from([bool, int, str, Count, Fraction | None, Literal["a"] | Count, list[int]]),
 )
-def test_every_value_has_a_verdict(value: object, annotation: Any) -> None:
+def test_every_value_is_accepted_or_refused_with_an_expectation(
+    value: object, annotation: Any
+) -> None:
     message = problem(annotation, value)
     assert message is None or message.startswith("expected ")
 
 
-def test_a_strangers_envs_package_is_refused(
+def test_an_envs_package_of_another_project_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_packages()

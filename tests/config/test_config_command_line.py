@@ -1,4 +1,4 @@
-"""The command line: the ways to run Hydra, one line for a mistake, no slow import before it is printed."""
+"""The command line: Hydra's options, errors in one line, no slow import before they are printed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_mistake_is_refused_in_one_line(
     assert "run" not in done.stdout or "13" in arguments[0]
 
 
-def test_hydras_own_ways_are_kept(program: Path) -> None:
+def test_options_of_hydra_work(program: Path) -> None:
     assert call(program).stdout == "run 0 lake light\n"
     assert call(program, "environment=bandit", "seed=3").stdout == "run 3 bandit light\n"
     shown = call(program, "--cfg", "job", "seed=5")
@@ -107,7 +107,7 @@ def test_hydras_own_ways_are_kept(program: Path) -> None:
     ]
 
 
-def test_tracebacks_come_when_asked_for_and_for_faults_of_the_program(program: Path) -> None:
+def test_tracebacks_are_shown_on_request_and_for_errors_of_the_program(program: Path) -> None:
     assert "Traceback" in call(program, "seed=x", "debug=true").stderr
     assert "Traceback" in call(program, "seed=x", HYDRA_FULL_ERROR="1").stderr
     fault = call(program, "seed=14")

@@ -1,4 +1,4 @@
-"""Trajectories made up by hand, with the ids that a context of a given window would show."""
+"""Made-up trajectories with the ids of a context of a given window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def make_trajectory():
-    """Return a maker: one response for each length in `lengths`, a cut one where it is negative."""
+    """Return a maker: a response for each length in `lengths`; a negative length hit its length limit."""
 
     def make(
         bundle, lengths, *, seed=0, window="all", group=0, member=0, rewards=None,
@@ -22,22 +22,22 @@ def make_trajectory():
     ) -> Trajectory:  # fmt: skip
         rng = np.random.default_rng(seed)
         context = ContextManager(bundle, window=window, system_prompt=None)
-        talk, turns = context.start(""), []
+        conversation, turns = context.start(""), []
 
         def see(number):
             image = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
-            seen = Observation(text=f"see {number}", images=[image] if images else [])
-            return seen, context.observe(talk, seen, max_turns=9)
+            observation = Observation(text=f"see {number}", images=[image] if images else [])
+            return observation, context.observe(conversation, observation, max_turns=9)
 
         for number, length in enumerate(lengths):
-            seen, prompt = see(number)
+            observation, prompt = see(number)
             ids = rng.integers(20, 200, abs(length))
             if length > 0:
                 ids[-1] = bundle.end_of_turn_id
-            context.response(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
+            context.response(conversation, ids=ids, text="".join(context.pieces(ids)), actions=[])
             turns.append(
                 Turn(
-                    observation=seen, prompt_ids=prompt.ids, prompt_images=prompt.images,
+                    observation=observation, prompt_ids=prompt.ids, prompt_images=prompt.images,
                     response_ids=ids, response_logprobs=rng.normal(size=len(ids)).astype(np.float32),
                     response_entropy=1.0,
                     spans=rng.integers(0, 4, len(ids)).astype(np.int8),

@@ -1,4 +1,4 @@
-"""Filters on the ranks of a run: whole groups, none twice, none lost, no rank idle while others have spare work."""
+"""Group filters over several ranks: groups stay whole, none is copied or lost, ranks have equal shares."""
 
 from __future__ import annotations
 

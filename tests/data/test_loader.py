@@ -98,7 +98,7 @@ def test_order_depends_on_the_seed_key_and_the_epoch(batch):
 
 
 @pytest.mark.parametrize("position", range(7))
-def test_resuming_goes_on_after_what_was_given_out(batch, position):
+def test_resuming_continues_after_the_last_minibatch(batch, position):
     first = loader_of(batch)
     whole = [episodes(step) for step in loader_of(batch)]
     given_out = iter(first)

@@ -37,7 +37,7 @@ def env(env_id: str) -> Iterator[gymnasium.Env[Any, Any]]:
 def success(
     env: gymnasium.Env[Any, Any], policy: ScriptedPolicy, *, episodes: int, limit: int
 ) -> float:
-    """Return the share of episodes that the player ends in success within `limit` actions."""
+    """Return the share of episodes in which the policy succeeds within `limit` actions."""
     rng = np.random.default_rng(0)
     wins = 0
     for seed in range(episodes):
@@ -51,7 +51,7 @@ def success(
 
 
 def play(env: gymnasium.Env[Any, Any], *, seed: int) -> list[Any]:
-    """Return all that an episode of fixed actions tells."""
+    """Return the observations, rewards and infos of an episode with fixed actions."""
     environment = env.unwrapped
     observation, info = env.reset(seed=seed)
     outcomes = [observation, info, environment.state_key(), environment.difficulty()]

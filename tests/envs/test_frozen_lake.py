@@ -216,8 +216,8 @@ def test_optimal_action_accounts_for_slips() -> None:
 def test_blind_action_ignores_holes() -> None:
     environment, rng = FrozenLake(), np.random.default_rng(0)
     environment.reset(options={"layout": ["SHFF", "HFFF", "FFFF", "FFFG"]})
-    seen = {environment.blind_action(rng) for _ in range(50)}
-    assert seen == {DOWN, RIGHT}
+    actions = {environment.blind_action(rng) for _ in range(50)}
+    assert actions == {DOWN, RIGHT}
     assert walk_distance(4, start=0, goal=15, holes=environment.lake.holes) == -1
 
 
@@ -261,8 +261,10 @@ def test_other_symbols_describe_the_same_map() -> None:
 
 def test_night_theme_changes_only_colors() -> None:
     day, night = FrozenLakeVisual(), FrozenLakeVisual(tiles="night")
-    seen = [environment.reset(options={"layout": ROWS})[0]["image"] for environment in (day, night)]
-    assert np.abs(seen[0].astype(float) - seen[1]).mean() > 30
+    images = [
+        environment.reset(options={"layout": ROWS})[0]["image"] for environment in (day, night)
+    ]
+    assert np.abs(images[0].astype(float) - images[1]).mean() > 30
     assert "blue flag" in night.instructions and "green flag" in day.instructions
     with pytest.raises(ValueError, match="tiles: found 'dawn', expected one of day, night"):
         FrozenLakeVisual(tiles="dawn")

@@ -1,4 +1,4 @@
-"""What the environments say of where things are, by hand, and unmoved by how they are shown."""
+"""Relations of the environments by hand, the same for text and images."""
 
 import gymnasium
 import pytest

@@ -1,4 +1,4 @@
-"""Checkpoints and models that are not what they should be."""
+"""Damaged or unsuitable checkpoints and models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(fit, run):
     assert "holds no agent" in go_on(fit, "warm_start=none", ckpt_path="run/foreign.pt")
 
 
-def test_weights_to_begin_from_that_do_not_fit_are_refused(fit, run, tmp_path):
+def test_initial_weights_that_do_not_fit_are_refused(fit, run, tmp_path):
     def begin(file: str, *changes: str) -> str:
         message = fit(
             *TINY, f"warm_start.weights={file}", "paths.run_dir=other", *changes
@@ -115,7 +115,7 @@ def test_a_models_folder_that_cannot_be_read_is_refused(fit, model):
     assert "no model can be read there" in load(fit).refused()
 
 
-def test_adapters_that_can_not_be_put_in_are_refused(fit, model, monkeypatch):
+def test_adapters_that_cannot_be_added_are_refused(fit, model, monkeypatch):
     assert "model.build.lora.r=0: expected" in load(fit, "model.build.lora={r: 0}").refused()
     assert "model.build.lora=8: expected" in load(fit, "model.build.lora=8").refused()
     message = load(fit, "model.build.lora={rank: 8}").refused()

@@ -259,7 +259,7 @@ def test_a_damaged_store_is_refused(fit, tmp_path):
     assert line.startswith("logger: ") and "not a database" in line
 
 
-def test_nothing_is_imported_that_is_heavy_before_a_value_is_refused(fit, monkeypatch):
+def test_values_are_refused_before_heavy_imports(fit, monkeypatch):
     for name in [module for module in sys.modules if module.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)  # an import would raise
@@ -267,6 +267,6 @@ def test_nothing_is_imported_that_is_heavy_before_a_value_is_refused(fit, monkey
     assert fit("trainer.max_epochs=many").refused()
 
 
-def test_a_traceback_comes_when_asked_for(fit):
+def test_a_traceback_is_shown_on_request(fit):
     with pytest.raises(ConfigError, match="step returned"):  # Hydra lets it through to Python
         fit("env=custom", "env.target=broken_environments.FourTuple", "debug=true")

@@ -1,4 +1,4 @@
-"""The rollout/update loop: order of phases, what it needs from the DataModule, Lightning names it depends on."""
+"""The rollout/update loop: order of phases, requirements on the DataModule, private names of Lightning."""
 
 from __future__ import annotations
 

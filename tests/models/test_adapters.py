@@ -1,4 +1,4 @@
-"""LoRA: only adapters are trained, what lies under them is the reference, and an export has them merged."""
+"""LoRA: only adapters are trained, the model without them is the reference, and an export merges them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = torch.arange(8, 40).view(2, 16)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small language model, as somebody may have saved it."""
+    """A saved small language model."""
     folder = tmp_path_factory.mktemp("model")
     build_small_lm(seed=3).save(folder)
     return folder

@@ -109,7 +109,7 @@ def test_a_turns_rendering_starts_with_that_of_the_turns_before():
 
 
 def test_a_format_with_more_tags_adds_their_tokens_after_all_others():
-    """What was trained or measured without them keeps its ids."""
+    """Models without these tags keep their ids."""
     plain, more = (
         TOKENIZER.get_vocab(),
         module.load_tokenizer(prompt_format="grounding").get_vocab(),

@@ -60,7 +60,7 @@ def build_agent(
         CriticModule(bundle.hidden_size, backbone=backbone),
         **(settings | changes),
     )
-    if agent.critic is not None:  # heads start at 0, which would hide what values do
+    if agent.critic is not None:  # heads start at 0, and all values would be 0
         torch.nn.init.normal_(agent.critic.head.layers[-1].weight)
     agent.trainer = pl.Trainer(accelerator="cpu", barebones=True, max_epochs=10)
     return agent

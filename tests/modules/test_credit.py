@@ -46,17 +46,17 @@ def episode(bundle, *, number: int, window: int | str, system: str | None = None
     """Four or fewer turns whose responses do not depend on what is shown."""
     rng = np.random.default_rng(number)
     context = ContextManager(bundle, window=window, system_prompt=system)
-    talk = context.start("")
-    head, turns = len(talk.system_prompt_ids), []
+    conversation = context.start("")
+    head, turns = len(conversation.system_prompt_ids), []
     for turn in range(1 + (number + 3) % 4):
-        seen = Observation(text=f"see {turn}")
-        prompt = context.observe(talk, seen, max_turns=4)
+        observation = Observation(text=f"see {turn}")
+        prompt = context.observe(conversation, observation, max_turns=4)
         ids = np.append(rng.integers(20, 200, rng.integers(2, 6)), bundle.end_of_turn_id)
-        context.response(talk, ids=ids, text="".join(context.pieces(ids)), actions=[])
+        context.response(conversation, ids=ids, text="".join(context.pieces(ids)), actions=[])
         spans = rng.integers(1, 4, len(ids)).astype(np.int8)
         turns.append(
             Turn(
-                observation=seen, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
+                observation=observation, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
                 response_logprobs=np.zeros(len(ids), np.float32), response_entropy=1.0, spans=spans,
                 response_text="", think=None, actions=[], action_is_valid=True,
                 action_is_effective=True, hit_length_limit=False, temperature=1.0,

@@ -1,4 +1,4 @@
-"""Gradient saliency and the masks made of it: what is scored, what is kept, what is logged."""
+"""Gradient saliency, importance masks and their metrics."""
 
 from dataclasses import replace
 

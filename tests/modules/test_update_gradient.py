@@ -1,4 +1,4 @@
-"""The update's gradient: the same however a step is split, and blind to what is not its business."""
+"""The update's gradient does not depend on how a step is split, nor on tokens off the masks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_gradient_does_not_depend_on_accumulation(make, aggregation, own_critic)
         return list(MinibatchLoader(batch, epochs=1, minibatches=1, accumulate=parts))
 
     whole = make.gradient(agent, split(1))
-    for parts in (2, 3, 4, 40):  # 40: more parts than samples, so some are only fillers
+    for parts in (2, 3, 4, 40):  # 40: more parts than samples, so some hold padding rows only
         assert_close(whole, make.gradient(agent, split(parts)))
 
 

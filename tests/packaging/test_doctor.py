@@ -1,4 +1,4 @@
-"""The doctor tells what is there, what is lacking and what to do about it, and changes nothing."""
+"""The doctor reports what is installed, what is missing and the remedy, and changes nothing."""
 
 from __future__ import annotations
 
