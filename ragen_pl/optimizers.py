@@ -153,6 +153,23 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+def parameter_groups(
+    policy: nn.Module, critic: nn.Module | None, *, critic_learning_rate: float | None = None
+) -> list[ParameterGroup]:
+    """Return the groups `policy` and, if there is a critic, `critic`.
+
+    Args:
+        policy: Policy.
+        critic: Critic, None for a policy alone.
+        critic_learning_rate: The critic's learning rate; None for the optimizer's.
+    """
+    groups: list[ParameterGroup] = [{"params": policy.parameters(), "name": "policy"}]
+    if critic is not None:
+        rate = {} if critic_learning_rate is None else {"lr": critic_learning_rate}
+        groups.append({"params": critic.parameters(), "name": "critic", **rate})
+    return groups
+
+
 def build_optimizer(
     optimizer: OptimizerFactory,
     groups: Iterable[ParameterGroup],

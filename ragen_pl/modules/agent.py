@@ -32,7 +32,7 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
-from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer
+from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer, parameter_groups
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 
 log = logging.getLogger(__name__)
@@ -203,13 +203,9 @@ class AgentModule(SavesTrainedWeights):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return one optimizer with the groups `policy` and `critic`, and a linear decay by iteration."""
-        groups: list[dict[str, Any]] = [{"params": self.policy.parameters(), "name": "policy"}]
-        if self.critic is not None:
-            rate = self.critic_learning_rate
-            groups.append(
-                {"params": self.critic.parameters(), "name": "critic"}
-                | ({} if rate is None else {"lr": rate})
-            )
+        groups = parameter_groups(
+            self.policy, self.critic, critic_learning_rate=self.critic_learning_rate
+        )
         optimizer = build_optimizer(
             self.optimizer_factory,
             groups,

@@ -7,7 +7,6 @@ critic learns the demonstrator's returns.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -19,7 +18,7 @@ from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.frozen import SavesTrainedWeights
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.optimizers import OptimizerFactory, build_optimizer
+from ragen_pl.optimizers import OptimizerFactory, build_optimizer, parameter_groups
 
 
 class WarmStartModule(SavesTrainedWeights):
@@ -95,13 +94,9 @@ class WarmStartModule(SavesTrainedWeights):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and its schedule: a linear rise, then a cosine fall."""
-        groups: list[dict[str, Any]] = [{"params": self.policy.parameters(), "name": "policy"}]
-        if self.critic is not None:
-            rate = self.critic_learning_rate
-            groups.append(
-                {"params": self.critic.parameters(), "name": "critic"}
-                | ({} if rate is None else {"lr": rate})
-            )
+        groups = parameter_groups(
+            self.policy, self.critic, critic_learning_rate=self.critic_learning_rate
+        )
         optimizer = build_optimizer(
             self.optimizer_factory, groups, master_weights=self.master_weights
         )
