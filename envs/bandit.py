@@ -107,8 +107,8 @@ class Bandit(Environment):
         super().__init__(render_mode=render_mode)
         if risky_reward * risky_probability == safe_reward:
             raise ValueError(
-                f"safe_reward: found {safe_reward}, just what the risky arm pays on average, so "
-                "that no arm is better; set another safe_reward"
+                f"safe_reward: found {safe_reward}, the mean payoff of the risky arm, expected another "
+                "amount: no arm is better; set another safe_reward"
             )
         self.names = names
         self.safe_reward, self.risky_reward = safe_reward, risky_reward
@@ -140,11 +140,6 @@ class Bandit(Environment):
         self._observation = f"pulled {self.action_names[arm]} paid {paid:g}"
         info = {"success": risky == self.risky_is_better, "action_is_effective": True}
         return self._observation, float(paid), True, False, info
-
-    def expected_payoffs(self) -> tuple[float, float]:
-        """Return the expected payoff of each arm of the episode."""
-        risky = self.risky_reward * self.risky_probability
-        return (risky, self.safe_reward) if self.risky_arm == 0 else (self.safe_reward, risky)
 
     def state_key(self) -> str:
         """Return the arms in order, the risky arm and the last observation."""
