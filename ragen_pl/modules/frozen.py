@@ -23,10 +23,10 @@ from ragen_pl.modules.reference import AveragedPolicy
 FINGERPRINTS = "frozen"
 """Entry of a checkpoint: fingerprints by the module's name, such as `policy`."""
 
-# tensors whose contents are compared, and values of each
-_TENSORS, _VALUES = 8, 65_536
+# matrices whose contents are compared, and values of each
+_MATRICES, _VALUES = 32, 16_384
 # of a config, which change without the weights
-_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 Fingerprint = dict[str, str]
 
@@ -60,7 +60,7 @@ def with_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Return digests of a model's config and frozen weights, empty where it has none.
 
-    Some values of some tensors are compared, as bfloat16: a model loaded in another type is the same.
+    Some values of some matrices are compared, as bfloat16: a model loaded in another type is the same.
     """
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     if not frozen:
@@ -71,9 +71,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         "config": _digest(json.dumps(_stable(config.to_dict()), sort_keys=True, default=str))
     }
     digests["shapes"] = _digest(json.dumps(shapes, sort_keys=True))
-    names = sorted(frozen)
-    chosen = names[:: max(1, len(names) // _TENSORS)]
-    digests["weights"] = _digest(*(_values(frozen[name]) for name in chosen))
+    # in an order that mixes layers and kinds
+    matrices = sorted((name for name in frozen if frozen[name].ndim > 1), key=_digest)
+    digests["weights"] = _digest(*(_values(frozen[name]) for name in matrices[:_MATRICES]))
     return digests
 
 
