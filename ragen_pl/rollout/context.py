@@ -79,6 +79,7 @@ class ContextManager:
             raise ValueError(
                 "context.leave_out: this chat template rewrites its history, no part of it can be left "
                 "out; set context.leave_out.patches=0 and context.leave_out.turns=0"
+                f"{self._or_keep_thoughts()}"
             )
         if self.leave_out and not bundle.facts.plain_positions:
             raise ValueError(
@@ -86,10 +87,11 @@ class ContextManager:
                 "whole image, no part of it can be left out; set context.leave_out.patches=0 and "
                 "context.leave_out.turns=0"
             )
-        self._encoded: dict[tuple[str, ...], np.ndarray] = {}
+        self._encoded: dict[tuple[str, str], np.ndarray] = {}
+        self._splits: dict[str, tuple[str, str]] = {}
         self._ends = frozenset(bundle.eos_token_ids)
         added = bundle.tokenizer.added_tokens_decoder.values()
-        takes_blanks = {str(token) for token in added if token.lstrip}
+        takes_blanks = {str(token) for token in added if token.lstrip or token.rstrip}
         self._control_tokens = _any_of(bundle.special_tokens.values())
         self._borders = _any_of(set(bundle.special_tokens.values()) - takes_blanks)
         # the end-of-turn token with what the template writes before it, and the text after it
@@ -101,6 +103,10 @@ class ContextManager:
             )
         before, found, after = self.template.close.partition(self._end)
         self._ending, self._after_end = (before + found, after) if found else (self._end, before)
+
+    def _or_keep_thoughts(self) -> str:
+        strips = self.template.history is History.WITHOUT_THOUGHTS and self.template.fixed
+        return ", or context.keep_thoughts=true" if strips else ""
 
     @property
     def joins(self) -> bool:
@@ -286,13 +292,9 @@ class ContextManager:
             start = self.template.before_first(conversation.system, images=count)
         if expand:
             start = self.bundle.expand_image_slots(start, exchange.images)
-        words = user_text.shown(exchange.text)
-        if before and self._borders.match(start):
-            # no token reaches over a control token
-            rest = self._encode_around(start, words, user_text.after, continues=True)
-            ids = np.concatenate([self._encode(before, continues=not first), rest])
-        else:
-            ids = self._encode_around(before + start, words, user_text.after, continues=not first)
+        ids = self._encode_around(
+            before + start, user_text.shown(exchange.text), user_text.after, continues=not first
+        )
         if not expand or exchange.patches is None:
             return ids
         slots = np.flatnonzero(ids == self.bundle.image_token_id)
@@ -333,14 +335,27 @@ class ContextManager:
 
     def _encode_around(self, left: str, text: str, right: str, *, continues: bool) -> np.ndarray:
         """Return the ids of a text between template text; a control token's name in it is plain letters."""
-        if not self._control_tokens.search(text):
-            return self._encode(left + text + right, continues=continues)
-        names = self._control_tokens.findall(text)
+        # the template's text up to its last control token is the same in many prompts
+        fixed, left = self._split(left)
+        parts = [self._encode(fixed, continues=continues)] if fixed else []
         words = self._control_tokens.split(text)
-        ids = [self._encode(left + words[0], continues=continues)]
-        for name, word in zip(names, [*words[1:-1], words[-1] + right], strict=True):
-            ids += [self._spelled(name), self._encode(word, continues=True)]
-        return np.concatenate(ids)
+        words[0] = left + words[0]
+        words[-1] += right
+        parts.append(self._encode(words[0], continues=continues or bool(fixed)))
+        names = self._control_tokens.findall(text)
+        for name, word in zip(names, words[1:], strict=True):
+            parts += [self._spelled(name), self._encode(word, continues=True)]
+        return np.concatenate(parts)
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Split a text after its last control token, over which no other token reaches."""
+        if text not in self._splits:
+            if len(self._splits) > 1000:
+                self._splits.clear()
+            ends = [match.end() for match in self._borders.finditer(text)]
+            end = ends[-1] if ends else 0
+            self._splits[text] = (text[:end], text[end:])
+        return self._splits[text]
 
     def _encode(self, text: str, *, continues: bool = False) -> np.ndarray:
         """Return the ids of a text; where it `continues` another, tokenizers add no blank at its start."""
