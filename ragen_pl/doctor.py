@@ -1,7 +1,8 @@
-"""`python -m ragen_pl.doctor`: report on the machine and the installation.
+"""`python -m ragen_pl.doctor`: report on the machine and the installation, or plan the memory of a run.
 
-It changes nothing. `--json` prints the report for a bug report. The exit code is 0 if the main job can run.
-torch is imported only to find GPUs.
+With overrides of `ragen_pl.fit`, such as `env=frozenlake model=qwen2_5`, it plans the memory of that run, loads
+nothing, and says what makes it fit. Without, it reports on the machine; `--json` prints the report for a bug report. It
+changes nothing. The exit code is 0 if the run fits or the main job can run.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from omegaconf import DictConfig
+
+from ragen_pl.config import hydra_main
 from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.config.paths import check_packages, config_dir
+from ragen_pl.run.machine import free_host_memory
 from ragen_pl.run.tracking import check_reachable, tracking_uri
 
 _OPTIONAL = {
@@ -96,7 +100,8 @@ def _required() -> list[str]:
 def _machine() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("processor", f"{usable} cores, {platform.machine()}, {platform.system()}")
-    memory = _free_memory_gb()
+    free = free_host_memory()
+    memory = None if free is None else free / 1e9
     if memory is None:
         yield Finding("memory", "unknown on this system")
     else:
@@ -109,21 +114,6 @@ def _machine() -> Iterator[Finding]:
     millions = 0.6 * room * 1e9 / _BYTES_PER_PARAMETER / 1e6  # the rest is for activations
     where = "a GPU" if gpus else "the processor"
     yield Finding("model size", f"about {millions:,.0f} M parameters trained in float32 on {where}")
-
-
-def _free_memory_gb() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    limits = [free * 1024.0]
-    # of a container
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
-        limits.append(float(limit) - float(used))
-    return min(limits) / 1e9
 
 
 def _gpus() -> list[tuple[str, float]]:
@@ -166,8 +156,19 @@ def _optional() -> Iterator[Finding]:
             yield Finding(name, version(name))
 
 
+@hydra_main("fit")
+def plan(cfg: DictConfig) -> None:
+    """Print the memory plan of a run. The exit code is 1 if it does not fit."""
+    from ragen_pl.run.memory_report import show_plan
+
+    fits = show_plan(cfg)
+    raise SystemExit(0 if fits else 1)
+
+
 def main() -> None:
-    """Print the findings. The exit code is 1 if the main job cannot run."""
+    """Print the plan of the overrides' run, or the findings. The exit code is 1 if the main job cannot run."""
+    if any("=" in word and not word.startswith("--root") for word in sys.argv[1:]):
+        plan()
     parser = argparse.ArgumentParser(prog="python -m ragen_pl.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print as JSON, for a bug report")
     parser.add_argument("--root", default="runs", help="folder of runs (paths.root)")

@@ -82,13 +82,15 @@ class Algorithm(TypedDict, total=False):
 class Model(TypedDict, total=False):
     """`model`: how it is built; of a named model also its sizes, from which the memory is planned.
 
-    `sizes` has what a size changes in `config`, which is a transformers config.
+    `sizes` has what a size changes in `config`, which is a transformers config. `processor` has settings of the image
+    processor.
     """
 
     build: Component
     size: str
     config: dict[str, Any]
     sizes: dict[str, dict[str, Any]]
+    processor: dict[str, Any]
 
 
 class Optimizer(TypedDict, total=False):
@@ -106,6 +108,13 @@ class Critic(TypedDict, total=False):
     lr: NonNegative | None
     detach: bool
     build: Component | None
+
+
+class Memory(TypedDict, total=False):
+    """`memory`: the plan of a run's memory."""
+
+    check: bool
+    device_gb: Positive | None
 
 
 class Rollout(TypedDict, total=False):
@@ -256,6 +265,7 @@ class Settings(TypedDict, total=False):
     master_weights: bool
     decay_vectors: bool
     critic: Critic
+    memory: Memory
     curriculum: Component | None
     algorithm: Algorithm
     model: Model

@@ -145,10 +145,9 @@ def only_adapters_are_trained(model: PreTrainedModel) -> bool:
 
 
 def adapters_are_new(model: PreTrainedModel) -> bool:
-    """Return whether the adapters still add nothing: one matrix of each starts at 0."""
-    return not any(
-        bool(weight.any()) for name, weight in model.named_parameters() if "lora_B" in name
-    )
+    """Return whether the adapters still add nothing: one matrix of each starts at 0, or has no data yet."""
+    second = (weight for name, weight in model.named_parameters() if "lora_B" in name)
+    return all(weight.is_meta or not bool(weight.any()) for weight in second)
 
 
 @contextmanager

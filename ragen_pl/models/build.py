@@ -16,7 +16,12 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import (
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
     from ragen_pl.models.settings import DecoderSettings, VisionSettings
 
@@ -172,7 +177,7 @@ def load_pretrained(
         tokenizer = processor.tokenizer
     else:
         model = AutoModelForCausalLM.from_pretrained(path, **settings)
-        tokenizer, processor = _load_tokenizer(path, **where), None
+        tokenizer, processor = load_tokenizer(path, **where), None
     with _weights_from(seed):
         choose_trained_weights(
             model, lora=lora, freeze_vision=freeze_vision, freeze_projector=freeze_projector
@@ -207,7 +212,45 @@ def _check_image_settings(processor: ProcessorMixin, settings: Mapping[str, Any]
         )
 
 
-def _load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
+def describe_pretrained(
+    config: PretrainedConfig,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str | dict[str, str] = "sdpa",
+    seed: int = 0,
+    **trained: Any,
+) -> PreTrainedModel:
+    """Build the model that `load_pretrained` would load, with new weights. Nothing is read.
+
+    Args:
+        config: Config of the model.
+        dtype: Type of the weights.
+        attn_implementation: Attention of transformers. Flash attention becomes `sdpa`, which keeps as much for the
+            backward pass and runs anywhere.
+        seed: Seed of the adapters' weights.
+        trained: Which weights are trained; see `load_pretrained`.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    by_part = (
+        attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+    )
+    attention = {
+        part: "sdpa" if name.startswith("flash") else name for part, name in by_part.items()
+    }
+    model: PreTrainedModel = kind.from_config(
+        config,
+        dtype=getattr(torch, dtype),
+        attn_implementation=attention.get("", attention),
+    )
+    with _weights_from(seed):
+        choose_trained_weights(model, **trained)
+    return model.eval()
+
+
+def load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer as its file describes it, even where transformers would replace it by a known model's own."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config

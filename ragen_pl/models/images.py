@@ -233,7 +233,7 @@ class ImageEncoder:
         output = encode(**inputs)
         counts = tuple(self.num_tokens(image) for image in images)
         self._listed = not isinstance(output.pooler_output, Tensor)
-        tokens = _joined(output.pooler_output)
+        tokens = joined(output.pooler_output)
         if len(tokens) != sum(counts):
             raise ValueError(
                 f"{self.facts.family}: the model gives {len(tokens)} features for {len(images)} images and the "
@@ -243,7 +243,7 @@ class ImageEncoder:
         return ImageFeatures(
             tokens=tokens,
             counts=counts,
-            deepstack=tuple(_joined(layer) for layer in deepstack),
+            deepstack=tuple(joined(layer) for layer in deepstack),
             grids=inputs.get("image_grid_thw"),
         )
 
@@ -268,13 +268,23 @@ class ImageEncoder:
 
     def outputs(self, features: ImageFeatures) -> dict[str, Any]:
         """Return features as the `mm_encoder_outputs` of the model's forward."""
-        tokens = features.tokens
-        return {
-            "image": SimpleNamespace(
-                pooler_output=tokens.split(features.counts) if self._listed else tokens,
-                deepstack_features=[layer.split(features.counts) for layer in features.deepstack],
-            )
-        }
+        return encoder_outputs(features, listed=self._listed)
+
+
+def encoder_outputs(features: ImageFeatures, *, listed: bool) -> dict[str, Any]:
+    """Return features as the `mm_encoder_outputs` of a model's forward.
+
+    Args:
+        features: Features of all images.
+        listed: Whether the model takes one tensor for each image.
+    """
+    tokens = features.tokens
+    return {
+        "image": SimpleNamespace(
+            pooler_output=tokens.split(features.counts) if listed else tokens,
+            deepstack_features=[layer.split(features.counts) for layer in features.deepstack],
+        )
+    }
 
 
 def _bytes(features: ImageFeatures) -> int:
@@ -282,7 +292,7 @@ def _bytes(features: ImageFeatures) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+def joined(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Return `[image tokens, hidden]` of one tensor for all images or one for each."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)

@@ -127,9 +127,13 @@ class AgentModule(SavesTrainedWeights):
         return mismatch
 
     def setup(self, stage: str) -> None:
-        """Store the reference in the dtype that it is computed in."""
-        # taken before the reference is rounded
+        """Take the fingerprints, then store the reference in the dtype that it is computed in."""
+        # before the reference is rounded
         _ = self.fingerprints
+        self.store_reference()
+
+    def store_reference(self) -> None:
+        """Round what autocast would round at each use of the reference."""
         dtype = _AUTOCAST.get(self.trainer.precision)
         if dtype is not None and self.reference is not None and self.loss.kl is not None:
             self.loss.kl.reference.store(self.reference, self.policy, dtype)

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from ragen_pl.constraints import Count, NonNegative, Positive, checked
-from ragen_pl.rollout.formats import BLOCKS, PromptFormat
+from ragen_pl.rollout.formats import BLOCKS, PromptFormat, format_instructions
 from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.rollout.spatial_relations import f1_score, read_claims, true_claims
 from ragen_pl.rollout.timeouts import run_guarded
@@ -240,6 +240,11 @@ class EnvironmentManager:
     def close(self, slots: Sequence[EnvironmentSlot]) -> None:
         """Take sound environments back for later episodes."""
         self._idle.extend(slot.env for slot in slots if slot.error is None)
+
+    def instructions(self, slot: EnvironmentSlot) -> str:
+        """Return the rules of a slot's environment and those of the response's form."""
+        form = format_instructions(self.prompt_format, max_actions=self.max_actions_per_turn)
+        return f"{slot.members.instructions} {form}".strip()
 
     def observe(self, slot: EnvironmentSlot, raw: object) -> None:
         """Update a slot with an observation of its environment.

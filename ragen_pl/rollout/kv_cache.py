@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
@@ -205,6 +206,12 @@ class StateCache(DynamicCache):
 
     def reserve(self, slots: int) -> None:
         """Do nothing: this cache grows by itself."""
+
+    def memory_bytes(self) -> int:
+        """Return the size of all keys, values and states."""
+        held = [tree_leaves(vars(layer)) for layer in self.layers]
+        tensors = [one for leaves in held for one in leaves if isinstance(one, Tensor)]
+        return sum(one.numel() * one.element_size() for one in tensors)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ from ragen_pl.rollout.environments import (
     TurnResult,
 )
 from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.formats import format_instructions
 from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.responders import Episode, Responder, Response
 from ragen_pl.rollout.temperature import AdaptiveTemperature
@@ -107,7 +106,7 @@ class AgentProxy(Generic[ContextT]):
     ) -> list[Episode]:
         episodes = []
         for number, slot in enumerate(self.environments.open(specs)):
-            conversation = self.context.start(self._instructions(slot))
+            conversation = self.context.start(self.environments.instructions(slot))
             episode = Episode(
                 number=number,
                 slot=slot,
@@ -123,12 +122,6 @@ class AgentProxy(Generic[ContextT]):
                 self._observe(episode)
             episodes.append(episode)
         return episodes
-
-    def _instructions(self, slot: EnvironmentSlot) -> str:
-        form = format_instructions(
-            self.environments.prompt_format, max_actions=self.environments.max_actions_per_turn
-        )
-        return f"{slot.members.instructions} {form}".strip()
 
     def _observe(self, episode: Episode) -> None:
         """Make the prompt of the next turn, or end the episode where no room is left for a response."""

@@ -32,8 +32,8 @@ from ragen_pl.rollout.sampling import Responses, SamplingParameters
 
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
-# finished rows are dropped when the share of unfinished rows falls below this
-_DROP_BELOW = 0.75
+DROP_BELOW = 0.75
+"""Finished rows are dropped when the share of unfinished rows falls below this."""
 
 
 class TransformersEngine:
@@ -118,16 +118,24 @@ class TransformersEngine:
         if self.cache_bytes is None:
             return [requests]
         slots = max(len(request.prompt.ids) + request.max_tokens for request in requests)
-        rows = max(1, self.cache_bytes // (self.cache_bytes_per_token * slots))
+        rows = max(1, self.cache_bytes // self.session_bytes(slots))
         return [requests[start : start + rows] for start in range(0, len(requests), rows)]
 
+    def session_bytes(self, tokens: int) -> int:
+        """Return the bytes of the keys, values and states of a session, reckoned from those of one and two tokens."""
+        one, two = self._bytes_of_tokens
+        return one + (tokens - 1) * (two - one)
+
     @cached_property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, measured on one."""
-        cache = InPlaceCache()
-        cache.reserve(1)
+    def _bytes_of_tokens(self) -> tuple[int, int]:
+        one, two = (self._measured_bytes(tokens) for tokens in (1, 2))
+        return one, two
+
+    def _measured_bytes(self, tokens: int) -> int:
+        cache = self._empty_cache()
+        cache.reserve(tokens)
         with torch.inference_mode(), self.forward_context():
-            ids = torch.full((1, 1), self.bundle.pad_token_id, device=self.bundle.device)
+            ids = torch.full((1, tokens), self.bundle.pad_token_id, device=self.bundle.device)
             run_decoder(self.bundle, DecoderInputs(ids=ids), cache=cache)
         return cache.memory_bytes()
 
@@ -272,7 +280,7 @@ class TransformersEngine:
             count = int(unfinished.sum())
             if count == 0:
                 break
-            if count < _DROP_BELOW * len(rows):
+            if count < DROP_BELOW * len(rows):
                 if keep and cache is not held.cache:
                     assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
                     held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)

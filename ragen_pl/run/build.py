@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,7 @@ class RunComponents:
 def assemble(cfg: DictConfig) -> RunComponents:
     """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
-    update = cfg["update"]
-    policy = PolicyModule(
-        bundle,
-        gradient_checkpointing=update.gradient_checkpointing,
-        logits_mib=update.logits_mib,
-    )
+    policy = build_policy(cfg, bundle)
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     proxy = AgentProxy(
         environments=build_environments(cfg, record_states=estimator.needs_states),
@@ -88,6 +84,16 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     return bundle
 
 
+def build_policy(cfg: DictConfig, bundle: ModelBundle) -> PolicyModule:
+    """Build the policy of a model."""
+    update = cfg["update"]
+    return PolicyModule(
+        bundle,
+        gradient_checkpointing=update.gradient_checkpointing,
+        logits_mib=update.logits_mib,
+    )
+
+
 def rollout_settings(cfg: DictConfig) -> dict[str, Any]:
     """Return an AgentProxy's settings: lengths, number of environments and temperatures."""
     rollout = cfg.rollout
@@ -113,12 +119,23 @@ def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
     return EnvironmentManager(**(settings | changes))
 
 
-def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
-    """Build the algorithm's critic: on the policy's backbone (`shared`), on its `own`, or `none`."""
+def build_critic(
+    cfg: DictConfig,
+    bundle: ModelBundle,
+    *,
+    build: Callable[[DictConfig], ModelBundle] = build_bundle,
+) -> CriticModule | None:
+    """Build the algorithm's critic: on the policy's backbone (`shared`), on its `own`, or `none`.
+
+    Args:
+        cfg: config of the run.
+        bundle: the policy's model.
+        build: builds or loads the model of an own backbone.
+    """
     kind = cfg.algorithm.critic
     if kind == "none":
         return None
-    backbone = build_critic_model(cfg, bundle) if kind == "own" else None
+    backbone = build_critic_model(cfg, bundle, build=build) if kind == "own" else None
     with seeded(cfg.seed, "critic"):
         return CriticModule(
             (backbone or bundle).hidden_size,
@@ -128,15 +145,22 @@ def build_critic(cfg: DictConfig, bundle: ModelBundle) -> CriticModule | None:
         )
 
 
-def build_critic_model(cfg: DictConfig, policy: ModelBundle) -> ModelBundle:
+def build_critic_model(
+    cfg: DictConfig, policy: ModelBundle, *, build: Callable[[DictConfig], ModelBundle]
+) -> ModelBundle:
     """Build the model of a critic with its own: `critic.build`, or the policy's again.
+
+    Args:
+        cfg: config of the run.
+        policy: the policy's model.
+        build: builds or loads the model of a config.
 
     Raises:
         ConfigError: it reads other inputs than the policy.
     """
     if cfg.critic.build is None:
-        return build_bundle(cfg)
-    bundle: ModelBundle = instantiate(cfg.critic.build, _convert_="all")
+        return build(cfg)
+    bundle = build(OmegaConf.create({"model": {"build": cfg.critic.build}}))
     if (difference := policy.input_difference(bundle)) is not None:
         raise ConfigError(
             f"critic.build: {difference}, and the critic reads what the policy has read; give a model of the same "
@@ -146,11 +170,18 @@ def build_critic_model(cfg: DictConfig, policy: ModelBundle) -> ModelBundle:
 
 
 def build_agent(components: RunComponents) -> AgentModule:
+    """Build the run's agent."""
+    return assemble_agent(components.cfg, components.policy, components.critic)
+
+
+def assemble_agent(
+    cfg: DictConfig, policy: PolicyModule, critic: CriticModule | None
+) -> AgentModule:
     """Build the agent. A reference policy is a copy of the policy's present weights."""
-    cfg, algorithm = components.cfg, components.cfg.algorithm
+    algorithm = cfg.algorithm
     return AgentModule(
-        components.policy,
-        components.critic,
+        policy,
+        critic,
         estimator=instantiate(algorithm.estimator, _convert_="all"),
         masks=instantiate(algorithm.masks, _convert_="all"),
         loss=instantiate(algorithm.loss, _convert_="all"),

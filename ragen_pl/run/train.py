@@ -47,6 +47,7 @@ from ragen_pl.run.build import (
     plain,
 )
 from ragen_pl.run.folder import RUN_DIR, Run, configured_run, share_with_children, stop_sharing
+from ragen_pl.run.memory_report import check_memory
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 
@@ -65,6 +66,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         check_optimizer(cfg.optimizer, key="optimizer")
         if cfg.warm_start.enabled:
             check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
+        check_memory(cfg)
         with config_errors("model, context or validation set"):
             components = assemble(cfg)
         report_template(components.proxy.context)

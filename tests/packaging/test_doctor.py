@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragen_pl import doctor
+from ragen_pl.run.machine import free_host_memory
 
 
 def report(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
@@ -19,7 +20,7 @@ def report(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
 
 
 def test_sufficient_machine_can_run_the_main_job(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(doctor, "_free_memory_gb", lambda: 8.0)
+    monkeypatch.setattr(doctor, "free_host_memory", lambda: 8_000_000_000)
     code, output = report(monkeypatch, capsys, "--root", str(tmp_path / "runs"))
     assert code == 0 and output.endswith("The main job can run: make fit\n")
     assert "cores" in output and "8.0 GB free" in output and "about 240 M parameters" in output
@@ -28,7 +29,7 @@ def test_sufficient_machine_can_run_the_main_job(monkeypatch, capsys, tmp_path):
 
 def test_missing_requirement_is_named_with_remedy(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(doctor, "_free_memory_gb", lambda: 0.5)
+    monkeypatch.setattr(doctor, "free_host_memory", lambda: 500_000_000)
     monkeypatch.setitem(doctor._OPTIONAL, "no_such_package", ("dreams", "pip install dreams"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     code, output = report(monkeypatch, capsys, "--root", str(tmp_path / "file" / "runs"))
@@ -47,6 +48,6 @@ def test_missing_requirement_is_named_with_remedy(monkeypatch, capsys, tmp_path)
 
 
 def test_free_memory_is_plausible():
-    free = doctor._free_memory_gb()
+    free = free_host_memory()
     if Path("/proc/meminfo").exists():
-        assert 0 < free < 10_000
+        assert 1e6 < free < 1e13

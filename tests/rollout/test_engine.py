@@ -516,8 +516,8 @@ def test_the_cache_holds_what_attention_computes_with(vlm):
     half = TransformersEngine(
         PolicyModule(vlm), forward_context=lambda: torch.autocast("cpu", torch.bfloat16)
     )
-    assert plain.cache_bytes_per_token == 4 * elements
-    assert half.cache_bytes_per_token == 2 * elements
+    assert plain.session_bytes(1) == 4 * elements
+    assert half.session_bytes(3) == 3 * 2 * elements
 
 
 def test_attention_without_masks_is_refused(fresh_lm):

@@ -1,0 +1,219 @@
+"""Models without data: names, shapes and types of their tensors are known, and the tensors take no memory.
+
+They are built on the meta device. `without_data` then gives them PyTorch's fake tensors, on which they run as other
+models do, and return fake tensors. So what a run would allocate can be counted before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ragen_pl.models.build import describe_pretrained
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.images import ImageFeatures, encoder_outputs, joined
+from ragen_pl.models.named import named_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+class UnknownSizesError(ValueError):
+    """A model whose sizes cannot be known without asking the hub."""
+
+
+_INDEXING = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+)
+
+
+class KnownMasks(TorchDispatchMode):
+    """Replaces a mask in an index by the positions that it selects. PyTorch does not count those of a fake tensor."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation."""
+        if func in _INDEXING:
+            args = (args[0], [*_positions(args[1])], *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _positions(index: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+    for one in index:
+        if one is None or one.dtype is not torch.bool or isinstance(one, FakeTensor):
+            yield one
+        else:
+            yield from one.nonzero(as_tuple=True)
+
+
+def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace parameters and buffers on the meta device by fake ones on the CPU; shared ones stay shared.
+
+    Args:
+        module: Module, changed in place.
+        mode: Mode that the fake tensors belong to.
+    """
+    made: dict[Tensor, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            with mode:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_weight = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+        return made[tensor]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = fake(tensor)  # type: ignore[assignment]
+
+
+def abstract_pretrained(model: Mapping[str, Any]) -> ModelBundle:
+    """Return the bundle that `load_pretrained` would load, on the meta device.
+
+    Args:
+        model: The node `model` of a config as plain dictionaries.
+
+    Raises:
+        UnknownSizesError: The model is neither a folder nor a named one.
+    """
+    settings = dict(model["build"])
+    path, images = settings.pop("path"), settings.pop("image_processor", None)
+    for name in ("_target_", "local_files_only"):
+        settings.pop(name, None)
+    config = config_without_hub(model)
+    with torch.device("meta"):
+        weights = describe_pretrained(config, **settings)
+    bundle = AbstractBundle(weights, local_tokenizer(path), image_settings=images or {})
+    bundle.image_processor = model.get("processor") or {}
+    return bundle
+
+
+class AbstractBundle(ModelBundle):
+    """A pretrained model without data, with its family's image processor, and a folder's tokenizer if there is one."""
+
+    image_processor: Mapping[str, Any] = MappingProxyType({})
+    """Settings of the image processor; those of a folder are not read."""
+
+    @property
+    def image_token_id(self) -> int | None:
+        """Id that stands for an image's features, None for a text model."""
+        return self.facts.image_token_id
+
+    @cached_property
+    def images(self) -> AbstractImages | None:  # type: ignore[override]
+        """Encoder of images, None for a text model."""
+        return None if self.image_token_id is None else AbstractImages(self)
+
+
+class AbstractImages:
+    """Encoder of images with the settings that the family's image processor has by default."""
+
+    def __init__(self, bundle: AbstractBundle) -> None:
+        self.model, self.facts, self.settings = bundle.model, bundle.facts, bundle.image_settings
+        self.processor = _image_processor(self.facts.family, bundle.image_processor)
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._listed = False
+
+    def encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
+        """Return the features of images, each uint8 `[height, width, 3]`.
+
+        An encoder without gradients runs on the first image only: it keeps nothing of the others but their features.
+        """
+        if len(images) > 1 and not (torch.is_grad_enabled() and self._is_trained()):
+            return self.encode(images[:1]).of([0] * len(images), [None] * len(images))
+        processed = self.processor(
+            images=[[image] for image in images], return_tensors="pt", **self.settings
+        )
+        arguments = self.facts.vision_arguments
+        encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
+        output = encode(**{name: value for name, value in processed.items() if name in arguments})
+        features = output.pooler_output
+        self._listed = not isinstance(features, Tensor)
+        parts = [image.flatten(0, -2) for image in features]
+        return ImageFeatures(
+            tokens=torch.cat(parts),
+            counts=tuple(len(part) for part in parts),
+            deepstack=tuple(joined(layer) for layer in output.get("deepstack_features") or ()),
+            grids=processed.get("image_grid_thw"),
+        )
+
+    def _is_trained(self) -> bool:
+        encoder = self.model.get_encoder(modality="image")
+        return any(weight.requires_grad for weight in encoder.parameters())
+
+    def num_tokens(self, image: np.ndarray) -> int:
+        """Return the number of image tokens of an image `[height, width, 3]`."""
+        if image.shape not in self._counts:
+            with torch.no_grad():
+                self._counts[image.shape] = self.encode([image]).counts[0]
+        return self._counts[image.shape]
+
+    def outputs(self, features: ImageFeatures) -> dict[str, Any]:
+        """Return features as the `mm_encoder_outputs` of the model's forward."""
+        return encoder_outputs(features, listed=self._listed)
+
+
+def _image_processor(family: str, settings: Mapping[str, Any]) -> Any:
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.utils.import_utils import is_torchvision_available
+
+    names = IMAGE_PROCESSOR_MAPPING_NAMES[family]
+    wanted = "torchvision" if is_torchvision_available() or "pil" not in names else "pil"
+    return getattr(transformers, names[wanted])(**settings)
+
+
+def config_without_hub(model: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the config of a pretrained model from its folder or from the sizes of a named model.
+
+    Raises:
+        UnknownSizesError: It has neither.
+    """
+    from transformers import AutoConfig
+
+    # registers the small model with the Auto classes
+    import_module("ragen_pl.models.small_vlm")
+    path = model["build"]["path"]
+    if Path(path).is_dir():
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+        return config
+    if not model.get("sizes"):
+        raise UnknownSizesError(
+            f"model.build.path={path}: the sizes of this model are known to the hub only; give a folder, or a named "
+            "model such as model=qwen2_5"
+        )
+    return named_config(model)
+
+
+def local_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder, or one of a single token in place of one that is not here."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    from ragen_pl.models.build import load_tokenizer
+
+    if Path(path).is_dir():
+        return load_tokenizer(path, local_files_only=True)
+    words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")

@@ -1,0 +1,273 @@
+"""Count what a run allocates by running it on a model without data (`ragen_pl.models.abstract`).
+
+Forward, loss, backward and optimizer step are the run's own code, so microbatches, checkpointing, chunks of the head,
+adapters, master weights and precision count as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import get_object
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from ragen_pl.algorithms.kl import KLEstimator
+from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.models.abstract import abstract_pretrained, without_data
+from ragen_pl.models.build import load_pretrained
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.modules.agent import AgentModule
+from ragen_pl.optimizers import MasterWeights, OptimizerFactory
+from ragen_pl.rollout.transformers_engine import DROP_BELOW, TransformersEngine
+from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
+from ragen_pl.run.live_memory import LiveMemory
+from ragen_pl.run.workload import Workload
+
+# the engine's log-probs and probabilities of a token, and their sums in float64
+_SAMPLING_BYTES = 4 + 4 + 8
+
+
+def is_pretrained(cfg: DictConfig) -> bool:
+    """Return whether the run's model is loaded, and not built from its config."""
+    return get_object(cfg.model.build._target_) is load_pretrained
+
+
+def abstract_bundle(cfg: DictConfig) -> ModelBundle:
+    """Return the run's model on the meta device.
+
+    Raises:
+        UnknownSizesError: The sizes of the model are known to the hub only.
+    """
+    if is_pretrained(cfg):
+        return abstract_pretrained(plain(cfg.model))
+    with torch.device("meta"):
+        return build_bundle(cfg)
+
+
+def abstract_agent(cfg: DictConfig) -> AgentModule:
+    """Return the run's agent with weights without data, attached to a Trainer that does not run.
+
+    Raises:
+        UnknownSizesError: The sizes of the model are known to the hub only.
+    """
+    bundle = abstract_bundle(cfg)
+    with torch.device("meta"):
+        critic = build_critic(cfg, bundle, build=abstract_bundle)
+    agent = assemble_agent(cfg, build_policy(cfg, bundle), critic)
+    agent.trainer = pl.Trainer(
+        accelerator="cpu",
+        precision=cfg.trainer.precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    agent.store_reference()
+    without_data(agent, FakeTensorMode(allow_non_fake_inputs=True))
+    return agent
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; those that share storage count once."""
+    # held while they are counted: another tensor could get the id of one that is gone
+    held = list(tensors)
+    return sum({id(one): one.numel() * one.element_size() for one in held}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class CountedUpdate:
+    """Bytes of an optimizer step."""
+
+    peak: Counter[str]
+    """By kind, at the peak of forward and backward pass: `activations`, `head` and `gradients`."""
+    gradients: int
+    """After the backward pass."""
+    state: int
+    """What the optimizer keeps."""
+    step: int
+    """What the step itself makes and frees."""
+
+
+def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = False) -> CountedUpdate:
+    """Run one optimizer step on a microbatch, or on two where a step adds up several, and count.
+
+    Args:
+        agent: Agent without data.
+        workload: Sizes.
+        foreach: Whether the optimizer works on lists of tensors, as torch's do on a GPU unless told otherwise.
+    """
+    trained = [weight for weight in agent.parameters() if weight.requires_grad]
+    live = LiveMemory(vocabulary=vocabulary_of(agent), weights=[weight.shape for weight in trained])
+    batch = minibatch_of(agent, workload)
+    agent.train()
+    with live:
+        optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
+        copies = live.now.total()
+        live.reset_peak()
+        for _ in range(1 + workload.accumulates):
+            with agent.trainer.precision_plugin.forward_context():
+                loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
+            loss.backward()
+            del loss
+        peak = live.peak - Counter(activations=copies)
+        gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
+        if foreach:
+            _use_lists(optimizer)
+        state, step = _count_step(agent, optimizer, live)
+    return CountedUpdate(peak, gradients, copies + state, step)
+
+
+def _count_step(agent: AgentModule, optimizer: Any, live: LiveMemory) -> tuple[int, int]:
+    """Return the bytes that an optimizer's first step keeps, and those that it frees."""
+    before = live.now.total()
+    live.reset_peak()
+    try:
+        optimizer.step()
+    except Exception:  # kernels of 8-bit optimizers need data
+        trained = sum(weight.numel() for weight in agent.parameters() if weight.requires_grad)
+        return int(trained * _state_bytes(agent.optimizer_factory)), 0
+    return live.now.total() - before, live.peak.total() - live.now.total()
+
+
+def _state_bytes(optimizer: OptimizerFactory) -> float:
+    """Return the bytes of an optimizer's state for each weight, measured on a few."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weight = nn.Parameter(torch.zeros(512, 512, device=device))
+    weight.grad = torch.zeros_like(weight)
+    stepped = optimizer([weight])
+    stepped.step()
+    state = [one for one in tree_leaves(dict(stepped.state[weight])) if isinstance(one, Tensor)]
+    return size_of(state) / weight.numel()
+
+
+def _use_lists(optimizer: Any) -> None:
+    """Let torch's optimizers work on lists of tensors where they choose by the device."""
+    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    for group in inner.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRollout:
+    """Bytes of the in-process engine.
+
+    Attributes:
+        per_position: What a forward pass without gradients makes and frees, for each position.
+        prefill: The same of the largest forward pass over prompts.
+        cache: Keys and values, with room for the longest conversation of each episode. When responses end, the others
+            are copied, which takes their share once more.
+        sampling: Logits and what is made of them.
+        images: Features of the images.
+    """
+
+    per_position: float = 0.0
+    prefill: int = 0
+    cache: int = 0
+    sampling: int = 0
+    images: int = 0
+
+
+def count_rollout(agent: AgentModule, workload: Workload) -> CountedRollout:
+    """Run a part of the engine's first prefill and count; nothing for an engine elsewhere."""
+    engine = agent.rollout_engine()
+    if not isinstance(engine, TransformersEngine):
+        return CountedRollout()
+    agent.eval()
+    bundle, slots, lanes = agent.policy.bundle, workload.prompt + workload.response, workload.lanes
+    session = engine.session_bytes(slots)
+    if engine.cache_bytes is not None:
+        lanes = max(1, min(lanes, engine.cache_bytes // session))
+    rows = max(1, min(lanes, engine.prefill_tokens // workload.prompt))
+    live, ids = LiveMemory(), torch.full((rows, workload.prompt), bundle.pad_token_id)
+    with live, torch.inference_mode(), agent.trainer.precision_plugin.forward_context():
+        run_decoder(bundle, DecoderInputs(ids=ids))
+    prefill = live.peak.total()
+    of_images = sum(bundle.num_image_tokens(image) for image in workload.images)
+    return CountedRollout(
+        per_position=prefill / (rows * workload.prompt),
+        prefill=prefill,
+        cache=int((1 + DROP_BELOW) * lanes * session),
+        sampling=lanes * vocabulary_of(agent) * _SAMPLING_BYTES,
+        images=lanes * of_images * bundle.hidden_size * bundle.model.dtype.itemsize,
+    )
+
+
+def vocabulary_of(agent: AgentModule) -> int:
+    """Return the number of rows of the policy's language-model head."""
+    return int(agent.policy.model.get_output_embeddings().weight.shape[0])
+
+
+def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
+    """Return a microbatch of the update, with the divergence's reference if the loss needs one."""
+    samples = samples_of(agent.policy.bundle, workload, rows=workload.rows)
+    tokens, reference = workload.rows * workload.sampled, None
+    kl = agent.loss.kl
+    if kl is not None and kl.coefficient:
+        full = kl.estimator is KLEstimator.FULL
+        reference = (
+            torch.zeros(tokens, agent.policy.bundle.hidden_size) if full else torch.zeros(tokens)
+        )
+    count = torch.tensor(float(tokens))
+    return Minibatch(
+        samples=samples,
+        images=images_of(workload, rows=workload.rows),
+        reference=reference,
+        entropy=0.0,
+        loss_tokens=count,
+        advantage_tokens=count,
+        kl_tokens=count,
+        sequences=torch.tensor(float(workload.rows)),
+        microbatches=[torch.arange(workload.rows)],
+        ends_step=True,
+        scale=1.0,
+    )
+
+
+def samples_of(bundle: ModelBundle, workload: Workload, *, rows: int) -> Samples:
+    """Return samples of the workload's length. Images come first, and the last tokens were sampled."""
+    shape = (rows, workload.length)
+    ids = torch.full(shape, bundle.pad_token_id)
+    if workload.images:
+        slots = sum(bundle.num_image_tokens(image) for image in workload.images)
+        assert bundle.image_token_id is not None
+        ids[:, :slots] = bundle.image_token_id
+    sampled = torch.zeros(shape, dtype=torch.bool)
+    sampled[:, -workload.sampled :] = True
+    number = sampled.flatten().cumsum(0).view(shape) - 1
+    zeros = torch.zeros(shape)
+    return Samples(
+        input_ids=ids,
+        length=torch.full((rows,), workload.length),
+        loss_mask=sampled,
+        loss_weight=sampled.float(),
+        advantage_mask=sampled,
+        kl_mask=sampled,
+        turn=torch.where(sampled, 0, -1),
+        token=torch.where(sampled, number, -1),
+        spans=sampled.to(torch.int8),
+        behavior_logprobs=zeros,
+        temperature=torch.ones(shape),
+        image_index=torch.arange(rows * len(workload.images)).view(rows, -1),
+        patches=torch.zeros(rows, 0, 0, dtype=torch.bool),
+        episode=torch.arange(rows),
+        weight=torch.ones(rows),
+        advantages=zeros,
+        returns=zeros,
+        values=zeros,
+    )
+
+
+def images_of(workload: Workload, *, rows: int) -> list[Tensor]:
+    """Return the images of this number of samples."""
+    return [torch.from_numpy(image) for image in workload.images] * rows

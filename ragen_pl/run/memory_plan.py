@@ -1,0 +1,207 @@
+"""Memory that a run needs on each device, planned from its config before a model is loaded.
+
+What an update allocates is counted by a run without data (`ragen_pl.run.dry_run`). The rest is arithmetic. Not planned
+are the device's context and libraries, an allocator's fragmentation, and what a kernel needs inside itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from ragen_pl.config.errors import config_errors
+from ragen_pl.config.relations import ranks_asked_for
+from ragen_pl.models.abstract import KnownMasks, config_without_hub
+from ragen_pl.modules.agent import AgentModule
+from ragen_pl.run.build import choose_accelerator, plain
+from ragen_pl.run.dry_run import (
+    CountedRollout,
+    CountedUpdate,
+    abstract_agent,
+    count_rollout,
+    count_update,
+    is_pretrained,
+    size_of,
+)
+from ragen_pl.run.machine import free_host_memory
+from ragen_pl.run.workload import Workload, rows_at_once, workload_of
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes at the peak of a phase of an iteration, by part."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device, and the bytes of it that a run may use."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of a run on each of its devices.
+
+    Attributes:
+        phases: Phases of an iteration.
+        workload: What is computed at once.
+        parameters: Number of the policy's parameters.
+        trained: Number of those that are trained.
+        ranks: Number of devices.
+        device: One of the devices; None if its memory is unknown.
+    """
+
+    phases: tuple[Phase, ...]
+    workload: Workload
+    parameters: int
+    trained: int
+    ranks: int
+    device: Device | None
+
+    @property
+    def highest(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has what the run needs. True if its memory is unknown."""
+        return self.device is None or self.highest.total <= self.device.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """Number of devices that share the state of training, by a strategy.
+
+    The stages 1 to 3 of ZeRO shard the optimizer's state, the gradients and the weights, each what the one before does
+    too (Rajbhandari et al., 2020, arXiv 1910.02054). FSDP is stage 3. DDP copies gradients into buckets that are
+    averaged (Li et al., 2020, arXiv 2006.15704).
+    """
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    buckets: bool = False
+
+    @classmethod
+    def of(cls, strategy: object, *, ranks: int) -> Sharding:
+        """Return the sharding of `trainer.strategy` on this number of devices."""
+        if ranks == 1:
+            return cls()
+        name = str(strategy["_target_"] if isinstance(strategy, DictConfig) else strategy).lower()
+        if "fsdp" in name or "modelparallel" in name or "stage_3" in name:
+            return cls(weights=ranks, gradients=ranks, optimizer=ranks)
+        if "deepspeed" in name and "stage_1" not in name:
+            return cls(gradients=ranks, optimizer=ranks)
+        return cls(optimizer=ranks) if "stage_1" in name else cls(buckets=True)
+
+
+def plan_memory(cfg: DictConfig) -> MemoryPlan:
+    """Plan the memory of a run.
+
+    Raises:
+        UnknownSizesError: The sizes of the model are known to the hub only.
+        ConfigError: The model, the algorithm or the environment cannot be built.
+    """
+    if is_pretrained(cfg):
+        config_without_hub(plain(cfg.model))
+    on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
+    with torch.random.fork_rng(devices=[]), config_errors("model, algorithm or environment"):
+        agent = abstract_agent(cfg)
+        with KnownMasks(), warnings.catch_warnings():
+            # PyTorch looks at the gradient of each tensor that becomes a fake one
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
+            workload = workload_of(cfg, agent.policy.bundle)
+            update = count_update(agent, workload, foreach=on_gpu)
+            rollout = count_rollout(agent, workload)
+    weights = list(agent.policy.parameters())
+    return MemoryPlan(
+        phases=plan_phases(cfg, agent, workload, update=update, rollout=rollout),
+        workload=workload,
+        parameters=sum(weight.numel() for weight in weights),
+        trained=sum(weight.numel() for weight in weights if weight.requires_grad),
+        ranks=ranks_asked_for(cfg),
+        device=device_of(cfg),
+    )
+
+
+def plan_phases(
+    cfg: DictConfig,
+    agent: AgentModule,
+    workload: Workload,
+    *,
+    update: CountedUpdate,
+    rollout: CountedRollout,
+) -> tuple[Phase, ...]:
+    """Put together what a run holds and what each of its phases adds."""
+    sharding = Sharding.of(cfg.trainer.strategy, ranks=ranks_asked_for(cfg))
+    own = _tensors([agent.policy, *([] if agent.critic is None else [agent.critic])])
+    copies = _tensors([agent.reference] if isinstance(agent.reference, nn.Module) else [])
+    weights = size_of(own)
+    held = {
+        "weights": weights // sharding.weights,
+        "reference": (size_of([*own, *copies]) - weights) // sharding.weights,
+        "optimizer state": update.state // sharding.optimizer,
+    }
+    gathered = {"gathered weights": weights} if sharding.weights > 1 else {}
+    gradients = update.gradients // sharding.gradients
+    gradients += update.gradients if sharding.buckets else 0
+    positions = workload.rows * workload.length
+    scored = max(workload.length, min(agent.tokens_per_forward, positions))
+    peak = dict(update.peak)
+    peak["gradients"] = update.peak["gradients"] * gradients // max(1, update.gradients)
+    played = {
+        "activations": rollout.prefill,
+        "keys and values": rollout.cache,
+        "head": rollout.sampling,
+        "images": rollout.images,
+    }
+    prepared = {"activations": int(rollout.per_position * scored), "head": peak.get("head", 0)}
+    stepped = {"gradients": gradients, "step": update.step // sharding.optimizer}
+    phases = [
+        Phase("rollout", held | gathered | played),
+        Phase("preparation", held | prepared),
+        Phase("update", held | peak),
+        Phase("optimizer step", held | stepped),
+    ]
+    if cfg.warm_start.enabled:
+        rows = rows_at_once(cfg, cfg.warm_start.batch_size, workload.length)
+        share = rows / workload.rows
+        shown = peak | {"activations": int(peak["activations"] * share)}
+        # there is no reference yet
+        phases.insert(0, Phase("warm start", held | {"reference": 0} | shown))
+    return tuple(phases)
+
+
+def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return modules' weights and buffers."""
+    return [one for module in modules for one in (*module.parameters(), *module.buffers())]
+
+
+def device_of(cfg: DictConfig) -> Device | None:
+    """Return the memory of a device: `memory.device_gb`, or what is free on the device now."""
+    if cfg.memory.device_gb is not None:
+        return Device(f"a device of {cfg.memory.device_gb:g} GB", int(cfg.memory.device_gb * 1e9))
+    if choose_accelerator(cfg.trainer.accelerator) != "cpu":
+        free = min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+        return Device(torch.cuda.get_device_name(), free)
+    free_on_host = free_host_memory()
+    if free_on_host is None:
+        return None
+    # processes on CPUs share the machine
+    return Device("this machine", free_on_host // ranks_asked_for(cfg))

@@ -1,0 +1,268 @@
+"""A run's memory is planned without loading its model, close to what the run then allocates."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.models.build import build_small_lm
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
+from ragen_pl.run.dry_run import abstract_agent, count_rollout, minibatch_of, size_of
+from ragen_pl.run.live_memory import LiveMemory
+from ragen_pl.run.memory_plan import Sharding, plan_memory
+from ragen_pl.run.memory_report import check_memory, show_plan
+from ragen_pl.run.workload import workload_of
+
+# large enough for the tensors to outweigh what the measurement itself allocates
+TEXT = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
+FEW = ("rollout.groups=16", "warm_start=none")
+SMALL = (*(f"model.build.text.{name}={value}" for name, value in TEXT.items()), *FEW)
+LOADED = ("model=pretrained", *FEW)
+HALF = "model.build.dtype=bfloat16"
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", overrides=["trainer.accelerator=cpu", *overrides])
+    check_config(cfg)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Hugging Face folder with a small language model, whose weights can't be read."""
+    path = tmp_path_factory.mktemp("model")
+    build_small_lm(text=TEXT).save(path)
+    return path
+
+
+def allocated(action) -> int:
+    """Return the most bytes that the CPU's allocator had given to an action at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        action()
+    sizes: list[tuple[int, int]] = []
+
+    def collect(events) -> None:
+        for event in events:
+            if event.tag == _EventType.Allocation:
+                sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            collect(event.children)
+
+    collect(profiled.profiler.kineto_results.experimental_event_tree())
+    total = highest = 0
+    for _, size in sorted(sizes):
+        total += size
+        highest = max(highest, total)
+    return highest
+
+
+def measured_update(cfg) -> int:
+    """Return the bytes of an agent's weights, of its optimizer's state and of its second step."""
+    bundle = build_bundle(cfg)
+    agent = assemble_agent(cfg, build_policy(cfg, bundle), build_critic(cfg, bundle))
+    agent.trainer = pl.Trainer(
+        accelerator="cpu", precision=cfg.trainer.precision, max_epochs=1, barebones=True
+    )
+    agent.store_reference()
+    workload = workload_of(cfg, bundle)
+    batch = minibatch_of(agent, workload)
+    optimizer = agent.configure_optimizers()["optimizer"]
+    agent.train()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(1 + workload.accumulates):
+            with agent.trainer.precision_plugin.forward_context():
+                loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
+            loss.backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    state = [value for one in optimizer.state.values() for value in one.values()]
+    held = size_of([*agent.parameters(), *agent.buffers(), *filter(torch.is_tensor, state)])
+    return held + allocated(step)
+
+
+CASES = {
+    "critic and divergence": ("env=frozenlake", "algorithm=trico", *SMALL),
+    "images": ("env=frozenlake_visual", "algorithm=grpo", *SMALL),
+    "adapters": ("env=frozenlake", "algorithm=grpo", "+model.build.lora.r=8", HALF, *LOADED),
+    "own critic": ("env=frozenlake", "algorithm=starpo", "algorithm.critic=own", *SMALL),
+    "accumulated": ("env=frozenlake", "algorithm=grpo", "trainer.accumulate_grad_batches=2", *SMALL),
+    "microbatches": (
+        "env=frozenlake", "algorithm=grpo", "update.tokens_per_microbatch=400",
+        "update.gradient_checkpointing=true", *SMALL,
+    ),
+    "whole history": ("env=frozenlake", "algorithm=grpo", "context.window=all", *SMALL),
+    "eager": ("env=frozenlake", "algorithm=grpo", "model.build.attn_implementation=eager", *LOADED),
+    "mixed precision": ("env=frozenlake", "algorithm=grpo", "trainer.precision=bf16-mixed", *LOADED),
+    "bfloat16 weights": ("env=frozenlake", "algorithm=grpo", HALF, *LOADED),
+}  # fmt: skip
+FAST = ("critic and divergence", "images", "adapters")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
+)
+def test_planned_peak_of_an_update_is_the_measured_one(case, folder):
+    overrides = CASES[case]
+    if "model=pretrained" in overrides:
+        overrides = (*overrides, f"model.build.path={folder}")
+    cfg = composed(*overrides)
+    phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
+    planned = max(phases["update"], phases["optimizer step"])
+    assert planned == pytest.approx(measured_update(cfg), rel=0.05)
+
+
+def test_planned_keys_and_values_are_those_of_the_engine(folder):
+    cfg = composed("env=frozenlake", *LOADED, f"model.build.path={folder}")
+    agent = abstract_agent(cfg)
+    workload = workload_of(cfg, agent.policy.bundle)
+    engine = TransformersEngine(PolicyModule(build_bundle(cfg)))
+    prompt = Prompt(ids=np.full(workload.prompt, 9), unexpanded_ids=np.full(workload.prompt, 9))
+    requests = [
+        GenerationRequest(
+            session=lane, prompt=prompt, seed=lane, max_tokens=workload.response, temperature=1.0
+        )
+        for lane in range(workload.lanes)
+    ]
+    engine.submit(requests, keep=True)
+    engine.collect()
+    # the plan has room for a copy of three quarters of them, while finished responses are dropped
+    planned = count_rollout(agent, workload).cache / 1.75
+    assert planned == pytest.approx(engine._held.cache.memory_bytes(), rel=0.15)
+
+
+def test_plan_reads_no_weights_and_draws_no_random_numbers(folder, tmp_path):
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = torch.get_rng_state()
+    plan = plan_memory(composed("env=frozenlake", *LOADED, f"model.build.path={tmp_path}"))
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = build_bundle(composed("env=frozenlake", *LOADED, f"model.build.path={folder}")).model
+    assert plan.parameters == plan.trained == weights.num_parameters()
+
+
+def shown(cfg) -> tuple[bool, str]:
+    text = io.StringIO()
+    fits = show_plan(cfg, console=Console(file=text, width=120))
+    return fits, text.getvalue()
+
+
+def test_report_of_a_run_that_does_not_fit_names_what_makes_it_fit(folder):
+    overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    fits, text = shown(composed(*overrides))
+    assert fits and "What makes it smaller" not in text
+    assert "optimizer state" in text and "16 samples" not in text
+
+    small = (*overrides, "memory.device_gb=0.04")
+    fits, text = shown(composed(*small))
+    assert not fits and "and a device of 0.04 GB has" in text
+    line = next(line for line in text.splitlines() if line.startswith("It fits with: "))
+    added = line.removeprefix("It fits with: ")
+    assert added.startswith("model.build.dtype=bfloat16 update.")
+    assert "'model.build.lora={r: 16, lora_alpha: 32}'" in added
+    made = [
+        word.strip("'")
+        for word in added.replace(" 'model", "\nmodel").replace("' ", "\n").split("\n")
+    ]
+    words = [part for word in made for part in (word.split(" ") if "{" not in word else [word])]
+    assert shown(composed(*small, *words))[0]
+
+
+def test_run_that_cannot_fit_is_refused_unless_told_otherwise(folder, monkeypatch):
+    overrides = ("env=frozenlake", *LOADED, f"model.build.path={folder}")
+    check_memory(composed(*overrides))
+    with pytest.raises(
+        ConfigError, match=r"^memory: the update needs .* has 0\.0 GB; .*ragen_pl\.doctor"
+    ):
+        check_memory(composed(*overrides, "memory.device_gb=0.001"))
+    check_memory(composed(*overrides, "memory.device_gb=0.001", "memory.check=false"))
+    # a model that is built here is small
+    check_memory(composed("env=frozenlake", "memory.device_gb=0.001"))
+
+
+def test_model_of_unknown_sizes_is_started_and_not_planned(caplog):
+    cfg = composed("env=frozenlake", "model=pretrained", "model.build.path=somebody/model")
+    caplog.set_level("INFO")
+    check_memory(cfg)
+    assert "memory: not planned" in caplog.text and "known to the hub only" in caplog.text
+    with pytest.raises(ConfigError, match="known to the hub only"):
+        show_plan(cfg)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("auto", Sharding(buckets=True)),
+        ("ddp", Sharding(buckets=True)),
+        ("deepspeed_stage_1", Sharding(optimizer=8)),
+        ("deepspeed_stage_2", Sharding(optimizer=8, gradients=8)),
+        ("deepspeed_stage_3", Sharding(optimizer=8, gradients=8, weights=8)),
+        ("fsdp", Sharding(optimizer=8, gradients=8, weights=8)),
+    ],
+)
+def test_strategies_share_the_state_of_training(strategy, expected):
+    assert Sharding.of(strategy, ranks=8) == expected
+    assert Sharding.of(strategy, ranks=1) == Sharding()
+
+
+def test_sharding_divides_what_a_device_holds(folder):
+    overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    alone = plan_memory(composed(*overrides)).phases[-1].parts
+    shared = plan_memory(composed(*overrides, "trainer.devices=4", "trainer.strategy=fsdp")).phases
+    for part in ("weights", "optimizer state", "gradients"):
+        assert shared[-1].parts[part] == pytest.approx(alone[part] / 4, rel=0.01)
+    assert shared[0].parts["gathered weights"] == alone["weights"]
+
+
+def test_live_memory_counts_storages_once_and_until_they_are_freed():
+    live = LiveMemory(vocabulary=10)
+    weight = torch.zeros(10, 4, requires_grad=True)
+    with live:
+        weight.detach()
+        assert not live.now.total()
+        states = torch.zeros(6, 4)
+        view = states.view(3, 8)[1:]
+        logits = states @ weight.T
+        assert live.now == {"activations": 6 * 4 * 4, "head": 6 * 10 * 4}
+        del states, view
+        logits.sum().backward()
+        peak = live.peak.total()
+        del logits
+    # the states are saved for the gradient, and one number is the sum
+    assert peak >= 6 * 14 * 4 + 10 * 4 * 4
+    weight.grad = None
+    assert live.now.total() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    ["qwen3_vl size=2B", "qwen3_5 size=0.8B", "smolvlm size=256M", "llava_onevision size=0.5b",
+     "internvl3 size=1B", "lfm2_vl size=450M", "gemma4 size=E2B", "qwen2_5_vl size=3B"],
+)  # fmt: skip
+def test_every_family_with_images_is_planned(model):
+    name, size = model.split(" size=")
+    cfg = composed(
+        "env=frozenlake_visual", "algorithm=grpo", f"model={name}", f"model.size={size}", HALF,
+        "rollout.groups=1", "rollout.group_size=2", "env.max_turns=2", "warm_start=none",
+    )  # fmt: skip
+    plan = plan_memory(cfg)
+    assert len(plan.workload.images) == 1
+    assert plan.highest.total > 2 * plan.parameters
