@@ -32,6 +32,18 @@ class UnknownSizesError(ValueError):
     """A model whose sizes cannot be known without asking the hub."""
 
 
+class FakeMode(FakeTensorMode):
+    """PyTorch's mode of fake tensors, which asks once whether there is a GPU, and not at each operation."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    @cached_property
+    def avoid_device_init(self) -> bool:
+        """Whether no GPU is to be initialised."""
+        return super().avoid_device_init
+
+
 _INDEXING = (
     torch.ops.aten.index.Tensor,
     torch.ops.aten.index_put.default,

@@ -16,12 +16,11 @@ import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples
-from ragen_pl.models.abstract import abstract_pretrained, without_data
+from ragen_pl.models.abstract import FakeMode, abstract_pretrained, without_data
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
@@ -73,7 +72,7 @@ def abstract_agent(cfg: DictConfig) -> AgentModule:
         enable_model_summary=False,
     )
     agent.store_reference()
-    without_data(agent, FakeTensorMode(allow_non_fake_inputs=True))
+    without_data(agent, FakeMode())
     return agent
 
 
@@ -99,7 +98,7 @@ class CountedUpdate:
 
 
 def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = False) -> CountedUpdate:
-    """Run one optimizer step on a microbatch, or on two where a step adds up several, and count.
+    """Run one optimizer step on a microbatch and count; where a step adds up several, gradients are already there.
 
     Args:
         agent: Agent without data.
@@ -110,21 +109,36 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
     live = LiveMemory(vocabulary=vocabulary_of(agent), weights=[weight.shape for weight in trained])
     batch = minibatch_of(agent, workload)
     agent.train()
+    if workload.accumulates:
+        # of an earlier microbatch
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight)
     with live:
         optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
         copies = live.now.total()
         live.reset_peak()
-        for _ in range(1 + workload.accumulates):
-            with agent.trainer.precision_plugin.forward_context():
-                loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
-            loss.backward()
-            del loss
-        peak = live.peak - Counter(activations=copies)
+        with agent.trainer.precision_plugin.forward_context():
+            loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
+        loss.backward()
+        del loss
+        earlier = _drop_unused(trained) if workload.accumulates else 0
+        peak = live.peak + Counter(gradients=earlier) - Counter(activations=copies)
         gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
         if foreach:
             _use_lists(optimizer)
         state, step = _count_step(agent, optimizer, live)
     return CountedUpdate(peak, gradients, copies + state, step)
+
+
+def _drop_unused(trained: Iterable[nn.Parameter]) -> int:
+    """Remove earlier gradients that nothing was added to; return the bytes of the others."""
+    size = 0
+    for weight in trained:
+        if weight.grad is not None and not weight.grad._version:
+            weight.grad = None
+        elif weight.grad is not None:
+            size += weight.grad.nbytes
+    return size
 
 
 def _count_step(agent: AgentModule, optimizer: Any, live: LiveMemory) -> tuple[int, int]:

@@ -107,6 +107,14 @@ def _shorter_forward(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
     return {"update.tokens_per_forward": tokens // 2} if tokens > plan.workload.length else None
 
 
+def _shorter_prefill(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
+    tokens = OmegaConf.select(cfg, "rollout.engine.prefill_tokens")
+    prompt = plan.workload.prompt
+    return (
+        {"rollout.engine.prefill_tokens": tokens // 4} if tokens and tokens > 4 * prompt else None
+    )
+
+
 def _eight_bits(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
     """Return an optimizer with moments in 8 bits (Dettmers et al., 2022, arXiv 2110.02861), where one is installed."""
     if not str(cfg.optimizer._target_).startswith("torch.optim.Adam"):
@@ -136,6 +144,7 @@ _REMEDIES = (
     _Remedy(_ACTIVATIONS, _checkpointed),
     _Remedy(_ACTIVATIONS, _smaller_microbatches),
     _Remedy(_ACTIVATIONS, _shorter_forward),
+    _Remedy(_ACTIVATIONS, _shorter_prefill),
     _Remedy(frozenset({"head"}), _smaller_chunks),
     _Remedy(_STATE, _adapters),
     _Remedy(frozenset({"head"}), _estimated_divergence),

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "viewing": BASE | {"data", "metrics"},
     "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "modules", "viewing"},
     "config": {"constraints"},
-    "run": BASE | LEARNING | {"callbacks", "config"},
+    "run": BASE | LEARNING | {"callbacks", "config", "optimizers"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "viewing/checks": {"config", "evaluation", "run"},
     "viewing/play": BASE | LEARNING | {"config", "run", "viewing"},
