@@ -160,7 +160,9 @@ def _optional() -> Iterator[Finding]:
 def plan(cfg: DictConfig) -> None:
     """Print the memory plan of a run. The exit code is 1 if it does not fit."""
     from ragen_pl.run.memory_report import show_plan
+    from ragen_pl.run.train import quieten
 
+    quieten()
     fits = show_plan(cfg)
     raise SystemExit(0 if fits else 1)
 

@@ -109,14 +109,15 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
     live = LiveMemory(vocabulary=vocabulary_of(agent), weights=[weight.shape for weight in trained])
     batch = minibatch_of(agent, workload)
     agent.train()
+    with live:
+        optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
+    copies = live.now.total()
     if workload.accumulates:
         # of an earlier microbatch
         for weight in trained:
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    live.reset_peak()
     with live:
-        optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
-        copies = live.now.total()
-        live.reset_peak()
         with agent.trainer.precision_plugin.forward_context():
             loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
         loss.backward()
@@ -239,7 +240,7 @@ def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
         reference=reference,
         entropy=0.0,
         loss_tokens=count,
-        advantage_tokens=count,
+        value_tokens=count,
         kl_tokens=count,
         sequences=torch.tensor(float(workload.rows)),
         microbatches=[torch.arange(workload.rows)],
@@ -253,9 +254,12 @@ def samples_of(bundle: ModelBundle, workload: Workload, *, rows: int) -> Samples
     shape = (rows, workload.length)
     ids = torch.full(shape, bundle.pad_token_id)
     if workload.images:
-        slots = sum(bundle.num_image_tokens(image) for image in workload.images)
         assert bundle.image_token_id is not None
-        ids[:, :slots] = bundle.image_token_id
+        start = 0
+        for image in workload.images:
+            # with text between them: positions of several axes tell images apart by it
+            ids[:, start : start + bundle.num_image_tokens(image)] = bundle.image_token_id
+            start += bundle.num_image_tokens(image) + 1
     sampled = torch.zeros(shape, dtype=torch.bool)
     sampled[:, -workload.sampled :] = True
     number = sampled.flatten().cumsum(0).view(shape) - 1

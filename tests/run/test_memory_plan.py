@@ -128,6 +128,22 @@ def test_planned_peak_of_an_update_is_the_measured_one(case, folder):
     assert planned == pytest.approx(measured_update(cfg), rel=0.05)
 
 
+def test_images_that_the_context_has_no_room_for_are_not_planned():
+    cfg = composed(
+        "env=frozenlake_visual",
+        "algorithm=grpo",
+        *SMALL,
+        "context.window=all",
+        "context.max_tokens=120",
+    )
+    bundle = build_bundle(cfg)
+    workload = workload_of(cfg, bundle)
+    assert workload.length <= 120
+    assert 1 < len(workload.images) < cfg.env.max_turns
+    assert sum(bundle.num_image_tokens(image) for image in workload.images) < workload.prompt
+    assert plan_memory(cfg).workload.length == workload.length
+
+
 def test_planned_keys_and_values_are_those_of_the_engine(folder):
     cfg = composed("env=frozenlake", *LOADED, f"model.build.path={folder}")
     agent = abstract_agent(cfg)
