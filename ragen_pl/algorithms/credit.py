@@ -95,7 +95,7 @@ class Advantages:
 
     Attributes:
         advantages: float32 `[trajectories, tokens]`, 0 off the loss mask.
-        returns: float32 `[trajectories, tokens]`, the critic's target, 0 off the advantage mask.
+        returns: float32 `[trajectories, tokens]`, the critic's target, 0 off both masks.
     """
 
     advantages: Tensor
@@ -138,20 +138,25 @@ class Estimator(Protocol):
 
 
 def finish(advantages: Tensor, returns: Tensor, credit: Credit) -> Advantages:
-    """Extend advantages on M_adv to all tokens of M_loss."""
-    spread = spread_to_loss_tokens(
-        advantages,
-        advantage_mask=credit.advantage_mask,
-        loss_mask=credit.loss_mask,
-        turn=credit.turn,
+    """Extend advantages and returns on M_adv to all tokens of M_loss.
+
+    Whether a token is in M_adv can depend on what was sampled there: a turn's action ends where its tag begins. A
+    critic that learned on M_adv alone would know such a state only by the responses that went wrong, and could not tell
+    that they did.
+    """
+    masks = {"advantage_mask": credit.advantage_mask, "turn": credit.turn}
+    everywhere = credit.loss_mask | credit.advantage_mask
+    return Advantages(
+        advantages=spread_to_loss_tokens(advantages, loss_mask=credit.loss_mask, **masks),
+        returns=spread_to_loss_tokens(returns, loss_mask=everywhere, **masks),
     )
-    return Advantages(advantages=spread, returns=returns)
 
 
 def broadcast(per_trajectory: Tensor, credit: Credit) -> Advantages:
     """Give each trajectory's advantage to all its tokens."""
     advantages = torch.where(credit.loss_mask, per_trajectory.float()[:, None], 0.0)
-    returns = torch.where(credit.advantage_mask, credit.returns.float()[:, None], 0.0)
+    trained = credit.loss_mask | credit.advantage_mask
+    returns = torch.where(trained, credit.returns.float()[:, None], 0.0)
     return Advantages(advantages=advantages, returns=returns)
 
 

@@ -13,6 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ragen_pl.trajectory import Span
+
 
 @dataclass(kw_only=True, slots=True)
 class Samples:
@@ -70,6 +72,11 @@ class Samples:
     def sampled(self) -> Tensor:
         """Sampled tokens of non-padding rows, bool `[rows, time]`."""
         return (self.turn >= 0) & (self.weight > 0)[:, None]
+
+    @property
+    def value_mask(self) -> Tensor:
+        """Tokens that the critic learns at, bool `[rows, time]`: all of M_adv, and the sampled ones of M_loss."""
+        return self.advantage_mask | (self.loss_mask & (self.spans != Span.SHOWN))
 
     def select(self, rows: Tensor) -> Self:
         """Return these rows, shortened to the longest of them."""
@@ -157,8 +164,8 @@ class Minibatch:
     """Mean over the trained tokens of the iteration before its update, nats."""
     loss_tokens: Tensor
     """float32 `[]`, tokens in M_loss, by their weights."""
-    advantage_tokens: Tensor
-    """float32 `[]`, tokens in M_adv."""
+    value_tokens: Tensor
+    """float32 `[]`, tokens that the critic learns at."""
     kl_tokens: Tensor
     """float32 `[]`, tokens with a penalty on the divergence from the reference."""
     sequences: Tensor

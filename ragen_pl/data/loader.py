@@ -135,11 +135,11 @@ class MinibatchLoader:
     def _count(self, sum_over_ranks: OverRanks) -> Tensor:
         """Return the counts of every optimizer step over all ranks, float32 `[steps, 4]`.
 
-        The columns are the tokens in M_loss by their weights, the tokens in M_adv, the KL tokens, and the samples.
+        The columns are the tokens in M_loss by their weights, the critic's tokens, the KL tokens, and the samples.
         """
         samples = self.batch.samples
         counted = samples.weight > 0
-        masks = (samples.loss_weight, samples.advantage_mask, samples.kl_mask)
+        masks = (samples.loss_weight, samples.value_mask, samples.kl_mask)
         sums = [mask.sum(1) * counted for mask in masks]
         of_row = torch.stack([*sums, counted.long()], dim=1).float()
         counts = torch.zeros(len(self._plan) // self.accumulate, of_row.shape[1])
@@ -154,14 +154,14 @@ class MinibatchLoader:
         if reference is not None:
             reference = reference[samples.token[samples.turn >= 0]]
         counts = self._counts[number // self.accumulate]
-        loss_tokens, advantage_tokens, kl_tokens, sequences = counts
+        loss_tokens, value_tokens, kl_tokens, sequences = counts
         return Minibatch(
             samples=samples,
             images=_keep_own_images(samples, batch.images),
             reference=reference,
             entropy=batch.entropy,
             loss_tokens=loss_tokens,
-            advantage_tokens=advantage_tokens,
+            value_tokens=value_tokens,
             kl_tokens=kl_tokens,
             sequences=sequences,
             microbatches=part.microbatches,

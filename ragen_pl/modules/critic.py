@@ -101,11 +101,11 @@ class CriticModule(pl.LightningModule):
         self.train()
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Regress the returns of the sampled tokens inside the advantage mask."""
-        mask = batch.samples.advantage_mask & batch.non_padding
+        """Regress the returns of the critic's tokens."""
+        mask = batch.samples.value_mask & batch.non_padding
         values: Tensor = self(batch.samples, batch.images, microbatches=batch.microbatches)
         errors = (values - batch.samples.returns) ** 2 * mask
-        loss = errors.sum() * batch.scale / batch.advantage_tokens
+        loss = errors.sum() * batch.scale / batch.value_tokens
         self.log("train/value_loss", loss.detach(), prog_bar=True)
         return loss
 

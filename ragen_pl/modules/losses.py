@@ -200,11 +200,11 @@ class UpdateLoss:
         return LossResult(loss, {name: value.detach() for name, value in sums.items()})
 
     def _value_loss(self, scores: TokenScores, batch: Minibatch) -> Tensor:
-        """Return the critic's loss over M_adv, where returns are defined."""
+        """Return the critic's loss over its tokens."""
         if scores.values is None:
             return scores.logprobs.new_zeros(())
         samples = batch.samples
-        mask = samples.advantage_mask & batch.non_padding
+        mask = samples.value_mask & batch.non_padding
         losses = value_loss(
             scores.values, samples.returns, mask, old_values=samples.values, clip=self.value_clip
         ).losses
@@ -212,7 +212,7 @@ class UpdateLoss:
             losses,
             mask,
             how=Aggregation.TOKEN_MEAN,
-            tokens=batch.advantage_tokens,
+            tokens=batch.value_tokens,
             sequences=batch.sequences,
         )
 

@@ -55,9 +55,13 @@ def test_every_loss_token_gets_the_advantage_of_its_turn(estimator) -> None:
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=repr)
-def test_returns_are_zero_off_the_advantage_mask(estimator) -> None:
+def test_every_token_of_a_turn_gets_a_target_of_the_critic(estimator) -> None:
     given = credit()
-    assert not estimator(given).returns[~given.advantage_mask].any()
+    returns = estimator(given).returns
+    assert not returns[~(given.loss_mask | given.advantage_mask)].any()
+    # tokens before and after the action are as good as the action
+    assert returns[0, 0] == returns[0, 1] == returns[0, 2]
+    assert returns[0, 3] == returns[0, 4] == returns[0, 5]
 
 
 def test_masked_gae_class_passes_its_parameters_and_the_bootstrap() -> None:
@@ -73,7 +77,7 @@ def test_masked_gae_class_passes_its_parameters_and_the_bootstrap() -> None:
     )
     mask = given.advantage_mask
     assert torch.equal(estimates.advantages[mask], expected[mask])
-    assert torch.equal(estimates.returns, returns)
+    assert torch.equal(estimates.returns[mask], returns[mask])
     assert not torch.equal(estimates.returns, MaskedGAE(gamma=0.9, lam=0.8)(credit()).returns)
 
 

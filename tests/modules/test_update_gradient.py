@@ -225,7 +225,7 @@ def test_padding_rows_have_no_influence(make):
     assert metrics["tokens"] == 2 * int(without.samples.loss_mask.sum())
 
 
-def test_value_loss_covers_the_advantage_mask(make):
+def test_value_loss_covers_tokens_outside_the_advantage_mask(make):
     agent = make.agent(masks=Masks(advantage=until_action))
     minibatch = make.minibatch(make.batch(agent))
     samples = minibatch.samples
@@ -235,12 +235,15 @@ def test_value_loss_covers_the_advantage_mask(make):
         agent.training_step(minibatch, 0)
         return agent.statistics.totals()["value_loss"]
 
-    mask = samples.advantage_mask
+    mask = samples.value_mask
+    assert torch.equal(mask, samples.loss_mask)
+    # the tag after an action is worth what the action is
+    after = mask & ~samples.advantage_mask
+    assert after.any()
+    assert torch.isin(samples.returns[after], samples.returns[samples.advantage_mask]).all()
     values = samples.values[mask]
     expected = (
-        0.5
-        * float(((values - samples.returns[mask]) ** 2).sum())
-        / float(minibatch.advantage_tokens)
+        0.5 * float(((values - samples.returns[mask]) ** 2).sum()) / float(minibatch.value_tokens)
     )
     assert figure() == pytest.approx(expected, rel=1e-4)
     samples.returns[~mask] = 9.0
