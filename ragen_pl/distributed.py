@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 T = TypeVar("T")
@@ -68,3 +69,37 @@ def gather_over_ranks(value: T) -> list[T]:
     gathered: list[T | None] = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered  # type: ignore[return-value]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor's whole value, or another tensor itself. All ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, or another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a whole tensor sharded as another one of its shape; the tensor itself if that is not sharded."""
+    if not isinstance(other, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    mesh = other.device_mesh
+    # every rank has the whole tensor, so nothing is sent
+    return distribute_tensor(
+        tensor.to(mesh.device_type), mesh, other.placements, src_data_rank=None
+    )
+
+
+def with_part(part: Tensor, other: Tensor) -> Tensor:
+    """Return the sharded tensor of which `part` is this rank's part, sharded as `other`; see `own_part`."""
+    if not isinstance(other, DTensor):
+        return part.to(other.device)
+    return DTensor.from_local(
+        part.to(other.device),
+        other.device_mesh,
+        other.placements,
+        shape=other.shape,
+        stride=other.stride(),
+    )

@@ -189,22 +189,24 @@ class Trainer(TypedDict, total=False):
     accelerator: Literal["auto", "cpu", "gpu", "cuda"]
     devices: Count | Literal["auto", -1] | Sequence[CountOrZero]
     num_nodes: Count
-    strategy: Literal[
-        "auto",
-        "ddp",
-        "ddp_find_unused_parameters_true",
-        "ddp_find_unused_parameters_false",
-        "ddp_spawn",
-        "ddp_fork",
-        "fsdp",
-        "fsdp_cpu_offload",
-        "deepspeed",
-        "deepspeed_stage_1",
-        "deepspeed_stage_2",
-        "deepspeed_stage_2_offload",
-        "deepspeed_stage_3",
-        "deepspeed_stage_3_offload",
-    ]
+    strategy: (
+        Literal[
+            "auto",
+            "ddp",
+            "ddp_find_unused_parameters_true",
+            "ddp_find_unused_parameters_false",
+            "ddp_spawn",
+            "ddp_fork",
+            "fsdp2",
+            "deepspeed",
+            "deepspeed_stage_1",
+            "deepspeed_stage_2",
+            "deepspeed_stage_2_offload",
+            "deepspeed_stage_3",
+            "deepspeed_stage_3_offload",
+        ]
+        | Component
+    )
     precision: Literal["32-true", "16-mixed", "bf16-mixed", "32", "16", "bf16", 16, 32] | None
     fast_dev_run: bool | CountOrZero
     max_epochs: Annotated[int, Ge(-1), Note("iterations")]

@@ -24,7 +24,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BatchProgress, _ProcessedTracker
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ragen_pl.distributed import gather_over_ranks, rank, world_size
+from ragen_pl.distributed import gather_over_ranks, own_part, rank, with_part, world_size
 from ragen_pl.loops.hooks import CollectsTrajectories, RolloutCallback
 from ragen_pl.seeding import derive_seed, seeded
 
@@ -161,7 +161,7 @@ class RolloutUpdateLoop(_FitLoop):
         if self._inside_a_step():
             state["gradients"] = gather_over_ranks(
                 {
-                    name: parameter.grad
+                    name: own_part(parameter.grad)
                     for name, parameter in self.trainer.lightning_module.named_parameters()
                     if parameter.grad is not None
                 }
@@ -195,7 +195,7 @@ class RolloutUpdateLoop(_FitLoop):
     def _restore_gradients(self) -> None:
         for name, parameter in self.trainer.lightning_module.named_parameters():
             if name in self._gradients:
-                parameter.grad = self._gradients[name].to(parameter.device)
+                parameter.grad = with_part(self._gradients[name], parameter)
         self._gradients = {}
 
     def _rollout(self, datamodule: CollectsTrajectories, iteration: int) -> None:

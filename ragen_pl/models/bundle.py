@@ -218,14 +218,19 @@ class ModelBundle:
         return base
 
     @cached_property
-    def first_layer(self) -> Module:
-        """The decoder's first layer, which the input embeddings enter."""
+    def layers(self) -> tuple[Module, ...]:
+        """The decoder's layers."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         decoder: Module = self.model.get_decoder()
-        return next(
+        return tuple(
             part for part in decoder.modules() if isinstance(part, GradientCheckpointingLayer)
         )
+
+    @property
+    def first_layer(self) -> Module:
+        """The decoder's first layer, which the input embeddings enter."""
+        return self.layers[0]
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`, scaled and bounded as the model does."""

@@ -17,12 +17,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction, TruncatedWeights
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.validation import ValidationChunk
-from ragen_pl.distributed import gather_over_ranks, rank
+from ragen_pl.distributed import gather_over_ranks, rank, whole
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
@@ -32,6 +33,7 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
+from ragen_pl.modules.sharding import GatheredModel, is_sharded
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer, parameter_groups
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 
@@ -102,6 +104,8 @@ class AgentModule(SavesTrainedWeights):
         self.gradient_norms: dict[str, float] = {}
         self.engine_factory = engine
         self._engine: RolloutEngine | None = None
+        # the policy for the engine, where its own weights are sharded
+        self._gathered: GatheredModel | None = None
 
     def train(self, mode: bool = True) -> AgentModule:
         """Set the mode of policy and critic; the reference stays in eval mode."""
@@ -132,6 +136,20 @@ class AgentModule(SavesTrainedWeights):
         _ = self.fingerprints
         self.store_reference()
 
+    def configure_model(self) -> None:
+        """Shard policy, critic and reference if the Trainer's strategy shards models."""
+        if self.device_mesh is None or is_sharded(self.policy):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        self._gathered = GatheredModel(self.policy.bundle)
+        if isinstance(self.reference, PolicyModule):
+            # it shares frozen weights with the policy; its head is read in calls of the policy
+            full = self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
+            self.reference.shard(mesh, keep_head=full)
+        self.policy.shard(mesh)
+        if self.critic is not None:
+            self.critic.shard(mesh)
+
     def store_reference(self) -> None:
         """Round what autocast would round at each use of the reference."""
         dtype = _AUTOCAST.get(self.trainer.precision)
@@ -156,10 +174,22 @@ class AgentModule(SavesTrainedWeights):
     # ---- rollout phase
 
     def rollout_engine(self) -> RolloutEngine:
-        """Return the rollout engine, which is built on the first call."""
+        """Return the rollout engine, which is built on the first call.
+
+        Sharded weights are gathered for it until the rollout or validation ends: all ranks must make its first call.
+        """
+        if self._gathered is not None and self._gathered.is_empty:
+            self._gathered.gather(self.policy.model)
         if self._engine is None:
-            self._engine = self.engine_factory(self.policy, forward_context=self._forward_context)
+            self._engine = self.engine_factory(
+                self._gathered or self.policy, forward_context=self._forward_context
+            )
         return self._engine
+
+    def _end_rollout(self) -> None:
+        """Free what only a rollout needs."""
+        if self._gathered is not None:
+            self._gathered.release()
 
     def teardown(self, stage: str) -> None:
         """Close the rollout engine; a later rollout builds it again."""
@@ -172,6 +202,7 @@ class AgentModule(SavesTrainedWeights):
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Fill in a batch's masks, values, reference log-probs, advantages and returns."""
+        self._end_rollout()
         self.statistics.reset()
         self.gradient_norms = {}
         if self.importance is not None:
@@ -244,7 +275,7 @@ class AgentModule(SavesTrainedWeights):
             parameters.setdefault(group["name"], []).extend(group["params"])
         for name, group_parameters in parameters.items():
             limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-            norm = torch.nn.utils.clip_grad_norm_(group_parameters, limit)
+            norm = whole(torch.nn.utils.clip_grad_norm_(group_parameters, limit))
             self.gradient_norms[name] = max(self.gradient_norms.get(name, 0.0), float(norm))
 
     # ---- metrics
@@ -264,6 +295,10 @@ class AgentModule(SavesTrainedWeights):
         share = schedule.lr_lambdas[0](self.trainer.current_epoch)
         metrics["update/learning_rate"] = schedule.base_lrs[0] * share
         self._log(metrics, self.trainer.current_epoch + 1)
+
+    def on_validation_epoch_start(self) -> None:
+        """Gather sharded weights once, for ranks may play different numbers of chunks."""
+        self.rollout_engine()
 
     def validation_step(
         self, batch: ValidationChunk, batch_idx: int, dataloader_idx: int = 0
@@ -287,6 +322,7 @@ class AgentModule(SavesTrainedWeights):
             prefix = "val" if number == 0 else f"val_{name}"
             metrics |= _prefixed(f"{prefix}/", statistics.compute())
             statistics.reset()
+        self._end_rollout()
         ready = self.trainer.fit_loop.epoch_progress.current.ready
         self._log(metrics, ready)
 

@@ -25,9 +25,12 @@ from ragen_pl.modules.forward import (
     sampled_states,
 )
 from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
+from ragen_pl.modules.sharding import is_sharded, shard
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ragen_pl.models.bundle import ModelBundle
 
 
@@ -64,6 +67,19 @@ class CriticModule(pl.LightningModule):
     def shares_trunk(self) -> bool:
         """Whether the critic reads the policy's states."""
         return self.backbone is None
+
+    def configure_model(self) -> None:
+        """Shard the weights if the Trainer's strategy shards models."""
+        if self.device_mesh is not None and not is_sharded(self):
+            self.shard(self.device_mesh["data_parallel"])
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the weights over ranks."""
+        if self.backbone is None:
+            # read inside a call of the policy
+            shard(self.head, mesh)
+        else:
+            shard(self, mesh, layers=self.backbone.layers)
 
     def read(self, hidden: Tensor) -> Tensor:
         """Return values `[…]` of hidden states `[…, hidden]`."""

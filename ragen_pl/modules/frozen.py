@@ -14,8 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from ragen_pl.distributed import whole
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import AveragedPolicy
@@ -86,8 +86,7 @@ def _stable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(weight: Tensor) -> bytes:
-    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    values = whole.detach().flatten()[:_VALUES].to(torch.bfloat16).cpu()
+    values = whole(weight.detach()).flatten()[:_VALUES].to(torch.bfloat16).cpu()
     return values.view(torch.int16).numpy().tobytes()
 
 

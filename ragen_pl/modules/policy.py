@@ -24,9 +24,12 @@ from ragen_pl.modules.forward import (
     score_states,
     tokens_per_chunk,
 )
+from ragen_pl.modules.sharding import is_sharded, shard
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.modules.critic import CriticModule
 
@@ -74,6 +77,21 @@ class PolicyModule(pl.LightningModule):
         self.model = bundle.model
         self.optimizer_factory = optimizer
         self.logits_mib = logits_mib
+
+    def configure_model(self) -> None:
+        """Shard the weights if the Trainer's strategy shards models."""
+        if self.device_mesh is not None and not is_sharded(self):
+            self.shard(self.device_mesh["data_parallel"])
+
+    def shard(self, mesh: DeviceMesh, *, keep_head: bool = False) -> None:
+        """Shard the weights over ranks.
+
+        Args:
+            mesh: Ranks.
+            keep_head: Keep the head whole, for `lm_head` outside of a call; it must be frozen.
+        """
+        kept = self.model.get_output_embeddings().parameters() if keep_head else ()
+        shard(self, mesh, layers=self.bundle.layers, kept=kept)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""

@@ -9,10 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.constraints import FractionBelowOne, checked
 from ragen_pl.data.batch import Samples
+from ragen_pl.distributed import sharded_like, whole
 from ragen_pl.models.adapters import (
     adapters_are_new,
     adapters_off,
@@ -136,6 +139,16 @@ class AveragedPolicy(PolicyModule):
             if weight.dtype in LOW_PRECISION:
                 self.register_buffer(f"average_{number}", weight.detach().float())
 
+    def shard(self, mesh: DeviceMesh, *, keep_head: bool = False) -> None:
+        """Shard the weights and their averages over ranks; see `PolicyModule.shard`."""
+        super().shard(mesh, keep_head=keep_head)
+        buffers = dict(self.named_buffers(recurse=False))
+        for number, name in enumerate(self.averaged):
+            average = buffers.get(f"average_{number}")
+            if average is not None:
+                sharded = sharded_like(average, self.get_parameter(name).data)
+                self.register_buffer(f"average_{number}", sharded)
+
     @torch.no_grad()
     def move(self, policy: PolicyModule, share: float) -> None:
         """Move the weights towards a policy's by this share of the distance."""
@@ -143,7 +156,10 @@ class AveragedPolicy(PolicyModule):
         for number, name in enumerate(self.averaged):
             weight = self.get_parameter(name)
             average = buffers.get(f"average_{number}", weight)
-            average.lerp_(policy.get_parameter(name).to(average.dtype), share)
+            present = policy.get_parameter(name)
+            if not isinstance(average, DTensor):
+                present = whole(present)
+            average.lerp_(present.to(average.dtype), share)
             if average is not weight:
                 weight.copy_(average)
 

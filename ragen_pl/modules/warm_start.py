@@ -18,6 +18,7 @@ from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.frozen import SavesTrainedWeights
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer, parameter_groups
 
 
@@ -60,6 +61,15 @@ class WarmStartModule(SavesTrainedWeights):
         self.value_coefficient = value_coefficient
         self.critic_learning_rate, self.master_weights = critic_learning_rate, master_weights
         self._shares: dict[str, Tensor | float] = {}
+
+    def configure_model(self) -> None:
+        """Shard policy and critic if the Trainer's strategy shards models."""
+        if self.device_mesh is None or is_sharded(self.policy):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        self.policy.shard(mesh)
+        if self.critic is not None:
+            self.critic.shard(mesh)
 
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""

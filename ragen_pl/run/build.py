@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -26,6 +27,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import EngineFactory
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
@@ -293,7 +295,17 @@ def build_trainer(configured: dict[str, Any], **settings: Any) -> pl.Trainer:
     accelerator = choose_accelerator(configured.get("accelerator", "auto"))
     hint = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
     with config_errors("trainer", hint=hint):
-        return pl.Trainer(**(configured | {"accelerator": accelerator}), **settings)
+        strategy = build_strategy(configured.get("strategy", "auto"))
+        changes = {"accelerator": accelerator, "strategy": strategy}
+        return pl.Trainer(**(configured | changes), **settings)
+
+
+def build_strategy(strategy: str | dict[str, Any]) -> str | Strategy:
+    """Return `trainer.strategy` as Lightning takes it: one of its names, or an object of a class with arguments."""
+    if strategy == "fsdp2":
+        return FSDP2Strategy()
+    built: str | Strategy = strategy if isinstance(strategy, str) else instantiate(strategy)
+    return built
 
 
 def choose_accelerator(name: str) -> str:

@@ -1,0 +1,101 @@
+"""FSDP2: policy, critic and reference sharded over ranks, and the whole policy gathered for rollouts.
+
+A module's layers are gathered one at a time, in their own forward pass. All else of it (embeddings, the head, an image
+encoder) is gathered for a whole call of the module, so within a call ranks may differ in chunks of the head and in
+images, but not in microbatches (Zhao et al., 2023, PyTorch FSDP, arXiv 2304.11277).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ragen_pl.distributed import whole
+from ragen_pl.models.bundle import ModelBundle
+
+
+def is_sharded(module: nn.Module | None) -> bool:
+    """Return whether a module's weights are sharded over ranks."""
+    return isinstance(module, FSDPModule)
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    layers: Iterable[nn.Module] = (),
+    kept: Iterable[nn.Parameter] = (),
+) -> None:
+    """Shard a module's weights over ranks. Only a call of the module may use them afterwards.
+
+    Args:
+        module: Module, changed in place.
+        mesh: Ranks, one dimension.
+        layers: Parts that are gathered one at a time. All ranks have to run each of them equally often.
+        kept: Frozen weights that stay whole on every rank.
+    """
+    # weights in bfloat16 have their gradients added up in float32
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    ignored = set(kept)
+    for part in (*layers, module):
+        sharded = fully_shard(
+            part, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=ignored
+        )
+    # an image encoder may have had images on some ranks only
+    sharded.set_reduce_scatter_unused_params(True)
+
+
+class GatheredModel:
+    """A sharded model's copy with whole weights, which ranks may run independently of each other.
+
+    It is made before the model is sharded and has no weights between `gather` and `release`.
+
+    Args:
+        bundle: Model that will be sharded.
+    """
+
+    def __init__(self, bundle: ModelBundle) -> None:
+        weights = bundle.model.parameters()
+        model = copy.deepcopy(
+            bundle.model, memo={id(weight): _without_data(weight) for weight in weights}
+        )
+        self.bundle = bundle.with_model(model.eval())
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        names = {weight: name for name, weight in model.named_parameters()}
+        for part in model.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                self._places.setdefault(names[weight], []).append((part, name))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the copy has no weights."""
+        return next(self.bundle.model.parameters()).is_meta
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def gather(self, model: nn.Module) -> None:
+        """Take over the sharded model's present weights. All ranks must call it."""
+        weights = dict(model.named_parameters())
+        self._replace(lambda name: whole(weights[name].detach()))
+        # the buffers
+        nn.Module.to(self.bundle.model, self.bundle.device)
+
+    def release(self) -> None:
+        """Free the weights."""
+        weights = dict(self.bundle.model.named_parameters())
+        self._replace(lambda name: torch.empty_like(weights[name], device="meta"))
+
+    def _replace(self, values: Callable[[str], Tensor]) -> None:
+        for name, places in self._places.items():
+            weight = nn.Parameter(values(name), requires_grad=False)
+            for part, attribute in places:
+                part._parameters[attribute] = weight
+
+
+def _without_data(weight: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
