@@ -132,8 +132,7 @@ class AgentModule(SavesTrainedWeights):
 
     def setup(self, stage: str) -> None:
         """Take the fingerprints, then store the reference in the dtype that it is computed in."""
-        # before the reference is rounded
-        _ = self.fingerprints
+        super().setup(stage)
         self.store_reference()
 
     def configure_model(self) -> None:

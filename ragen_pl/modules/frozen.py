@@ -144,6 +144,10 @@ class SavesTrainedWeights(pl.LightningModule):
             self._fingerprints = fingerprints(self)
         return self._fingerprints
 
+    def setup(self, stage: str) -> None:
+        """Take the fingerprints, for weights may be sharded or rounded later."""
+        _ = self.fingerprints
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out frozen weights."""
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])

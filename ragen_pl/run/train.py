@@ -30,6 +30,7 @@ from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.chat_template import History
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
+from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.run.baselines import baseline_metrics
@@ -71,7 +72,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
             components = assemble(cfg)
         report_template(components.proxy.context)
         logger = build_logger(cfg, run)
-        warm_start(components, run, logger)
+        components = warm_start(components, run, logger)
         return reinforce(components, run, logger, start=start)
     except RolloutError as error:
         raise ConfigError(str(error)) from error
@@ -95,21 +96,28 @@ def open_run(cfg: DictConfig) -> Run:
     return run
 
 
-def warm_start(components: RunComponents, run: Run, logger: Any) -> None:
-    """Load the run's initial weights; learn them from demonstrations if there are none yet."""
+def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponents:
+    """Load the run's initial weights; learn them from demonstrations if there are none yet.
+
+    Returns:
+        The components to go on with: other ones if the weights were sharded for the warm start.
+    """
     cfg, weights = components.cfg.warm_start, run.warm_start
     if not cfg.enabled:
-        return
+        return components
     if cfg.weights is not None and not run.has_initial_weights:
         given = Path(cfg.weights).expanduser()
         source = f"warm_start.weights={cfg.weights}"
         hint = "give the file of a run with the same model and algorithm"
         load_initial_weights(components, given, source=source, hint=hint)
         _copy_initial_weights(given, weights)
-        return
+        return components
     if not run.has_initial_weights:
         learn_from_demonstrations(components, run, logger)
+    if is_sharded(components.policy):
+        components = assemble(components.cfg)
     load_initial_weights(components, weights, source=str(weights))
+    return components
 
 
 def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) -> None:
@@ -135,10 +143,11 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
     with seeded(cfg.seed, "warm_start"):
         ckpt_path = checkpoint if resumed else None
         trainer.fit(module, datamodule=demonstrations, ckpt_path=ckpt_path, weights_only=False)
-    trainer.strategy.barrier()
+    # every rank may have a part of it
+    state = trainer.strategy.lightning_module_state_dict()
     if trainer.is_global_zero:
         saved = {
-            "module": without_frozen(module, module.state_dict()),
+            "module": without_frozen(module, state),
             FINGERPRINTS: module.fingerprints,
             "demonstrations": demonstrations.statistics,
         }
@@ -199,6 +208,9 @@ def reinforce(
         logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     metrics = final_metrics(trainer, agent, datamodule)
+    if cfg.validation.blank:
+        # the first rank plays alone, with weights of all ranks
+        agent.rollout_engine()
     if trainer.is_global_zero:
         baselines = baseline_metrics(components, agent, device=trainer.strategy.root_device)
         for name, column in baselines.items():
@@ -309,6 +321,8 @@ def quieten() -> None:
         # metrics are summed over ranks before they are logged
         "recommended to use `self.log",
         "exists and is not empty",
+        # what FSDP2's modules return is read and not changed
+        "returned a view tensor",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
