@@ -19,6 +19,8 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _adapter_dropout,
         _critic,
         _microbatches,
+        _sharded_weights,
+        _fsdp2,
     ):
         if (message := relation(lambda key: OmegaConf.select(cfg, key))) is not None:
             yield message
@@ -36,6 +38,17 @@ def _rank_count(devices: object, nodes: object) -> int:
     if not isinstance(count, int) or count < 1:
         return 1
     return count * nodes if isinstance(nodes, int) else count
+
+
+def strategy_name(strategy: object) -> str:
+    """Return the name of a strategy, or of its class, in small letters."""
+    target = strategy.get("_target_") if isinstance(strategy, DictConfig) else strategy
+    return str(target).rpartition(".")[2].lower()
+
+
+def is_fsdp2(strategy: object) -> bool:
+    """Return whether `trainer.strategy` is FSDP2."""
+    return strategy_name(strategy).startswith("fsdp2")
 
 
 _Get = Callable[[str], object]
@@ -77,10 +90,59 @@ def _left_out_turns(get: _Get) -> str | None:
 
 def _microbatches(get: _Get) -> str | None:
     tokens, strategy = get("update.tokens_per_microbatch"), get("trainer.strategy")
-    if tokens is not None and isinstance(strategy, str) and strategy.startswith("deepspeed"):
+    if tokens is not None and strategy_name(strategy).startswith("deepspeed"):
         return (
-            f"update.tokens_per_microbatch={tokens}: {strategy} accumulates a fixed number of microbatches; set null "
-            "and trainer.accumulate_grad_batches, or another trainer.strategy"
+            f"update.tokens_per_microbatch={tokens}: {_named(strategy)} accumulates a fixed number of microbatches; "
+            "set null and trainer.accumulate_grad_batches, or another trainer.strategy"
+        )
+    return None
+
+
+def _named(strategy: object) -> str:
+    return str(strategy["_target_"] if isinstance(strategy, DictConfig) else strategy)
+
+
+def _sharded_weights(get: _Get) -> str | None:
+    """Strategies that gather weights in each forward pass, of which ranks run different numbers in a rollout."""
+    strategy = get("trainer.strategy")
+    name = strategy_name(strategy)
+    stage = strategy.get("stage") if isinstance(strategy, DictConfig) else None
+    deepspeed = name.startswith("deepspeed") and ("stage_3" in name or stage == 3)
+    if deepspeed or (name.startswith("fsdp") and not is_fsdp2(strategy)):
+        return (
+            f"trainer.strategy={_named(strategy)}: its ranks would wait for each other in a rollout, where they sample "
+            "different numbers of tokens; set trainer.strategy=fsdp2, which gathers the weights once a rollout"
+        )
+    if name == "modelparallelstrategy":
+        return (
+            f"trainer.strategy={_named(strategy)}: it shards layers in ways that this trainer's modules do not "
+            "describe, and writes folders for checkpoints; set trainer.strategy=fsdp2"
+        )
+    return None
+
+
+def _fsdp2(get: _Get) -> str | None:
+    """What does not work on sharded weights."""
+    if not is_fsdp2(get("trainer.strategy")):
+        return None
+    if get("trainer.precision") in ("16-mixed", "16", 16):
+        return (
+            f"trainer.precision={get('trainer.precision')}: FSDP2 has no scaled loss; set trainer.precision=bf16-mixed"
+        )
+    if str(get("optimizer._target_")).startswith("bitsandbytes."):
+        return (
+            f"optimizer._target_={get('optimizer._target_')}: it can't step sharded weights; set "
+            "optimizer._target_=torch.optim.AdamW or torchao.optim.AdamW8bit"
+        )
+    if get("algorithm.masks.importance") is not None:
+        return (
+            "algorithm.masks.importance: saliency takes a gradient inside a forward pass, which FSDP2's weights can't "
+            "be gathered for; set algorithm.masks.importance=null, or trainer.strategy=ddp"
+        )
+    if get("context.leave_out.patches") or get("context.leave_out.turns"):
+        return (
+            "context.leave_out: its scores are computed on the trainer's weights, which FSDP2 shards; set "
+            "context.leave_out.patches=0 context.leave_out.turns=0, or trainer.strategy=ddp"
         )
     return None
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.config.relations import is_fsdp2
 from ragen_pl.constraints import shown
 from ragen_pl.run.memory_plan import MemoryPlan, plan_memory
 
@@ -132,8 +133,8 @@ def _fewer_environments(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
 
 def _sharded(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
     if plan.ranks > 1:
-        return None if cfg.trainer.strategy == "fsdp" else {"trainer.strategy": "fsdp"}
-    return {"trainer.devices": 8, "trainer.strategy": "fsdp"}
+        return None if is_fsdp2(cfg.trainer.strategy) else {"trainer.strategy": "fsdp2"}
+    return {"trainer.devices": 8, "trainer.strategy": "fsdp2"}
 
 
 _STATE = frozenset({"weights", "reference", "optimizer state", "gradients", "step"})

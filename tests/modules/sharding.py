@@ -1,0 +1,198 @@
+"""What one of two ranks finds with sharded weights, and with whole weights and averaged gradients."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.distributed import max_over_ranks, sum_over_ranks, whole
+from ragen_pl.models.adapters import choose_trained_weights
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.modules.reference import FrozenCopy, MovingAverage
+
+
+@dataclass(kw_only=True)
+class Case:
+    """An agent, and how its iteration is split."""
+
+    agent: dict[str, Any] = field(default_factory=dict)
+    kl: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    lora: dict[str, Any] | None = None
+    gradient_checkpointing: bool = False
+    tokens: int | None = None
+    # only the first rank sees images
+    images_of_one: bool = False
+
+
+CASES = {
+    "full divergence, own critic": Case(agent={"own_critic": True}, tokens=150),
+    "shared critic, checkpointed layers, minibatches by length": Case(
+        gradient_checkpointing=True, kl={"estimator": "k3"}
+    ),
+    "images on one rank": Case(agent={"images": True}, images_of_one=True),
+    "bfloat16, moving average": Case(
+        dtype=torch.bfloat16, kl={"reference": MovingAverage(decay=0.5)}
+    ),
+    "adapters, adapters off as reference": Case(lora={"r": 2}, dtype=torch.bfloat16),
+    "adapters, frozen copy": Case(lora={"r": 2}, kl={"reference": FrozenCopy()}),
+}
+
+
+def makers():
+    file = Path(__file__).with_name("conftest.py")
+    spec = importlib.util.spec_from_file_location("makers", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(make: Any, case: Case) -> Any:
+    """Return the case's agent with weights that are not those of its reference."""
+    bundles = make.build_bundle
+
+    def bundle(**settings):
+        built = bundles(**settings)
+        built.model.to(case.dtype)
+        torch.manual_seed(7)
+        choose_trained_weights(built.model, lora=case.lora)
+        if case.gradient_checkpointing:
+            built.checkpoint_layers()
+        return built
+
+    make.build_bundle = bundle
+    agent = make.build_agent(
+        loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **case.kl)),
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+        tokens_per_forward=120,
+        **case.agent,
+    )
+    make.build_bundle = bundles
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for weight in agent.policy.parameters():
+            if weight.requires_grad:
+                weight.add_(0.05 * torch.randn_like(weight))
+    return agent
+
+
+def iterate(make: Any, case: Case, agent: Any, *, rank: int) -> dict[str, Any]:
+    """Play, prepare and update twice; return what was found on the way."""
+    optimizer = agent.configure_optimizers()["optimizer"]
+    found: dict[str, Any] = {"responses": [], "prepared": {}, "gradients": {}}
+    for iteration in range(2):
+        played = make.play(agent, groups=(1, 5)[rank], window=(1, "all")[rank])
+        found["responses"] += [turn.response_ids.tolist() for one in played for turn in one.turns]
+        if rank and case.images_of_one:
+            for turn in (turn for one in played for turn in one.turns):
+                text = turn.prompt_ids != agent.policy.bundle.image_token_id
+                turn.prompt_ids, turn.prompt_images = turn.prompt_ids[text], []
+        if rank:  # the other rank has no episode that bootstraps
+            played = [make.cut(trajectory) for trajectory in played]
+        batch = agent.prepare(make.collate(played, agent.policy.bundle))
+        samples = batch.samples
+        found["prepared"] |= {
+            f"{name} {iteration}": getattr(samples, name).clone()
+            for name in ("values", "advantages", "returns")
+        } | {f"reference {iteration}": batch.reference.clone()}
+        found |= update(agent, batch, optimizer, case, iteration=iteration, found=found)
+    found["weights"] = {
+        name: whole(weight.detach()).clone()
+        for name, weight in agent.named_parameters(remove_duplicate=False)
+    }
+    return found
+
+
+def update(agent, batch, optimizer, case, *, iteration, found):
+    """Take one clipped optimizer step over the batch."""
+    loader = MinibatchLoader(
+        batch,
+        epochs=1,
+        minibatches=1,
+        length_buckets=4,
+        tokens_per_microbatch=case.tokens,
+        world_size=2,
+        sum_over_ranks=sum_over_ranks,
+        max_over_ranks=max_over_ranks,
+    )
+    agent.train()
+    optimizer.zero_grad()
+    for minibatch in loader:
+        loss = agent.training_step(minibatch, 0) / loader.accumulate
+        loss.backward()
+    if not agent.device_mesh:
+        average(agent)
+    found["gradients"] |= {
+        f"{name} {iteration}": whole(weight.grad).clone()
+        for name, weight in agent.named_parameters()
+        if weight.grad is not None
+    }
+    agent.configure_gradient_clipping(optimizer, 0.5)
+    optimizer.step()
+    return {f"norms {iteration}": dict(agent.gradient_norms), "microbatches": len(loader)}
+
+
+def average(agent):
+    """Average the gradients over the ranks as DDP does."""
+    for weight in agent.parameters():
+        if weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad = sum_over_ranks(weight.grad.float()).div(2).to(weight.grad.dtype)
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference, as a share of the largest value of each tensor but at least of 1e-3."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return max(
+        float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-3))
+        for name in one
+    )
+
+
+def compare(rank: int, folder: str, names: list[str]) -> None:
+    """Write what both ways find on this rank."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    make, results = makers(), {}
+    for name in names:
+        case = CASES[name]
+        expected = iterate(make, case, build(make, case), rank=rank)
+        agent = build(make, case)
+        fingerprints = dict(agent.fingerprints)
+        size = sum(weight.numel() for weight in agent.parameters())
+        agent._device_mesh = mesh
+        agent.configure_model()
+        try:
+            found = iterate(make, case, agent, rank=rank)
+        except Exception:
+            traceback.print_exc()
+            raise
+        agent._fingerprints = None
+        parts = [getattr(weight, "to_local", lambda w=weight: w)() for weight in agent.parameters()]
+        results[name] = {
+            "own share": sum(part.numel() for part in parts) / size,
+            "same responses": found["responses"] == expected["responses"],
+            "prepared": difference(found["prepared"], expected["prepared"]),
+            "gradients": difference(found["gradients"], expected["gradients"]),
+            "weights": difference(found["weights"], expected["weights"]),
+            "norms": [found["norms 0"], expected["norms 0"]],
+            "microbatches": found["microbatches"],
+            "same fingerprints": agent.fingerprints == fingerprints,
+            "has weights for rollouts": not agent._gathered.is_empty,
+        }
+        import os,time
+        print(name, results[name], time.process_time(), flush=True) if rank==0 else None
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
