@@ -135,6 +135,11 @@ class AgentModule(SavesTrainedWeights):
         super().setup(stage)
         self.store_reference()
 
+    @property
+    def reads_reference_head(self) -> bool:
+        """Whether calls of the policy use the head of the reference."""
+        return self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
+
     def configure_model(self) -> None:
         """Shard policy, critic and reference if the Trainer's strategy shards models."""
         if self.device_mesh is None or is_sharded(self.policy):
@@ -142,9 +147,8 @@ class AgentModule(SavesTrainedWeights):
         mesh = self.device_mesh["data_parallel"]
         self._gathered = GatheredModel(self.policy.bundle)
         if isinstance(self.reference, PolicyModule):
-            # it shares frozen weights with the policy; its head is read in calls of the policy
-            full = self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
-            self.reference.shard(mesh, keep_head=full)
+            # before the policy: they may share frozen weights
+            self.reference.shard(mesh, keep_head=self.reads_reference_head)
         self.policy.shard(mesh)
         if self.critic is not None:
             self.critic.shard(mesh)

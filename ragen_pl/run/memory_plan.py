@@ -15,9 +15,10 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ragen_pl.config.errors import config_errors
-from ragen_pl.config.relations import ranks_asked_for
+from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
 from ragen_pl.models.abstract import KnownMasks, config_without_hub
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import choose_accelerator, plain
 from ragen_pl.run.dry_run import (
     CountedRollout,
@@ -103,8 +104,8 @@ class Sharding:
         """Return the sharding of `trainer.strategy` on this number of devices."""
         if ranks == 1:
             return cls()
-        name = str(strategy["_target_"] if isinstance(strategy, DictConfig) else strategy).lower()
-        if "fsdp" in name or "modelparallel" in name or "stage_3" in name:
+        name = strategy_name(strategy)
+        if is_fsdp2(strategy) or "stage_3" in name:
             return cls(weights=ranks, gradients=ranks, optimizer=ranks)
         if "deepspeed" in name and "stage_1" not in name:
             return cls(gradients=ranks, optimizer=ranks)
@@ -155,16 +156,23 @@ def plan_phases(
     weights = size_of(own)
     held = {
         "weights": weights // sharding.weights,
-        "reference": (size_of([*own, *copies]) - weights) // sharding.weights,
+        "reference": size_of([*own, *copies]) - weights,
         "optimizer state": update.state // sharding.optimizer,
     }
-    gathered = {"gathered weights": weights} if sharding.weights > 1 else {}
     gradients = update.gradients // sharding.gradients
     gradients += update.gradients if sharding.buckets else 0
+    in_rollout, in_call, in_backward = {}, {}, 0
+    if sharding.weights > 1:
+        held["reference"] = _sharded_reference(agent, ranks=sharding.weights)
+        in_rollout = {"gathered weights": size_of(agent.policy.parameters())}
+        in_call = {"gathered weights": _gathered_in_call(agent, layers=2)}
+        in_backward = _gathered_in_call(agent, layers=1, trained=True)
     positions = workload.rows * workload.length
     scored = max(workload.length, min(agent.tokens_per_forward, positions))
     peak = dict(update.peak)
     peak["gradients"] = update.peak["gradients"] * gradients // max(1, update.gradients)
+    peak["gradients"] += in_backward
+    peak |= in_call
     played = {
         "activations": rollout.prefill,
         "keys and values": rollout.cache,
@@ -174,8 +182,8 @@ def plan_phases(
     prepared = {"activations": int(rollout.per_position * scored), "head": peak.get("head", 0)}
     stepped = {"gradients": gradients, "step": update.step // sharding.optimizer}
     phases = [
-        Phase("rollout", held | gathered | played),
-        Phase("preparation", held | prepared),
+        Phase("rollout", held | in_rollout | played),
+        Phase("preparation", held | in_call | prepared),
         Phase("update", held | peak),
         Phase("optimizer step", held | stepped),
     ]
@@ -186,6 +194,38 @@ def plan_phases(
         # there is no reference yet
         phases.insert(0, Phase("warm start", held | {"reference": 0} | shown))
     return tuple(phases)
+
+
+def _sharded_reference(agent: AgentModule, *, ranks: int) -> int:
+    """Return the bytes of a sharded reference, which shares no weights; the head is whole for a full divergence."""
+    if not isinstance(agent.reference, PolicyModule):
+        return 0
+    size, whole = size_of(_tensors([agent.reference])), 0
+    if agent.reads_reference_head:
+        whole = size_of(agent.reference.model.get_output_embeddings().parameters())
+    return (size - whole) // ranks + whole
+
+
+def _gathered_in_call(agent: AgentModule, *, layers: int, trained: bool = False) -> int:
+    """Return the bytes that FSDP2 gathers at once: all but the layers, and some of these.
+
+    Args:
+        agent: Agent.
+        layers: Number of layers that are gathered at once.
+        trained: Whether to count weights with a gradient only.
+    """
+    bundles = [agent.policy.bundle]
+    if agent.critic is not None and agent.critic.backbone is not None:
+        bundles.append(agent.critic.backbone)
+
+    def size(module: nn.Module) -> int:
+        return size_of(one for one in module.parameters() if one.requires_grad or not trained)
+
+    outside = sum(
+        size(bundle.model) - sum(size(layer) for layer in bundle.layers) for bundle in bundles
+    )
+    largest = max(size(layer) for bundle in bundles for layer in bundle.layers)
+    return outside + layers * largest
 
 
 def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -230,7 +230,7 @@ def test_model_of_unknown_sizes_is_started_and_not_planned(caplog):
         ("deepspeed_stage_1", Sharding(optimizer=8)),
         ("deepspeed_stage_2", Sharding(optimizer=8, gradients=8)),
         ("deepspeed_stage_3", Sharding(optimizer=8, gradients=8, weights=8)),
-        ("fsdp", Sharding(optimizer=8, gradients=8, weights=8)),
+        ("fsdp2", Sharding(optimizer=8, gradients=8, weights=8)),
     ],
 )
 def test_strategies_share_the_state_of_training(strategy, expected):
@@ -241,7 +241,7 @@ def test_strategies_share_the_state_of_training(strategy, expected):
 def test_sharding_divides_what_a_device_holds(folder):
     overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
     alone = plan_memory(composed(*overrides)).phases[-1].parts
-    shared = plan_memory(composed(*overrides, "trainer.devices=4", "trainer.strategy=fsdp")).phases
+    shared = plan_memory(composed(*overrides, "trainer.devices=4", "trainer.strategy=fsdp2")).phases
     for part in ("weights", "optimizer state", "gradients"):
         assert shared[-1].parts[part] == pytest.approx(alone[part] / 4, rel=0.01)
     assert shared[0].parts["gathered weights"] == alone["weights"]

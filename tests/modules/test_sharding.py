@@ -1,0 +1,79 @@
+"""FSDP2 on two ranks plays, scores and learns as two ranks with whole weights do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sharded_agents
+import torch
+import torch.multiprocessing as mp
+
+from ragen_pl.modules.sharding import GatheredModel, is_sharded
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(sharded_agents.compare, args=(str(folder), list(sharded_agents.CASES)), nprocs=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sharded_agents.CASES)
+def test_two_ranks_with_sharded_weights_learn_as_with_whole_ones(results, name):
+    rounds = sharded_agents.CASES[name].dtype is not torch.float32
+    for found in (ranks[name] for ranks in results):
+        assert found["same responses"]
+        assert found["prepared"] < (0.01 if rounds else 1e-6)
+        assert found["gradients"] < (0.03 if rounds else 1e-5)
+        assert found["weights"] < (0.01 if rounds else 1e-4)
+        for norms, expected in found["norms"]:
+            # they are clipped to 0.5
+            assert norms == pytest.approx(expected, rel=0.01 if rounds else 1e-5)
+            assert max(norms.values()) > 0.5
+        assert found["same fingerprints"] and found["rollout weights are freed"]
+        assert found["own share"] < 0.65 + found["shared with the reference"] / 2
+
+
+@pytest.mark.slow
+def test_a_case_is_split_into_parts(results):
+    assert results[0]["full divergence, own critic"]["microbatches"] > 2
+
+
+def test_a_gathered_copy_has_the_models_weights_until_they_are_released(lm, vlm):
+    for bundle in (lm, vlm):
+        copy = GatheredModel(bundle)
+        model = copy.bundle.model
+        assert copy.is_empty and all(weight.is_meta for weight in model.parameters())
+        copy.gather(bundle.model)
+        assert not copy.is_empty and not model.training
+        ids = torch.arange(6)[None]
+        with torch.no_grad():
+            assert model(ids).logits.equal(bundle.model.eval()(ids).logits)
+        own = {id(weight) for weight in bundle.model.parameters()}
+        assert own.isdisjoint(map(id, model.parameters()))
+        tied = [one.get_output_embeddings().weight for one in (model, bundle.model)]
+        words = [one.get_input_embeddings().weight for one in (model, bundle.model)]
+        assert (tied[0] is words[0]) == (tied[1] is words[1])
+        copy.release()
+        assert copy.is_empty and all(weight.is_meta for weight in model.parameters())
+
+
+def test_a_gathered_copy_takes_over_present_weights(make):
+    bundle = make.bundle()
+    copy = GatheredModel(bundle)
+    copy.gather(bundle.model)
+    with torch.no_grad():
+        bundle.model.get_input_embeddings().weight.add_(1.0)
+    copy.release()
+    copy.gather(bundle.model)
+    words = copy.bundle.model.get_input_embeddings().weight
+    assert words.equal(bundle.model.get_input_embeddings().weight)
+
+
+def test_without_a_sharding_strategy_nothing_is_sharded(make):
+    agent = make.agent()
+    agent.configure_model()
+    assert not is_sharded(agent.policy) and not is_sharded(agent.critic)

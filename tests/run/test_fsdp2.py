@@ -1,0 +1,73 @@
+"""Whole jobs of two ranks with sharded weights: killed, stopped, resumed, continued from DDP, exported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+FSDP2 = ("trainer.devices=2", "trainer.strategy=fsdp2")
+DDP = ("trainer.devices=2", "trainer.strategy=ddp")
+
+
+@pytest.mark.slow
+def test_a_sharded_job_killed_or_stopped_anywhere_ends_bit_identical(job):
+    reference, killed = job(), job()
+    settings = (
+        *FSDP2,
+        "trainer.accumulate_grad_batches=2",
+        "warm_start.checkpoint_every_n_steps=20",
+        "callbacks.checkpoint.every_n_epochs=1",
+        "trainer.max_epochs=2",
+    )
+    reference.run(*settings)
+    killed.kill_at("warm_start-30", *settings, "ckpt_path=auto", rank=1)
+    assert (killed.folder / "warm_start.ckpt").exists()
+    killed.stop_at("trained-3", *settings, "ckpt_path=auto", rank=1)
+    last = torch.load(killed.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    # inside an optimizer step, with each rank's part of the gradient
+    assert killed.steps == 3 and len(last["loops"]["fit_loop"]["state_dict"]["gradients"]) == 2
+    killed.kill_at("validation-1", *settings, "ckpt_path=auto", rank=0)
+    killed.run(*settings, "ckpt_path=auto")
+    assert killed.differs_from(reference) == []
+
+
+@pytest.mark.slow
+def test_a_ddp_job_continues_with_sharded_weights_and_is_exported(job):
+    reference, continued = job(), job()
+    settings = (
+        "warm_start.enabled=false",
+        "trainer.max_epochs=2",
+        "callbacks.checkpoint.every_n_epochs=1",
+    )
+    reference.run(*DDP, *settings)
+    continued.kill_at("begin-1", *DDP, *settings, "ckpt_path=auto")
+    continued.run(*FSDP2, *settings, "ckpt_path=auto")
+    expected = reference.weights
+    assert continued.weights.keys() == expected.keys()
+    for name, weight in continued.weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
+    assert continued.metrics.keys() == reference.metrics.keys()
+    folder = export(continued)
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, weight in exported.items():
+        assert weight.equal(continued.weights[f"policy.model.{name}"])
+
+
+def export(job):
+    """Return the Hugging Face folder of a run's last weights."""
+    folder = job.folder.parent / "exported"
+    command = ["-m", "ragen_pl.export", f"ckpt={job.folder / 'checkpoints' / 'last.ckpt'}"]
+    subprocess.run(
+        [sys.executable, *command, f"to={folder}"],
+        cwd=job.folder.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=300,
+    )
+    return folder
