@@ -197,6 +197,8 @@ class Trainer(TypedDict, total=False):
             "ddp_find_unused_parameters_false",
             "ddp_spawn",
             "ddp_fork",
+            "fsdp",
+            "fsdp_cpu_offload",
             "fsdp2",
             "deepspeed",
             "deepspeed_stage_1",

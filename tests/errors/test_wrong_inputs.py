@@ -16,6 +16,7 @@ from ragen_pl.run.checks import check_run
 HERE = Path(__file__).parent
 
 PRETRAINED = "model=pretrained model.build.path=."
+SHARDED = "trainer.devices=2 trainer.strategy=fsdp2"
 LORA = f"{PRETRAINED} model.build.lora={{r:4}}"
 
 OF_THE_COMMAND = [
@@ -78,6 +79,26 @@ OF_THE_COMMAND = [
     (
         "update.tokens_per_microbatch=4096 trainer.strategy=deepspeed_stage_2",
         "tokens_per_microbatch=4096: .* set null and trainer.accumulate_grad_batches",
+    ),
+    ("trainer.strategy=fsdp", "strategy=fsdp: its ranks would wait .* set trainer.strategy=fsdp2"),
+    (
+        "trainer.strategy={_target_:lightning.pytorch.strategies.DeepSpeedStrategy,stage:3}",
+        "DeepSpeedStrategy: its ranks would wait .* set trainer.strategy=fsdp2",
+    ),
+    (
+        "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}",
+        "ModelParallelStrategy: .* set trainer.strategy=fsdp2",
+    ),
+    (
+        "trainer.strategy={_target_:ragen_pl.run.strategy.FSDP2Strategy,offload:true}",
+        "unknown key trainer.strategy.offload: FSDP2Strategy takes no offload",
+    ),
+    (f"{SHARDED} trainer.precision=16-mixed", "has no scaled loss; set .*bf16-mixed"),
+    (f"{SHARDED} algorithm=trico_importance", "masks.importance: .* or trainer.strategy=ddp"),
+    (f"{SHARDED} context.leave_out.patches=0.5", "leave_out: .* or trainer.strategy=ddp"),
+    (
+        f"{SHARDED} optimizer._target_=bitsandbytes.optim.AdamW8bit",
+        "can't step sharded weights|no package 'bitsandbytes'",
     ),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
     ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
