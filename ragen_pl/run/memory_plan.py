@@ -164,7 +164,7 @@ def plan_phases(
     in_rollout, in_call, in_backward = {}, {}, 0
     if sharding.weights > 1:
         held["reference"] = _sharded_reference(agent, ranks=sharding.weights)
-        in_rollout = {"gathered weights": size_of(agent.policy.parameters())}
+        in_rollout = {"gathered weights": size_of(_tensors([agent.policy]))}
         in_call = {"gathered weights": _gathered_in_call(agent, layers=2)}
         in_backward = _gathered_in_call(agent, layers=1, trained=True)
     positions = workload.rows * workload.length

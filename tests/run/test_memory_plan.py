@@ -244,7 +244,26 @@ def test_sharding_divides_what_a_device_holds(folder):
     shared = plan_memory(composed(*overrides, "trainer.devices=4", "trainer.strategy=fsdp2")).phases
     for part in ("weights", "optimizer state", "gradients"):
         assert shared[-1].parts[part] == pytest.approx(alone[part] / 4, rel=0.01)
-    assert shared[0].parts["gathered weights"] == alone["weights"]
+    whole = alone["weights"]
+    assert shared[0].parts["gathered weights"] == whole
+    # two of three layers, and what is outside of them
+    assert 0.6 * whole < shared[1].parts["gathered weights"] < 0.9 * whole
+    assert shared[2].parts["gathered weights"] == shared[1].parts["gathered weights"]
+
+
+def test_a_sharded_reference_keeps_its_head_whole_for_a_full_divergence(folder):
+    overrides = ("env=frozenlake", *LOADED, f"model.build.path={folder}", "algorithm=trico")
+    ranks = ("trainer.devices=4", "trainer.strategy=fsdp2")
+    reference = {
+        estimator: plan_memory(
+            composed(*overrides, *ranks, f"algorithm.loss.kl.estimator={estimator}")
+        ).phases[0].parts["reference"]
+        for estimator in ("full", "k3")
+    }  # fmt: skip
+    alone = plan_memory(composed(*overrides)).phases[0].parts["reference"]
+    assert reference["k3"] == pytest.approx(alone / 4, rel=0.01)
+    head = build_small_lm(text=TEXT).model.get_output_embeddings().weight
+    assert reference["full"] - reference["k3"] == pytest.approx(head.nbytes * 3 / 4, rel=0.01)
 
 
 def test_live_memory_counts_storages_once_and_until_they_are_freed():
