@@ -126,7 +126,10 @@ def _fsdp2(get: _Get) -> str | None:
     if not is_fsdp2(get("trainer.strategy")):
         return None
     if get("trainer.precision") in ("16-mixed", "16", 16):
-        return f"trainer.precision={get('trainer.precision')}: FSDP2 has no scaled loss; set trainer.precision=bf16-mixed"
+        return (
+            f"trainer.precision={get('trainer.precision')}: FSDP2 takes no scaled loss; set "
+            "trainer.precision=bf16-mixed"
+        )
     if str(get("optimizer._target_")).startswith("bitsandbytes."):
         return (
             f"optimizer._target_={get('optimizer._target_')}: it can't step sharded weights; set "

@@ -156,7 +156,7 @@ class AveragedPolicy(PolicyModule):
         for number, name in enumerate(self.averaged):
             weight = self.get_parameter(name)
             average = buffers.get(f"average_{number}", weight)
-            present = policy.get_parameter(name)
+            present: Tensor = policy.get_parameter(name)
             if not isinstance(average, DTensor):
                 present = whole(present)
             average.lerp_(present.to(average.dtype), share)
