@@ -1,4 +1,4 @@
-"""Whole jobs of two ranks with sharded weights: killed, stopped, resumed, continued from DDP, exported."""
+"""Strategies by name and class, and whole jobs of two ranks with sharded weights: killed, resumed, exported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from ragen_pl.run.build import build_trainer
+from ragen_pl.run.strategy import FSDP2Strategy
 
 FSDP2 = ("trainer.devices=2", "trainer.strategy=fsdp2")
 DDP = ("trainer.devices=2", "trainer.strategy=ddp")
@@ -71,3 +75,15 @@ def export(job):
         timeout=300,
     )
     return folder
+
+
+def test_a_strategy_is_named_or_a_class_with_arguments():
+    settings = {"accelerator": "cpu", "devices": 2}
+    named = build_trainer(settings | {"strategy": "fsdp2"}, logger=False).strategy
+    assert isinstance(named, FSDP2Strategy) and named.num_processes == 2
+    target = "lightning.pytorch.strategies.DDPStrategy"
+    strategy = {"_target_": target, "find_unused_parameters": True}
+    built = build_trainer(settings | {"strategy": strategy}, logger=False).strategy
+    assert isinstance(built, DDPStrategy)
+    assert built._ddp_kwargs == {"find_unused_parameters": True}
+    assert build_trainer({"accelerator": "cpu"}, logger=False).strategy.root_device.type == "cpu"
