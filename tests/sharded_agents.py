@@ -17,6 +17,7 @@ from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.distributed import max_over_ranks, sum_over_ranks, whole
 from ragen_pl.models.adapters import choose_trained_weights
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.reference import FrozenCopy, MovingAverage
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
@@ -47,6 +48,7 @@ CASES = {
         dtype=torch.bfloat16, kl={"reference": MovingAverage(decay=0.5)}, iterations=1
     ),
     "adapters, adapters off as reference": Case(lora={"r": 2}, dtype=torch.bfloat16),
+    "importance masks": Case(agent={"masks": Masks(importance=Importance(loss=0.5))}),
     "adapters, frozen copy": Case(lora={"r": 2}, kl={"reference": FrozenCopy()}),
 }
 
@@ -118,7 +120,7 @@ def iterate(make: Any, case: Case, agent: Any, *, rank: int) -> dict[str, Any]:
         samples = batch.samples
         found["prepared"] |= {
             f"{name} {iteration}": getattr(samples, name).clone()
-            for name in ("values", "advantages", "returns")
+            for name in ("values", "advantages", "returns", "loss_weight")
         } | {f"reference {iteration}": batch.reference.clone()}
         update(agent, batch, optimizer, case, iteration=iteration, found=found)
     found["weights"] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -52,6 +53,8 @@ def is_fsdp2(strategy: object) -> bool:
 
 
 _Get = Callable[[str], object]
+# gradients of weights that some ranks have not used
+_TORCH_OF_FSDP2 = (2, 13)
 
 
 def _response_and_context(get: _Get) -> str | None:
@@ -125,6 +128,12 @@ def _fsdp2(get: _Get) -> str | None:
     """What does not work on sharded weights."""
     if not is_fsdp2(get("trainer.strategy")):
         return None
+    installed = version("torch")
+    if tuple(map(int, installed.split(".")[:2])) < _TORCH_OF_FSDP2:
+        return (
+            f"trainer.strategy=fsdp2: needs torch {'.'.join(map(str, _TORCH_OF_FSDP2))} and found {installed}; "
+            "pip install -U torch, or set trainer.strategy=ddp"
+        )
     if get("trainer.precision") in ("16-mixed", "16", 16):
         return (
             f"trainer.precision={get('trainer.precision')}: FSDP2 takes no scaled loss; set "
@@ -134,11 +143,6 @@ def _fsdp2(get: _Get) -> str | None:
         return (
             f"optimizer._target_={get('optimizer._target_')}: it can't step sharded weights; set "
             "optimizer._target_=torch.optim.AdamW or torchao.optim.AdamW8bit"
-        )
-    if get("algorithm.masks.importance") is not None:
-        return (
-            "algorithm.masks.importance: saliency takes a gradient inside a forward pass, which FSDP2's weights can't "
-            "be gathered for; set algorithm.masks.importance=null, or trainer.strategy=ddp"
         )
     if get("context.leave_out.patches") or get("context.leave_out.turns"):
         return (

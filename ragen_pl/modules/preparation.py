@@ -33,6 +33,7 @@ from ragen_pl.modules.masking import (
 from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenScores
 from ragen_pl.modules.reference import ReferencePolicy
 from ragen_pl.modules.saliency import SaliencyReadout
+from ragen_pl.modules.sharding import gradients_inside
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Span
 
@@ -231,12 +232,13 @@ def _narrow_by_importance(
 ) -> None:
     assert masks.importance is not None
     samples = batch.samples
-    scores: Tensor = policy(
-        samples,
-        batch.images,
-        microbatches=microbatches,
-        readout=SaliencyReadout(logits_mib=policy.logits_mib),
-    )
+    with gradients_inside(policy):
+        scores: Tensor = policy(
+            samples,
+            batch.images,
+            microbatches=microbatches,
+            readout=SaliencyReadout(logits_mib=policy.logits_mib),
+        )
     before = layout.scatter(kept.loss, like=samples.loss_mask)
     keep_important(kept, scores, batch, layout, keep=masks.importance)
     if statistics is not None:

@@ -8,7 +8,8 @@ images, but not in microbatches (Zhao et al., 2023, PyTorch FSDP, arXiv 2304.112
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,26 @@ def shard(
         )
     # an image encoder may have had images on some ranks only
     sharded.set_reduce_scatter_unused_params(True)
+
+
+@contextmanager
+def gradients_inside(module: nn.Module) -> Iterator[None]:
+    """Allow a call of a sharded module to take gradients of its inputs: they leave the module gathered.
+
+    Args:
+        module: Module that is called; nothing is done if it is not sharded.
+    """
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    # a gradient would otherwise end with the weights' reduction, and give back what the call still needs
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_requires_gradient_sync(True)
 
 
 class GatheredModel:

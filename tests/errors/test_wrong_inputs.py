@@ -94,7 +94,6 @@ OF_THE_COMMAND = [
         "unknown key trainer.strategy.offload: FSDP2Strategy takes no offload",
     ),
     (f"{SHARDED} trainer.precision=16-mixed", "takes no scaled loss; set .*bf16-mixed"),
-    (f"{SHARDED} algorithm=trico_importance", "masks.importance: .* or trainer.strategy=ddp"),
     (f"{SHARDED} context.leave_out.patches=0.5", "leave_out: .* or trainer.strategy=ddp"),
     (
         f"{SHARDED} optimizer._target_=bitsandbytes.optim.AdamW8bit",

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf
 
+from ragen_pl.config import relations
 from ragen_pl.run.build import build_trainer
 from ragen_pl.run.strategy import FSDP2Strategy
 
@@ -75,6 +77,14 @@ def export(job):
         timeout=300,
     )
     return folder
+
+
+@pytest.mark.parametrize(("installed", "refused"), [("2.12.1+cu130", True), ("2.13.0", False)])
+def test_an_older_torch_is_refused(monkeypatch, installed, refused):
+    monkeypatch.setattr(relations, "version", lambda package: installed)
+    cfg = OmegaConf.create({"trainer": {"strategy": "fsdp2", "devices": 2}})
+    problems = list(relations.relation_problems(cfg))
+    assert any("needs torch 2.13 and found 2.12.1" in line for line in problems) == refused
 
 
 def test_a_strategy_is_named_or_a_class_with_arguments():
