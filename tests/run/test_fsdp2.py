@@ -42,6 +42,24 @@ def test_a_sharded_job_killed_or_stopped_anywhere_ends_bit_identical(job):
 
 
 @pytest.mark.slow
+def test_copies_of_bfloat16_weights_and_a_moving_reference_are_resumed_exactly(job):
+    reference, killed = job(), job()
+    settings = (
+        *FSDP2,
+        "model.build.dtype=bfloat16",
+        "algorithm.loss.kl.reference={_target_: ragen_pl.modules.reference.MovingAverage}",
+        "warm_start.enabled=false",
+        "trainer.max_epochs=2",
+        "callbacks.checkpoint.every_n_epochs=1",
+    )
+    reference.run(*settings)
+    killed.kill_at("begin-1", *settings, "ckpt_path=auto")
+    killed.run(*settings, "ckpt_path=auto")
+    assert any("average_" in name for name in killed.weights)
+    assert killed.differs_from(reference) == []
+
+
+@pytest.mark.slow
 def test_a_ddp_job_continues_with_sharded_weights_and_is_exported(job):
     reference, continued = job(), job()
     settings = (
