@@ -210,7 +210,7 @@ def test_smollm2_is_trained_for_two_iterations_by_its_preset(smollm2, tmp_path):
     fit = [
         sys.executable, "-m", "ragen_pl.fit", "experiment=smollm2_bandit", f"model.build.path={smollm2}",
         f"paths.run_dir={tmp_path}", "logger=csv", "trainer.accelerator=cpu", "trainer.max_epochs=2",
-        "trainer.check_val_every_n_epoch=2", "rollout.groups=4", "rollout.group_size=8", "validation.episodes=16",
+        "trainer.check_val_every_n_epoch=2", "rollout.groups=2", "rollout.group_size=8", "validation.episodes=8",
     ]  # fmt: skip
     done = subprocess.run(fit, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
