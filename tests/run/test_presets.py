@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from tests.family_models import tiny
 
 from ragen_pl.config import check_config, config_dir
 from ragen_pl.run.train import train
+from tests.family_models import tiny
 
 TEXT, IMAGES = "qwen2_5", "qwen2_5_vl"
 PRESETS = {
