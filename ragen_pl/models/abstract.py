@@ -68,11 +68,11 @@ class KnownMasks(TorchDispatchMode):
 
 
 def _positions(index: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    for one in index:
-        if one is None or one.dtype is not torch.bool or isinstance(one, FakeTensor):
-            yield one
+    for indices in index:
+        if indices is None or indices.dtype is not torch.bool or isinstance(indices, FakeTensor):
+            yield indices
         else:
-            yield from one.nonzero(as_tuple=True)
+            yield from indices.nonzero(as_tuple=True)
 
 
 def without_data(module: nn.Module, mode: FakeTensorMode) -> None:

@@ -63,7 +63,9 @@ class ModelBundle:
             return "its token of an image is another"
         if self.processor is None or other.processor is None:
             return None
-        own, others = (one.image_processor.to_dict() for one in (self.processor, other.processor))
+        own, others = (
+            processor.image_processor.to_dict() for processor in (self.processor, other.processor)
+        )
         if own != others or other.image_settings != self.image_settings:
             return "it processes images in another way"
         return None
@@ -114,10 +116,10 @@ class ModelBundle:
                 "input_ids"
             ]
             control = {*self.special_tokens, eos}
-            found = [token for token in close if token in control]
-            found = found or [token for token in close if token in self.facts.eos_token_ids]
-            if found:
-                return int(found[0])
+            ends = [token for token in close if token in control]
+            ends = ends or [token for token in close if token in self.facts.eos_token_ids]
+            if ends:
+                return int(ends[0])
         if eos is None:
             raise ValueError(
                 "the tokenizer has no eos_token; set it to the token that ends a response and save it"

@@ -149,7 +149,8 @@ class ChatTemplate:
         self.opening = opening[0] if opening else ""
         other_source = _with_clock(source, tree, _OTHER_CLOCK)
         dates = [
-            self._apply(message, prompt=True, source=one) for one in (self._source, other_source)
+            self._apply(message, prompt=True, source=clocked)
+            for clocked in (self._source, other_source)
         ]
         self.pinned = None if dates[0] == dates[1] else f"{_CLOCK:%d %b %Y}"
         closed = self._rendered((_USERS[0], 0), _WORDS, prompt=False) or ""
@@ -180,12 +181,12 @@ class ChatTemplate:
         """
         if images not in self._user_texts:
             self._user_texts[images] = self._find_user_text(images)
-        found = self._user_texts[images]
-        if found is None:
+        user_text = self._user_texts[images]
+        if user_text is None:
             raise ValueError(
                 f"the chat template has no place for a message with {images} images before its text"
             )
-        return found
+        return user_text
 
     def system_messages(self, system: str | None) -> list[Message]:
         """Return the messages of a system prompt.
@@ -307,13 +308,13 @@ class ChatTemplate:
             return None
         start = text[: len(text) - len(second + after)]
         for trims in ((False, False), (True, True), (True, False), (False, True)):
-            found = UserText(before=before, after=after, kept=kept, lead=lead, trims=trims)
+            user_text = UserText(before=before, after=after, kept=kept, lead=lead, trims=trims)
             edges = [_blank(second, blanks) for blanks in _BLANKS]
             texts = [
                 self._rendered((first, images), self._response, (edge, images)) for edge in edges
             ]
-            if texts == [start + found.shown(edge) + after for edge in edges]:
-                return found if self._holds(found, images=images) else None
+            if texts == [start + user_text.shown(edge) + after for edge in edges]:
+                return user_text if self._holds(user_text, images=images) else None
         return None
 
     def _holds(self, found: UserText, *, images: int) -> bool:

@@ -29,10 +29,12 @@ class VisionParts:
     @classmethod
     def of(cls, model: PreTrainedModel) -> VisionParts:
         """Find the encoders by `get_encoder`; the projector is all that is neither theirs nor the decoder's."""
-        found = [model.get_encoder(modality="image"), model.get_encoder(modality="audio")]
+        candidates = [model.get_encoder(modality="image"), model.get_encoder(modality="audio")]
         # a model without one returns itself, or None
         missing = (model, model.base_model, None)
-        encoders = [one for one in found if not any(one is none for none in missing)]
+        encoders = [
+            encoder for encoder in candidates if not any(encoder is none for none in missing)
+        ]
         if not encoders:
             return cls()
         text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
@@ -46,7 +48,9 @@ class VisionParts:
 
 
 def _names(model: Module, modules: list[Module]) -> list[str]:
-    return [name for name, module in model.named_modules() if any(module is one for one in modules)]
+    return [
+        name for name, module in model.named_modules() if any(module is other for other in modules)
+    ]
 
 
 def _names_without(model: Module, parts: tuple[Module, ...]) -> list[str]:

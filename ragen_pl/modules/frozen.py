@@ -99,11 +99,11 @@ def _digest(*parts: str | bytes) -> str:
 
 def fingerprints(module: nn.Module) -> dict[str, Fingerprint]:
     """Return the fingerprints of a training module's models by the name of their module."""
-    found: dict[str, Fingerprint] = {}
+    digests: dict[str, Fingerprint] = {}
     for name, part in module.named_children():
         if isinstance(part, PolicyModule | CriticModule) and not isinstance(part, AveragedPolicy):
-            found[name] = {} if part.model is None else fingerprint(part.model)
-    return {name: digests for name, digests in found.items() if digests}
+            digests[name] = {} if part.model is None else fingerprint(part.model)
+    return {name: values for name, values in digests.items() if values}
 
 
 def frozen_problem(

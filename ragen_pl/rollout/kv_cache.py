@@ -210,8 +210,8 @@ class StateCache(DynamicCache):
     def memory_bytes(self) -> int:
         """Return the size of all keys, values and states."""
         held = [tree_leaves(vars(layer)) for layer in self.layers]
-        tensors = [one for leaves in held for one in leaves if isinstance(one, Tensor)]
-        return sum(one.numel() * one.element_size() for one in tensors)
+        tensors = [leaf for leaves in held for leaf in leaves if isinstance(leaf, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(slots=True)

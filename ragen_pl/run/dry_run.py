@@ -80,7 +80,7 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; those that share storage count once."""
     # held while they are counted: another tensor could get the id of one that is gone
     held = list(tensors)
-    return sum({id(one): one.numel() * one.element_size() for one in held}.values())
+    return sum({id(tensor): tensor.nbytes for tensor in held}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def _state_bytes(optimizer: OptimizerFactory) -> float:
     weight.grad = torch.zeros_like(weight)
     stepped = optimizer([weight])
     stepped.step()
-    state = [one for one in tree_leaves(dict(stepped.state[weight])) if isinstance(one, Tensor)]
+    state = [leaf for leaf in tree_leaves(dict(stepped.state[weight])) if isinstance(leaf, Tensor)]
     return size_of(state) / weight.numel()
 
 
@@ -199,11 +199,12 @@ def count_rollout(agent: AgentModule, workload: Workload) -> CountedRollout:
     if not isinstance(engine, TransformersEngine):
         return CountedRollout()
     agent.eval()
-    bundle, slots, lanes = agent.policy.bundle, workload.prompt + workload.response, workload.lanes
+    bundle, slots = agent.policy.bundle, workload.prompt + workload.response
+    episodes = workload.episodes
     session = engine.session_bytes(slots)
     if engine.cache_bytes is not None:
-        lanes = max(1, min(lanes, engine.cache_bytes // session))
-    rows = max(1, min(lanes, engine.prefill_tokens // workload.prompt))
+        episodes = max(1, min(episodes, engine.cache_bytes // session))
+    rows = max(1, min(episodes, engine.prefill_tokens // workload.prompt))
     live, ids = LiveMemory(), torch.full((rows, workload.prompt), bundle.pad_token_id)
     with live, torch.inference_mode(), agent.trainer.precision_plugin.forward_context():
         run_decoder(bundle, DecoderInputs(ids=ids))
@@ -212,9 +213,9 @@ def count_rollout(agent: AgentModule, workload: Workload) -> CountedRollout:
     return CountedRollout(
         per_position=prefill / (rows * workload.prompt),
         prefill=prefill,
-        cache=int((1 + DROP_BELOW) * lanes * session),
-        sampling=lanes * vocabulary_of(agent) * _SAMPLING_BYTES,
-        images=lanes * of_images * bundle.hidden_size * bundle.model.dtype.itemsize,
+        cache=int((1 + DROP_BELOW) * episodes * session),
+        sampling=episodes * vocabulary_of(agent) * _SAMPLING_BYTES,
+        images=episodes * of_images * bundle.hidden_size * bundle.model.dtype.itemsize,
     )
 
 

@@ -219,7 +219,9 @@ def _gathered_in_call(agent: AgentModule, *, layers: int, trained: bool = False)
         bundles.append(agent.critic.backbone)
 
     def size(module: nn.Module) -> int:
-        return size_of(one for one in module.parameters() if one.requires_grad or not trained)
+        return size_of(
+            weight for weight in module.parameters() if weight.requires_grad or not trained
+        )
 
     outside = sum(
         size(bundle.model) - sum(size(layer) for layer in bundle.layers) for bundle in bundles
@@ -230,7 +232,7 @@ def _gathered_in_call(agent: AgentModule, *, layers: int, trained: bool = False)
 
 def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Return modules' weights and buffers."""
-    return [one for module in modules for one in (*module.parameters(), *module.buffers())]
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def device_of(cfg: DictConfig) -> Device | None:

@@ -109,7 +109,7 @@ def _assumptions(plan: MemoryPlan) -> str:
     return (
         f"{plan.parameters / 1e6:,.0f} M parameters, {plan.trained / 1e6:,.1f} M of them trained, on {plan.ranks} "
         f"{devices}.\n"
-        f"Rollout: {work.lanes} episodes at once, prompts of {work.prompt} tokens, responses of {work.response}.\n"
+        f"Rollout: {work.episodes} episodes at once, prompts of {work.prompt} tokens, responses of {work.response}.\n"
         f"Update: {work.rows} samples of {work.length} tokens{images} in a microbatch, {work.sampled} sampled in each."
     )
 

@@ -127,8 +127,8 @@ def _eight_bits(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
 
 
 def _fewer_environments(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
-    lanes = plan.workload.lanes
-    return {"rollout.num_envs": lanes // 2} if lanes > 1 else None
+    episodes = plan.workload.episodes
+    return {"rollout.num_envs": episodes // 2} if episodes > 1 else None
 
 
 def _sharded(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:

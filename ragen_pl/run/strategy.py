@@ -61,7 +61,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         state = optimizer.state_dict()
-        gathered = {number: self._on_first_rank(one) for number, one in state["state"].items()}
+        gathered = {number: self._on_first_rank(entry) for number, entry in state["state"].items()}
         return {**state, "state": gathered} if self.is_global_zero else {}
 
     def _on_first_rank(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _sharded_as_weights(state: Mapping[str, Any], optimizer: Optimizer) -> dict[
                 name: sharded_like(value, weights[number])
                 if isinstance(value, Tensor) and value.shape == weights[number].shape
                 else value
-                for name, value in one.items()
+                for name, value in entry.items()
             }
-            for number, one in state["state"].items()
+            for number, entry in state["state"].items()
         },
     }

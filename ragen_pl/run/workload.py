@@ -25,7 +25,7 @@ class Workload:
     """Sizes of what a run computes at once on one device.
 
     Attributes:
-        lanes: Episodes that are played at once.
+        episodes: Episodes that are played at once.
         prompt: Tokens of a prompt, those of images included.
         response: Tokens of a response.
         rows: Samples of a microbatch.
@@ -35,7 +35,7 @@ class Workload:
         accumulates: Whether an optimizer step adds the gradients of several microbatches.
     """
 
-    lanes: int
+    episodes: int
     prompt: int
     response: int
     rows: int
@@ -63,7 +63,7 @@ def workload_of(cfg: DictConfig, bundle: ModelBundle) -> Workload:
     accumulated = cfg.trainer.accumulate_grad_batches
     minibatch = max(1, math.ceil(samples / cfg["update"].minibatches / accumulated))
     return Workload(
-        lanes=min(rollout.num_envs, episodes),
+        episodes=min(rollout.num_envs, episodes),
         prompt=prompt,
         response=response,
         rows=rows_at_once(cfg, minibatch, prompt + response),

@@ -152,9 +152,13 @@ def test_planned_keys_and_values_are_those_of_the_engine(folder):
     prompt = Prompt(ids=np.full(workload.prompt, 9), unexpanded_ids=np.full(workload.prompt, 9))
     requests = [
         GenerationRequest(
-            session=lane, prompt=prompt, seed=lane, max_tokens=workload.response, temperature=1.0
+            session=session,
+            prompt=prompt,
+            seed=session,
+            max_tokens=workload.response,
+            temperature=1.0,
         )
-        for lane in range(workload.lanes)
+        for session in range(workload.episodes)
     ]
     engine.submit(requests, keep=True)
     engine.collect()
@@ -289,10 +293,10 @@ def test_live_memory_counts_storages_once_and_until_they_are_freed():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    ["qwen3_vl size=2B", "qwen3_5 size=0.8B", "smolvlm size=256M", "llava_onevision size=0.5b",
-     "internvl3 size=1B", "lfm2_vl size=450M", "gemma4 size=E2B", "qwen2_5_vl size=3B"],
-)  # fmt: skip
-def test_every_family_with_images_is_planned(model):
+    # deepstack features and M-RoPE, linear attention, tiles and convolutions, features by layer
+    ["qwen3_vl size=2B", "qwen3_5 size=0.8B", "lfm2_vl size=450M", "gemma4 size=E2B"],
+)
+def test_families_with_images_are_planned(model):
     name, size = model.split(" size=")
     cfg = composed(
         "env=frozenlake_visual", "algorithm=grpo", f"model={name}", f"model.size={size}", HALF,
