@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit test lint format clean
+.PHONY: help fit test soak lint format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/'
@@ -19,6 +19,9 @@ fit: $(VENV)/.installed  ## Install, then train: make fit ARGS="env=frozenlake a
 
 test: lint  ## Install, then run linters, the type checker and all tests, the slow ones included
 	$(ONE_THREAD) $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes each, which `make test` leaves out
+	$(ONE_THREAD) $(PY) -m pytest -m soak $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .

@@ -20,13 +20,11 @@ DDP = ("trainer.devices=2", "trainer.strategy=ddp")
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_sharded_job_killed_or_stopped_anywhere_ends_bit_identical(job):
     reference, killed = job(), job()
     settings = (
         *FSDP2,
-        # copies of the weights in float32, and a moving reference
-        "model.build.dtype=bfloat16",
-        "algorithm.loss.kl.reference={_target_: ragen_pl.modules.reference.MovingAverage}",
         "trainer.accumulate_grad_batches=2",
         "warm_start.checkpoint_every_n_steps=20",
         "callbacks.checkpoint.every_n_epochs=1",
@@ -40,6 +38,24 @@ def test_a_sharded_job_killed_or_stopped_anywhere_ends_bit_identical(job):
     # inside an optimizer step, with each rank's part of the gradient
     assert killed.steps == 3 and len(last["loops"]["fit_loop"]["state_dict"]["gradients"]) == 2
     killed.kill_at("validation-1", *settings, "ckpt_path=auto", rank=0)
+    killed.run(*settings, "ckpt_path=auto")
+    assert killed.differs_from(reference) == []
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_copies_of_bfloat16_weights_and_a_moving_reference_are_resumed_exactly(job):
+    reference, killed = job(), job()
+    settings = (
+        *FSDP2,
+        "model.build.dtype=bfloat16",
+        "algorithm.loss.kl.reference={_target_: ragen_pl.modules.reference.MovingAverage}",
+        "warm_start.enabled=false",
+        "trainer.max_epochs=2",
+        "callbacks.checkpoint.every_n_epochs=1",
+    )
+    reference.run(*settings)
+    killed.kill_at("begin-1", *settings, "ckpt_path=auto")
     killed.run(*settings, "ckpt_path=auto")
     assert any("average_" in name for name in killed.weights)
     assert killed.differs_from(reference) == []

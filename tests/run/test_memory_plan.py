@@ -291,6 +291,7 @@ def test_live_memory_counts_storages_once_and_until_they_are_freed():
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "model",
     # deepstack features and M-RoPE, linear attention, tiles and convolutions, features by layer
