@@ -7,7 +7,7 @@ and have `verified` False. The tokenizers split text the way that the real ones 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -421,3 +421,17 @@ FAMILIES: dict[str, Family] = {
         vision=True,
     ),
 }
+
+FAMILIES["qwen3_5_vl"] = replace(
+    FAMILIES["qwen3_5"], slot_token="<|image_pad|>", image_token="<|image_pad|>", vision=True
+)
+# the template as Google corrected it after the release
+FAMILIES["gemma4_vl"] = replace(
+    FAMILIES["gemma4"],
+    template="gemma4_v5",
+    roles=FAMILIES["gemma4"].roles
+    | {"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+    slot_token="<|image|>",
+    image_token="<|image|>",
+    vision=True,
+)

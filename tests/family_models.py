@@ -20,8 +20,14 @@ from transformers import (
     Gemma3ImageProcessor,
     Gemma3Processor,
     Gemma3TextConfig,
+    Gemma4AudioFeatureExtractor,
+    Gemma4Config,
     Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
     Gemma4TextConfig,
+    Gemma4VideoProcessor,
     GenerationConfig,
     GotOcr2ImageProcessor,
     InternVLConfig,
@@ -49,7 +55,9 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -76,6 +84,12 @@ TEXT = {
 }
 HEADS = TEXT | {"head_dim": 8}
 WINDOW = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+# the states of image tokens after a full layer are read by another layer
+FULL_FIRST = {
+    "num_hidden_layers": 3,
+    "sliding_window": 7,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 EYES = {
     "hidden_size": 16,
@@ -94,21 +108,34 @@ def _gemma3(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
     return Gemma3ForCausalLM(Gemma3TextConfig(**HEADS, **WINDOW, **text))
 
 
-def _gemma4(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _gemma4_text(text: Text) -> Text:
+    """Return the text config of E2B and E4B: keys and values of other layers, inputs for each layer."""
     layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    config = Gemma4TextConfig(
-        **HEADS | {"num_hidden_layers": 4}, **WINDOW | {"layer_types": layers}, **text, num_kv_shared_layers=2,
-        global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=text["vocab_size"],
+    return (
+        HEADS
+        | WINDOW
+        | {"num_hidden_layers": 4, "layer_types": layers, "num_kv_shared_layers": 2, "global_head_dim": 16}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": text["vocab_size"]}
+        | text
     )  # fmt: skip
-    return Gemma4ForCausalLM(config)
+
+
+def _gemma4(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return Gemma4ForCausalLM(Gemma4TextConfig(**_gemma4_text(text)))
+
+
+def _qwen3_5_text(text: Text) -> Text:
+    linear = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    return HEADS | linear | {"layer_types": ["linear_attention", "full_attention"]} | text
 
 
 def _qwen3_5(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
-    config = Qwen3_5TextConfig(
-        **HEADS, **text, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8,
-        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-    )  # fmt: skip
-    return Qwen3_5ForCausalLM(config)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_qwen3_5_text(text)))
 
 
 def _lfm2(text: Text, _: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -147,9 +174,59 @@ def _qwen3_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel
     )  # fmt: skip
 
 
+def _qwen3_5_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    # a quarter of each head is rotated
+    rotary = MROPE | {"partial_rotary_factor": 0.25, "mrope_interleaved": True}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+              "patch_size": 16, "num_position_embeddings": 64}  # fmt: skip
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(
+            text_config=_qwen3_5_text(text) | {"head_dim": 32, "rope_parameters": rotary}, vision_config=vision,
+            **_qwen_marks(tokenizer),
+        )
+    )  # fmt: skip
+
+
+def _gemma4_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return _gemma4_with_images(_gemma4_text(text), tokenizer)
+
+
+def _gemma4_vl_experts(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Return a model as 26B-A4B: experts, keys that are values, image tokens that attend to each other."""
+    sizes = {
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    }
+    experts = {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    }
+    attention = {"attention_k_eq_v": True, "use_bidirectional_attention": "vision"}
+    return _gemma4_with_images(HEADS | FULL_FIRST | sizes | experts | attention | text, tokenizer)
+
+
+def _gemma4_with_images(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    marks = _marks(
+        tokenizer, boi_token_id="<|image>", eoi_token_id="<image|>", image_token_id="<|image|>",
+        video_token_id="<|video|>", audio_token_id="<|audio|>", boa_token_id="<|audio>", eoa_token_index="<audio|>",
+    )  # fmt: skip
+    vision = EYES | {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 256,
+    }
+    return Gemma4ForConditionalGeneration(
+        Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **marks)
+    )
+
+
 def _gemma3_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     config = Gemma3Config(
-        text_config=HEADS | WINDOW | text,
+        text_config=HEADS | FULL_FIRST | text,
         vision_config=EYES | {"image_size": 32, "patch_size": 8, "vision_use_head": False},
         mm_tokens_per_image=4, boi_token_index=tokenizer.boi_token_id, eoi_token_index=tokenizer.eoi_token_id,
         image_token_index=tokenizer.image_token_id,
@@ -212,6 +289,15 @@ def _gemma3_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     )
 
 
+def _gemma4_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    # 70 is the smallest number of tokens an image may have
+    images = Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70)
+    return Gemma4Processor(
+        Gemma4AudioFeatureExtractor(), images, tokenizer, Gemma4VideoProcessor(), image_seq_length=70,
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+
+
 def _smolvlm_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     images = SmolVLMImageProcessor(
         size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
@@ -265,12 +351,14 @@ class FamilyModel:
         processor: returns the processor; None for a text model.
         image_settings: keyword arguments of the processor's calls.
         recurrent: whether some layers keep a state instead of keys and values.
+        family: the family whose tokenizer and template it has; None for that of its own name.
     """
 
     model: Builder
     processor: Callable[[PreTrainedTokenizerFast], ProcessorMixin] | None = None
     image_settings: dict[str, Any] | None = None
     recurrent: bool = False
+    family: str | None = None
 
 
 MODELS: dict[str, FamilyModel] = {
@@ -289,6 +377,15 @@ MODELS: dict[str, FamilyModel] = {
         model=_qwen3_vl,
         processor=_qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, patch_size=16),
     ),
+    "qwen3_5_vl": FamilyModel(
+        model=_qwen3_5_vl,
+        processor=_qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, patch_size=16),
+        recurrent=True,
+    ),
+    "gemma4_vl": FamilyModel(model=_gemma4_vl, processor=_gemma4_processor),
+    "gemma4_vl_experts": FamilyModel(
+        model=_gemma4_vl_experts, processor=_gemma4_processor, family="gemma4_vl"
+    ),
     "gemma3_vl": FamilyModel(model=_gemma3_vl, processor=_gemma3_processor),
     "smolvlm": FamilyModel(model=_smolvlm, processor=_smolvlm_processor),
     "llava_next": FamilyModel(model=_llava_next, processor=_llava_next_processor),
@@ -301,7 +398,8 @@ MODELS: dict[str, FamilyModel] = {
 
 def tiny(name: str) -> ModelBundle:
     """Return a family's tiny model with its tokenizer and processor, the same at every call."""
-    family, kind = FAMILIES[name], MODELS[name]
+    kind = MODELS[name]
+    family = FAMILIES[kind.family or name]
     tokenizer = family.tokenizer()
     text = {
         "vocab_size": len(tokenizer) + 3,

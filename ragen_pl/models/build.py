@@ -185,7 +185,7 @@ def load_pretrained(
     if processor is not None:
         _check_image_settings(processor, image_processor or {})
     bundle = ModelBundle(model.eval(), tokenizer, processor, image_processor or {}, source=path)
-    if bundle.facts.bidirectional_images and not bundle.facts.masks_by_function:
+    if bundle.facts.bidirectional_layers and not bundle.facts.masks_by_function:
         raise ValueError(
             f"model.build.attn_implementation: in {type(model).__name__} the tokens of an image attend to each other, "
             "which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"

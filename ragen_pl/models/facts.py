@@ -41,8 +41,8 @@ class ModelFacts:
     """Axes of a position: 3 (time, height, width) for multimodal rotary embeddings (Qwen2-VL, section 2.1)."""
     token_types: str | None = None
     """Argument that marks image tokens."""
-    bidirectional_images: bool = False
-    """Whether the tokens of an image attend to each other both ways."""
+    bidirectional_layers: frozenset[str] = frozenset()
+    """Types of the layers in which the tokens of an image attend to each other both ways."""
     takes_features: bool = True
     """Whether the model takes encoded images."""
     vision_arguments: frozenset[str] = frozenset()
@@ -59,7 +59,7 @@ class ModelFacts:
     @property
     def plain_positions(self) -> bool:
         """Whether leaving tokens out keeps a sequence valid: positions are counted and all attention is causal."""
-        return self.position_axes == 1 and not self.bidirectional_images
+        return self.position_axes == 1 and not self.bidirectional_layers
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFacts:
@@ -91,7 +91,7 @@ class ModelFacts:
             sliding_window=getattr(text, "sliding_window", None),
             position_axes=3 if hasattr(base, "get_rope_index") else 1,
             token_types=types[0] if encode is not None and types else None,
-            bidirectional_images=_bidirectional_images(model, text),
+            bidirectional_layers=_bidirectional_layers(model, text),
             takes_features="mm_encoder_outputs" in arguments,
             vision_arguments=frozenset(
                 () if encode is None else inspect.signature(encode).parameters
@@ -99,7 +99,11 @@ class ModelFacts:
         )
 
 
-def _bidirectional_images(model: PreTrainedModel, text: Any) -> bool:
-    """Return whether image tokens attend to each other: always in Gemma 3, by a setting in Gemma 4."""
-    setting = getattr(text, "use_bidirectional_attention", None)
-    return model.config.model_type == "gemma3" or setting == "vision"
+def _bidirectional_layers(model: PreTrainedModel, text: Any) -> frozenset[str]:
+    """Return the layers in which image tokens attend to each other: in Gemma 4 a setting, and sliding layers only."""
+    family = model.config.model_type
+    if family == "gemma3":
+        return _ATTENTION
+    if getattr(text, "use_bidirectional_attention", None) != "vision":
+        return frozenset()
+    return frozenset({"sliding_attention"}) if family == "gemma4" else _ATTENTION

@@ -302,34 +302,41 @@ def _masks(bundle: ModelBundle, valid: Tensor, new_ids: Tensor) -> Mask:
     query = torch.arange(slots - new, slots, device=valid.device)[:, None]
     key = torch.arange(slots, device=valid.device)[None, :]
     allowed = (valid[:, None, None, :] & (key <= query)) | (key == query)
-    if bundle.facts.bidirectional_images:
+    same_image = None
+    if bundle.facts.bidirectional_layers:
         slot = new_ids.eq(bundle.facts.image_token_id or 0)
         # the number of tokens before that are no image: equal inside an image
         image = torch.where(slot, (~slot).cumsum(1), -1)
+        same_image = torch.zeros_like(allowed)
         same = (image[:, :, None] == image[:, None, :]) & slot[:, :, None]
-        allowed[:, 0, :, slots - new :] |= same
-    return _by_layer_type(bundle, allowed, valid)
+        same_image[:, 0, :, slots - new :] = same
+    return _by_layer_type(bundle, allowed, valid, same_image)
 
 
-def _by_layer_type(bundle: ModelBundle, allowed: Tensor, valid: Tensor) -> Mask:
+def _by_layer_type(
+    bundle: ModelBundle, allowed: Tensor, valid: Tensor, same_image: Tensor | None = None
+) -> Mask:
     """Return a mask for each type of layer, or one for all.
 
     Args:
         bundle: Model.
         allowed: bool `[rows, 1, new, slots]`, for full attention.
         valid: bool `[rows, slots]`, slots that hold a token of the row.
+        same_image: bool `[rows, 1, new, slots]`, slots of the same image; None without images.
     """
     facts = bundle.facts
-    types = facts.layer_types
+    types, window = facts.layer_types, facts.sliding_window
     if facts.keeps_states:
         # the model hides the padding from these layers itself
         return valid
-    if facts.sliding_window is None or types == {"full_attention"}:
-        return allowed if types is None else dict.fromkeys(types, allowed)
-    # a window counts tokens, not slots
-    number = valid.cumsum(1)
-    distance = number[:, -allowed.shape[2] :, None] - number[:, None, :]
-    sliding = allowed & (distance < facts.sliding_window)[:, None]
-    if types is None:
-        return sliding
-    return {kind: sliding if kind == "sliding_attention" else allowed for kind in types}
+    kinds = types or {"full_attention" if window is None else "sliding_attention"}
+    masks = dict.fromkeys(kinds, allowed)
+    if same_image is not None:
+        both_ways = allowed | same_image
+        masks |= dict.fromkeys(kinds & facts.bidirectional_layers, both_ways)
+    if window is not None and "sliding_attention" in kinds:
+        # a window counts tokens, not slots
+        number = valid.cumsum(1)
+        distance = number[:, -allowed.shape[2] :, None] - number[:, None, :]
+        masks["sliding_attention"] = masks["sliding_attention"] & (distance < window)[:, None]
+    return masks if types is not None else next(iter(masks.values()))

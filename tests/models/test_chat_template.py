@@ -19,14 +19,16 @@ HISTORIES = {
     History.KEPT: {
         "qwen2_5", "lfm2", "smollm2", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava_next", "internvl",
     },
-    History.TRIMMED: {"llama3_2", "gemma3", "gemma4", "gemma3_vl"},
-    History.WITHOUT_THOUGHTS: {"qwen3", "qwen3_5", "qwen3_5_nothink", "lfm2_vl"},
+    History.TRIMMED: {"llama3_2", "gemma3", "gemma4", "gemma3_vl", "gemma4_vl"},
+    History.WITHOUT_THOUGHTS: {"qwen3", "qwen3_5", "qwen3_5_nothink", "qwen3_5_vl", "lfm2_vl"},
 }  # fmt: skip
 ENDS = {
     "llama3_2": "<|eot_id|>",
     "gemma3": "<end_of_turn>",
     "gemma3_vl": "<end_of_turn>",
     "gemma4": "<turn|>",
+    "gemma4_vl": "<turn|>",
+    "gemma4_vl_experts": "<turn|>",
     "smolvlm": "<end_of_utterance>",
     "llava_next": "</s>",
 }
@@ -78,13 +80,11 @@ def test_history_of_a_template(content, history):
     assert of_text(PLAIN.replace("m.content", f"({content})")).history is history
 
 
-@pytest.mark.parametrize(
-    "name", [*(n for n in FAMILIES if FAMILIES[n].vision), "gemma4", "qwen3_5"]
-)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.vision])
 def test_each_image_has_its_slot_before_the_text(name):
     tokenizer = FAMILIES[name].tokenizer()
     template = ChatTemplate(tokenizer, tokenizer, {}, (1, 2))
-    slot = FAMILIES[name].slot_token or {"gemma4": "<|image|>", "qwen3_5": "<|image_pad|>"}[name]
+    slot = FAMILIES[name].slot_token
     assert template.fixed and name in HISTORIES[template.history]
     for images in range(4):
         assert template.user_text(images).before.count(slot) == images
@@ -208,7 +208,8 @@ def test_a_turn_ends_with_the_templates_token(name):
     bundle = tiny(name)
     end = bundle.tokenizer.convert_ids_to_tokens(bundle.end_of_turn_id)
     assert end == ENDS.get(name, "<|im_end|>")
-    generation = FAMILIES[name].eos_token_ids(bundle.tokenizer)
+    family = FAMILIES[MODELS[name].family or name]
+    generation = family.eos_token_ids(bundle.tokenizer)
     assert bundle.eos_token_ids == {*generation, bundle.tokenizer.eos_token_id}
     assert not bundle.eos_token_ids & set(bundle.banned_token_ids)
     assert bundle.image_token_id is None or bundle.image_token_id in bundle.banned_token_ids
