@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.data.batch import Episodes, Samples, TrajectoryBatch
+from ragen_pl.models.images import content_key
 from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ def collate(
         for number, trajectory in enumerate(kept)
         for draft in split_into_samples(trajectory, number)
     ]
-    images = _ImageStore()
+    # members of a group share their first image, and more while they do the same
+    groups = {trajectory.group for trajectory in kept}
+    images = _ImageStore(by_content=len(groups) < len(kept))
     samples = _samples(drafts, images, bundle)
     if observations:
         heads = [trajectory.system_prompt_length for trajectory in kept]
@@ -115,16 +118,25 @@ def collate(
 
 
 class _ImageStore:
-    """Numbers of images; the same array always has the same number."""
+    """Numbers of images; the same array always has the same number.
 
-    def __init__(self) -> None:
+    Args:
+        by_content: Whether all arrays of equal content have the same number.
+    """
+
+    def __init__(self, *, by_content: bool) -> None:
         self._arrays: list[np.ndarray] = []
         self._numbers: dict[int, int] = {}
+        self._by_content: dict[bytes, int] | None = {} if by_content else None
 
     def number(self, image: np.ndarray) -> int:
         if id(image) not in self._numbers:
-            self._numbers[id(image)] = len(self._arrays)
-            self._arrays.append(image)
+            number = len(self._arrays)
+            if self._by_content is not None:
+                number = self._by_content.setdefault(content_key(image), number)
+            if number == len(self._arrays):
+                self._arrays.append(image)
+            self._numbers[id(image)] = number
         return self._numbers[id(image)]
 
     def tensors(self) -> list[Tensor]:

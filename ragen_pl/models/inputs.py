@@ -125,11 +125,35 @@ def embeddings_replaced(bundle: ModelBundle, change: Callable[[Tensor], Tensor])
         handle.remove()
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedImages:
+    """Features of some images of a batch."""
+
+    features: ImageFeatures
+    place: Tensor
+    """int64 `[images]`, number in `features` of each image of the batch; any number for one that is not encoded."""
+
+
+def encode_images(bundle: ModelBundle, images: Sequence[Tensor], numbers: Tensor) -> EncodedImages:
+    """Encode images of a batch, each once.
+
+    Args:
+        bundle: Model.
+        images: RGB images, each uint8 `[height, width, 3]`.
+        numbers: int64 `[shown]`, indices into `images`; some may be equal.
+    """
+    assert bundle.images is not None
+    used, index = torch.unique(numbers, return_inverse=True)
+    features = bundle.images.encode([images[number].cpu().numpy() for number in used.tolist()])
+    place = torch.zeros(len(images), dtype=torch.int64, device=numbers.device)
+    return EncodedImages(features, place.index_put((numbers,), index))
+
+
 def whole_inputs(
     bundle: ModelBundle,
     ids: Tensor,
     *,
-    images: Sequence[Tensor],
+    images: Sequence[Tensor] | EncodedImages,
     image_index: Tensor,
     patches: Tensor,
 ) -> DecoderInputs:
@@ -140,7 +164,7 @@ def whole_inputs(
     Args:
         bundle: Model.
         ids: int64 `[rows, time]`.
-        images: RGB images, each uint8 `[height, width, 3]`.
+        images: RGB images, each uint8 `[height, width, 3]`, or their features.
         image_index: int64 `[rows, images]`, indices into `images`, -1 for none.
         patches: bool `[rows, images, patches]`, the patches shown; `[rows, 0, 0]` if all are.
     """
@@ -148,13 +172,12 @@ def whole_inputs(
     shown_images = image_index[present]
     if not len(shown_images):
         return DecoderInputs(ids=ids)
-    assert bundle.images is not None
-    used, index = torch.unique(shown_images, return_inverse=True)
-    features = bundle.images.encode([images[number].cpu().numpy() for number in used.tolist()])
-    shown: list[np.ndarray | None] = [None] * len(index)
+    if not isinstance(images, EncodedImages):
+        images = encode_images(bundle, images, shown_images)
+    shown: list[np.ndarray | None] = [None] * len(shown_images)
     if patches.shape[-1]:
         shown = [row.nonzero().squeeze(-1).cpu().numpy() for row in patches[present]]
-    features = features.of(index.tolist(), shown)
+    features = images.features.of(images.place[shown_images].tolist(), shown)
     positions = None if bundle.facts.position_axes == 1 else _rope_positions(bundle, ids, features)
     return DecoderInputs(ids=ids, features=features, positions=positions)
 

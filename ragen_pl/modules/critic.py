@@ -23,6 +23,7 @@ from ragen_pl.modules.forward import (
     ReferenceStates,
     sample_inputs,
     sampled_states,
+    shared_images,
 )
 from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
 from ragen_pl.modules.sharding import is_sharded, shard
@@ -167,8 +168,9 @@ class LastValueReadout:
     ) -> Tensor:
         """Return float32 `[rows]`."""
         result = torch.zeros(len(samples), device=samples.input_ids.device)
+        shared = shared_images(bundle, samples, images, microbatches)
         for rows in microbatches:
-            hidden = run_decoder(bundle, sample_inputs(bundle, samples, images, rows))
+            hidden = run_decoder(bundle, sample_inputs(bundle, samples, shared, rows))
             last = torch.arange(len(rows), device=hidden.device), samples.length[rows] - 1
             result[rows] = self.critic.read(hidden[last])
         return result

@@ -1,7 +1,7 @@
 """Forward passes over samples: the hidden states of each microbatch, and the head on them.
 
 The language-model head runs only on the positions that predict sampled tokens, in chunks, and keeps no logits of a
-chunk for the backward pass if there are several. Every image is encoded once for each microbatch.
+chunk for the backward pass if there are several. Every image is encoded once in a call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ragen_pl.data.batch import Samples
 from ragen_pl.models.distribution import DistributionScores, score_distributions
-from ragen_pl.models.inputs import DecoderInputs, run_decoder, whole_inputs
+from ragen_pl.models.inputs import (
+    DecoderInputs,
+    EncodedImages,
+    encode_images,
+    run_decoder,
+    whole_inputs,
+)
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -58,8 +64,23 @@ class SampledStates:
     """`[tokens, hidden]`, the decoder's state at the position before."""
 
 
+def shared_images(
+    bundle: ModelBundle, samples: Samples, images: Sequence[Tensor], microbatches: Sequence[Tensor]
+) -> Sequence[Tensor] | EncodedImages:
+    """Encode all images of the microbatches if several of them show the same one, else return the images.
+
+    Members of a group share images, and so do the samples of an episode with a window of turns.
+    """
+    each = [samples.image_index[rows].unique() for rows in microbatches]
+    shown = torch.cat(each)
+    shown = shown[shown >= 0]
+    if len(shown.unique()) == len(shown):
+        return images
+    return encode_images(bundle, images, shown)
+
+
 def sample_inputs(
-    bundle: ModelBundle, samples: Samples, images: Sequence[Tensor], rows: Tensor
+    bundle: ModelBundle, samples: Samples, images: Sequence[Tensor] | EncodedImages, rows: Tensor
 ) -> DecoderInputs:
     """Build the decoder inputs of these rows, cut to the longest of them."""
     time = int(samples.length[rows].max())
@@ -79,8 +100,9 @@ def sampled_states(
 
     V(s_t) and the distribution of token t are both read at position t - 1. The shift is made here, once.
     """
+    shared = shared_images(bundle, samples, images, microbatches)
     for rows in microbatches:
-        hidden = run_decoder(bundle, sample_inputs(bundle, samples, images, rows))
+        hidden = run_decoder(bundle, sample_inputs(bundle, samples, shared, rows))
         sampled = samples.turn[rows, : hidden.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
         yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1])

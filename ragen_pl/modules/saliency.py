@@ -15,7 +15,13 @@ from torch import Tensor
 
 from ragen_pl.data.batch import Samples
 from ragen_pl.models.inputs import DecoderInputs, embeddings_replaced, run_decoder
-from ragen_pl.modules.forward import LOGITS_MIB, sample_inputs, score_states, tokens_per_chunk
+from ragen_pl.modules.forward import (
+    LOGITS_MIB,
+    sample_inputs,
+    score_states,
+    shared_images,
+    tokens_per_chunk,
+)
 from ragen_pl.trajectory import Span
 
 if TYPE_CHECKING:
@@ -41,9 +47,11 @@ class SaliencyReadout:
     ) -> Tensor:
         """Return float32 `[rows, time]`, words and image slots alike; 0 on padding and after the last action."""
         scores = torch.zeros(samples.input_ids.shape, device=samples.input_ids.device)
+        with torch.no_grad():
+            shared = shared_images(bundle, samples, images, microbatches)
         for rows in microbatches:
             with torch.no_grad():
-                inputs = sample_inputs(bundle, samples, images, rows)
+                inputs = sample_inputs(bundle, samples, shared, rows)
             effect = _effect_on_actions(
                 bundle, samples, inputs, rows, chunk=tokens_per_chunk(bundle, self.logits_mib)
             )
