@@ -422,6 +422,15 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# its own template comes with the model's files
+FAMILIES["llava_onevision"] = replace(
+    FAMILIES["internvl"],
+    template=INTERNVL.replace("<IMG_CONTEXT>", "<image>"),
+    roles=_QWEN_ROLES | {"image_token": "<image>", "video_token": "<video>"},
+    control=QWEN_CONTROL,
+    slot_token="<image>",
+    image_token="<image>",
+)
 FAMILIES["qwen3_5_vl"] = replace(
     FAMILIES["qwen3_5"], slot_token="<|image_pad|>", image_token="<|image_pad|>", vision=True
 )

@@ -45,6 +45,11 @@ from transformers import (
     LlavaNextForConditionalGeneration,
     LlavaNextImageProcessor,
     LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -251,6 +256,17 @@ def _llava_next(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMod
     return LlavaNextForConditionalGeneration(config)
 
 
+def _llava_onevision(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2"} | text,
+        vision_config=EYES
+        | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8, "vision_use_head": False},
+        image_grid_pinpoints=[[16, 32], [32, 16]], image_token_index=tokenizer.image_token_id,
+        video_token_index=tokenizer.video_token_id,
+    )  # fmt: skip
+    return LlavaOnevisionForConditionalGeneration(config)
+
+
 def _internvl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     config = InternVLConfig(
         text_config=TEXT | {"model_type": "qwen2"} | text,
@@ -318,6 +334,16 @@ def _llava_next_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     )  # fmt: skip
 
 
+def _llava_onevision_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    images = LlavaOnevisionImageProcessor(
+        size={"height": 16, "width": 16}, image_grid_pinpoints=[[16, 32], [32, 16]]
+    )
+    return LlavaOnevisionProcessor(
+        images, tokenizer, LlavaOnevisionVideoProcessor(), num_image_tokens=4, vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+
+
 def _internvl_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     images = GotOcr2ImageProcessor(size={"height": 32, "width": 32})
     return InternVLProcessor(
@@ -351,6 +377,7 @@ class FamilyModel:
         processor: returns the processor; None for a text model.
         image_settings: keyword arguments of the processor's calls.
         recurrent: whether some layers keep a state instead of keys and values.
+        single_image: whether a prompt may have one image only.
         family: the family whose tokenizer and template it has; None for that of its own name.
     """
 
@@ -358,6 +385,7 @@ class FamilyModel:
     processor: Callable[[PreTrainedTokenizerFast], ProcessorMixin] | None = None
     image_settings: dict[str, Any] | None = None
     recurrent: bool = False
+    single_image: bool = False
     family: str | None = None
 
 
@@ -389,6 +417,9 @@ MODELS: dict[str, FamilyModel] = {
     "gemma3_vl": FamilyModel(model=_gemma3_vl, processor=_gemma3_processor),
     "smolvlm": FamilyModel(model=_smolvlm, processor=_smolvlm_processor),
     "llava_next": FamilyModel(model=_llava_next, processor=_llava_next_processor),
+    "llava_onevision": FamilyModel(
+        model=_llava_onevision, processor=_llava_onevision_processor, single_image=True
+    ),
     "internvl": FamilyModel(
         model=_internvl, processor=_internvl_processor, image_settings={"crop_to_patches": False}
     ),

@@ -125,6 +125,8 @@ class ImageEncoder:
     held_bytes: int = 2**30
     _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
     _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
+    # sizes of images that are the same alone and among others
+    _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     # of a frozen encoder, by content
     _held: dict[bytes, ImageFeatures] = field(default_factory=dict, repr=False)
     # of encoder and projector; None before the first use
@@ -141,15 +143,42 @@ class ImageEncoder:
     def replacement(self, image: np.ndarray) -> str:
         """Return the text that replaces the slot of an image `[height, width, 3]`. It depends on the size only."""
         if image.shape not in self._replacements:
-            processed = self.processor(
-                images=[[image]],
-                text=[self.slot],
-                return_text_replacement_offsets=True,
-                **self.settings,
-            )
-            ((place,),) = processed["text_replacement_offsets"]
-            self._replacements[image.shape] = place["replacement"]
+            (self._replacements[image.shape],) = self._written([image])
         return self._replacements[image.shape]
+
+    def _written(self, images: Sequence[np.ndarray]) -> list[str]:
+        """Return the text that replaces the slot of each image of a prompt."""
+        processed = self.processor(
+            images=[list(images)],
+            text=[self.slot * len(images)],
+            return_text_replacement_offsets=True,
+            **self.settings,
+        )
+        (places,) = processed["text_replacement_offsets"]
+        return [place["replacement"] for place in places]
+
+    def check_together(self, images: Sequence[np.ndarray]) -> None:
+        """Check that a prompt may show these images: that an image among others is what it is alone.
+
+        LLaVA-OneVision cuts the only image of a prompt into tiles, and leaves several images whole. A prompt could not
+        grow by an image then, for the tokens of earlier images would change.
+
+        Raises:
+            ValueError: The processor treats an image among others differently.
+        """
+        if len(images) < 2:
+            return
+        for shape, image in {image.shape: image for image in images}.items():
+            if shape in self._alike:
+                continue
+            alone = self.replacement(image)
+            if self._written([image, image]) != [alone, alone]:
+                raise ValueError(
+                    f"{self.facts.family} reads an image in another way if the prompt shows several, and this prompt "
+                    f"shows {len(images)}; set context.window=1 with one image in an observation, or choose another "
+                    "model"
+                )
+            self._alike.add(shape)
 
     def expand(self, text: str, images: Sequence[np.ndarray]) -> str:
         """Return a text with the slot of each image replaced.

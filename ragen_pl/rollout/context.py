@@ -233,6 +233,8 @@ class ContextManager:
         window = self._window(conversation)
         shown = [exchange for number, exchange in enumerate(window) if number not in left_out]
         images = [image for exchange in shown for image in exchange.images]
+        if self.bundle.images is not None:
+            self.bundle.images.check_together(images)
         if not self.joins:
             text = self._render(conversation, shown)
             return Prompt(

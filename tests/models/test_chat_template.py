@@ -18,6 +18,7 @@ from ragen_pl.models.chat_template import ChatTemplate, History, user_message
 HISTORIES = {
     History.KEPT: {
         "qwen2_5", "lfm2", "smollm2", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava_next", "internvl",
+        "llava_onevision",
     },
     History.TRIMMED: {"llama3_2", "gemma3", "gemma4", "gemma3_vl", "gemma4_vl"},
     History.WITHOUT_THOUGHTS: {"qwen3", "qwen3_5", "qwen3_5_nothink", "qwen3_5_vl", "lfm2_vl"},

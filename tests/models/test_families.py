@@ -26,6 +26,7 @@ from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Tu
 TOLERANCE = 1e-4
 # height and width of the images of each turn; the second turn is text only
 SIZES = ([(56, 84), (28, 56)], [], [(64, 64)], [(56, 84)])
+SINGLE_IMAGE = [name for name, family in MODELS.items() if family.single_image]
 WORDS = ("see", "see the goal, then answer", "Up is the answer to all that you see")
 
 
@@ -35,7 +36,9 @@ class Said:
     generation: Generation
 
 
-def play(bundle: ModelBundle, *, window: int | str, keep: bool) -> list[list[Said]]:
+def play(
+    bundle: ModelBundle, *, window: int | str, keep: bool, single_image: bool = False
+) -> list[list[Said]]:
     """Play episodes of unequal length side by side, four turns each."""
     context = ContextManager(bundle, window=window, system_prompt=None)
     engine = TransformersEngine(PolicyModule(bundle))
@@ -48,6 +51,7 @@ def play(bundle: ModelBundle, *, window: int | str, keep: bool) -> list[list[Sai
             images = [rng.integers(0, 255, (*size, 3), dtype=np.uint8) for size in sizes]
             # one episode sees fewer images
             images = (images[number % 2 :] if sizes else []) if bundle.images else []
+            images = images[-1:] if single_image else images
             observation = Observation(text=f"{words} {turn}", images=images)
             prompt = context.observe(talk, observation, max_turns=len(SIZES))
             requests.append(
@@ -119,12 +123,17 @@ def trainer_logprobs(
         yield len(samples), scores.logprobs[at][order].numpy()
 
 
-@pytest.mark.parametrize("window", ["all", 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        *((name, window) for name in MODELS for window in ("all", 1) if name not in SINGLE_IMAGE),
+        *((name, 1) for name in SINGLE_IMAGE),
+    ],
+)
 def test_forward_engine_and_trainer_agree(name: str, window: int | str) -> None:
-    bundle = tiny(name)
-    episodes = play(bundle, window=window, keep=True)
-    again = play(bundle, window=window, keep=False)
+    bundle, single = tiny(name), name in SINGLE_IMAGE
+    episodes = play(bundle, window=window, keep=True, single_image=single)
+    again = play(bundle, window=window, keep=False, single_image=single)
     own = [own_logprobs(bundle, said) for episode in episodes for said in episode]
     sampled = [said.generation for episode in episodes for said in episode]
     assert np.std(np.concatenate(own)) > 0.3
@@ -139,6 +148,16 @@ def test_forward_engine_and_trainer_agree(name: str, window: int | str) -> None:
         assert np.abs(scored - np.concatenate(own)).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", SINGLE_IMAGE)
+@pytest.mark.parametrize(("window", "single_image"), [(1, False), ("all", True)])
+def test_several_images_are_refused_where_each_then_has_other_tokens(
+    name: str, window: int | str, single_image: bool
+) -> None:
+    """In one observation, or in the turns of a window."""
+    with pytest.raises(ValueError, match=r"shows 2; set context\.window=1 with one image"):
+        play(tiny(name), window=window, keep=True, single_image=single_image)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
     bundle = tiny(name)
@@ -147,9 +166,11 @@ def test_a_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
     assert type(loaded.model) is type(bundle.model) and loaded.source == str(tmp_path)
     assert loaded.facts == bundle.facts
     assert loaded.banned_token_ids == bundle.banned_token_ids
-    for first, second in zip(
-        play(bundle, window=1, keep=True), play(loaded, window=1, keep=True), strict=True
-    ):
+    first_play, second_play = (
+        play(each, window=1, keep=True, single_image=name in SINGLE_IMAGE)
+        for each in (bundle, loaded)
+    )
+    for first, second in zip(first_play, second_play, strict=True):
         for said, again in zip(first, second, strict=True):
             assert said.prompt.ids.tolist() == again.prompt.ids.tolist()
             assert said.generation.ids.tolist() == again.generation.ids.tolist()
@@ -157,8 +178,9 @@ def test_a_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_computed_again_give_the_same_gradient(name: str) -> None:
-    bundle = tiny(name)
-    episodes = play(bundle, window="all", keep=True)
+    bundle, single = tiny(name), name in SINGLE_IMAGE
+    window = 1 if single else "all"
+    episodes = play(bundle, window=window, keep=True, single_image=single)
     batch = collate([trajectory_of(episode, n) for n, episode in enumerate(episodes)], bundle)
     kept: list[int] = []
 
@@ -191,8 +213,7 @@ def test_layers_computed_again_give_the_same_gradient(name: str) -> None:
     # rollouts keep their cache
     bundle.model.eval()
     generations = [said.generation for episode in episodes for said in episode]
-    replayed = [
-        said.generation for episode in play(bundle, window="all", keep=True) for said in episode
-    ]
+    played_again = play(bundle, window=window, keep=True, single_image=single)
+    replayed = [said.generation for episode in played_again for said in episode]
     for generation, other in zip(generations, replayed, strict=True):
         assert generation.ids.tolist() == other.ids.tolist()

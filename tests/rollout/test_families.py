@@ -27,7 +27,8 @@ from ragen_pl.trajectory import Observation, Span
 # their templates take content as a list of parts only
 PARTS = {"smolvlm", "llava_next"}
 STRIPPING = {"qwen3", "qwen3_5", "qwen3_5_vl", "lfm2_vl"}
-NAMES = [name for name in MODELS if name in FAMILIES]
+# with several images in a prompt
+NAMES = [name for name, kind in MODELS.items() if name in FAMILIES and not kind.single_image]
 JOINING = sorted(set(NAMES) - STRIPPING)
 VISION = [name for name in NAMES if FAMILIES[name].vision]
 # arguments of a template under which the family's prompts are tested
