@@ -97,27 +97,12 @@ def build_batch(size: Size) -> TrajectoryBatch:
     lengths = torch.linspace(size.length // 2, size.length, size.rows).long()
     place, end = torch.arange(size.length)[None, :], lengths[:, None]
     sampled = (place < end) & (place >= end - size.sampled)
-    numbers = sampled.flatten().cumsum(0).view(shape) - 1
-    zeros = torch.zeros(shape)
-    samples = Samples(
-        input_ids=torch.randint(2, size.vocabulary, shape, generator=generator),
+    samples = Samples.of_one_turn(
+        torch.randint(2, size.vocabulary, shape, generator=generator),
+        sampled,
         length=lengths,
-        loss_mask=sampled,
-        loss_weight=sampled.float(),
-        advantage_mask=sampled,
-        kl_mask=sampled,
-        turn=torch.where(sampled, 0, -1),
-        token=torch.where(sampled, numbers, -1),
-        spans=sampled.to(torch.int8),
-        behavior_logprobs=zeros,
-        temperature=torch.ones(shape),
         image_index=torch.zeros(size.rows, 0, dtype=torch.int64),
-        patches=torch.zeros(size.rows, 0, 0, dtype=torch.bool),
-        episode=torch.arange(size.rows),
-        weight=torch.ones(size.rows),
         advantages=torch.randn(shape, generator=generator),
-        returns=zeros,
-        values=zeros,
     )
     column, table = torch.zeros(size.rows), torch.zeros(size.rows, 1)
     episodes = Episodes(
@@ -194,9 +179,9 @@ class Steps:
             for weight in self.policy.parameters():
                 weight.add_(0.01 * torch.randn(weight.shape, generator=generator))
             rows = list(torch.arange(size.rows).split(1))
-            found = self.policy.eval()(samples, [], microbatches=rows).logprobs
-            noise = 0.1 * torch.randn(found.shape, generator=generator)
-            samples.behavior_logprobs = torch.where(samples.turn >= 0, found + noise, 0.0)
+            logprobs = self.policy.eval()(samples, [], microbatches=rows).logprobs
+            noise = 0.1 * torch.randn(logprobs.shape, generator=generator)
+            samples.behavior_logprobs = torch.where(samples.turn >= 0, logprobs + noise, 0.0)
 
     def plain(self) -> Step:
         """Take the plain step."""
@@ -219,9 +204,8 @@ class Steps:
             microbatches=minibatch.microbatches,
             readout=PlainReadout(reference),
         )
-        # the scores hold the divergence; this says that there is one
-        told = replace(minibatch, reference=reference)
-        return self._backward([(scores, told)])
+        # the scores hold the divergence; the loss asks the minibatch whether there is one
+        return self._backward([(scores, replace(minibatch, reference=reference))])
 
     def lean(self) -> Step:
         """Take the trainer's step."""

@@ -30,24 +30,22 @@ def world_size() -> int:
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the sum of the ranks' tensors, all of the same shape."""
-    if not is_distributed():
-        return tensor
-    total = tensor.clone()
-    if dist.get_backend() == "nccl":
-        total = total.cuda()
-    dist.all_reduce(total)
-    return total.to(tensor.device)
+    return _reduce(tensor, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(tensor: Tensor) -> Tensor:
     """Return the largest of the ranks' values, element by element, of tensors of the same shape."""
+    return _reduce(tensor, dist.ReduceOp.MAX)
+
+
+def _reduce(tensor: Tensor, op: Any) -> Tensor:
     if not is_distributed():
         return tensor
-    largest = tensor.clone()
+    reduced = tensor.clone()
     if dist.get_backend() == "nccl":
-        largest = largest.cuda()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.to(tensor.device)
+        reduced = reduced.cuda()
+    dist.all_reduce(reduced, op=op)
+    return reduced.to(tensor.device)
 
 
 def any_over_ranks(flag: bool) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import played_agents
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.distributed import max_over_ranks, sum_over_ranks, whole
 from ragen_pl.models.adapters import choose_trained_weights
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.reference import FrozenCopy, MovingAverage
@@ -53,19 +56,10 @@ CASES = {
 }
 
 
-def makers():
-    file = Path(__file__).with_name("modules") / "conftest.py"
-    spec = importlib.util.spec_from_file_location("makers", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def build(make: Any, case: Case, models: list[Any] | None = None) -> Any:
+def build(case: Case, models: list[Any] | None = None) -> AgentModule:
     """Return the case's agent with weights that are not those of its reference.
 
     Args:
-        make: makers of conftest.py.
         case: the case.
         models: gets the model that the rollout engine plays with.
     """
@@ -75,26 +69,21 @@ def build(make: Any, case: Case, models: list[Any] | None = None) -> Any:
             models.append(policy.bundle.model)
         return TransformersEngine(policy, **settings)
 
-    bundles = make.build_bundle
-
-    def bundle(**settings):
-        built = bundles(**settings)
-        built.model.to(case.dtype)
+    def change(bundle: ModelBundle) -> None:
+        bundle.model.to(case.dtype)
         torch.manual_seed(7)
-        choose_trained_weights(built.model, lora=case.lora)
+        choose_trained_weights(bundle.model, lora=case.lora)
         if case.gradient_checkpointing:
-            built.checkpoint_layers()
-        return built
+            bundle.checkpoint_layers()
 
-    make.build_bundle = bundle
-    agent = make.build_agent(
+    agent = played_agents.build_agent(
+        change=change,
         loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **case.kl)),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
         tokens_per_forward=120,
         engine=engine,
         **case.agent,
     )
-    make.build_bundle = bundles
     torch.manual_seed(9)
     with torch.no_grad():
         for weight in agent.policy.parameters():
@@ -103,34 +92,35 @@ def build(make: Any, case: Case, models: list[Any] | None = None) -> Any:
     return agent
 
 
-def iterate(make: Any, case: Case, agent: Any, *, rank: int) -> dict[str, Any]:
-    """Play, prepare and update twice; return what was found on the way."""
+def iterate(case: Case, agent: AgentModule, *, rank: int) -> dict[str, Any]:
+    """Play, prepare and update twice; return responses, prepared tensors, gradients and weights."""
     optimizer = agent.configure_optimizers()["optimizer"]
-    found: dict[str, Any] = {"responses": [], "prepared": {}, "gradients": {}}
+    results: dict[str, Any] = {"responses": [], "prepared": {}, "gradients": {}}
     for iteration in range(case.iterations):
-        played = make.play(agent, groups=(1, 5)[rank], window=(1, "all")[rank])
-        found["responses"] += [turn.response_ids.tolist() for one in played for turn in one.turns]
+        played = played_agents.play(agent, groups=(1, 5)[rank], window=(1, "all")[rank])
+        turns = [turn for trajectory in played for turn in trajectory.turns]
+        results["responses"] += [turn.response_ids.tolist() for turn in turns]
         if rank and case.images_of_one:
-            for turn in (turn for one in played for turn in one.turns):
+            for turn in turns:
                 text = turn.prompt_ids != agent.policy.bundle.image_token_id
                 turn.prompt_ids, turn.prompt_images = turn.prompt_ids[text], []
         if rank:  # the other rank has no episode that bootstraps
-            played = [make.cut(trajectory) for trajectory in played]
-        batch = agent.prepare(make.collate(played, agent.policy.bundle))
+            played = [played_agents.cut(trajectory) for trajectory in played]
+        batch = agent.prepare(collate(played, agent.policy.bundle))
         samples = batch.samples
-        found["prepared"] |= {
+        results["prepared"] |= {
             f"{name} {iteration}": getattr(samples, name).clone()
             for name in ("values", "advantages", "returns", "loss_weight")
         } | {f"reference {iteration}": batch.reference.clone()}
-        update(agent, batch, optimizer, case, iteration=iteration, found=found)
-    found["weights"] = {
+        update(agent, batch, optimizer, case, iteration=iteration, results=results)
+    results["weights"] = {
         name: whole(weight.detach()).clone()
         for name, weight in agent.named_parameters(remove_duplicate=False)
     }
-    return found
+    return results
 
 
-def update(agent, batch, optimizer, case, *, iteration, found):
+def update(agent, batch, optimizer, case, *, iteration, results):
     """Take one clipped optimizer step over the batch."""
     loader = MinibatchLoader(
         batch,
@@ -149,14 +139,14 @@ def update(agent, batch, optimizer, case, *, iteration, found):
         loss.backward()
     if not agent.device_mesh:
         average(agent)
-    found["gradients"] |= {
+    results["gradients"] |= {
         f"{name} {iteration}": whole(weight.grad).clone()
         for name, weight in agent.named_parameters()
         if weight.grad is not None
     }
     agent.configure_gradient_clipping(optimizer, 0.5)
     optimizer.step()
-    found |= {f"norms {iteration}": dict(agent.gradient_norms), "microbatches": len(loader)}
+    results |= {f"norms {iteration}": dict(agent.gradient_norms), "microbatches": len(loader)}
 
 
 def average(agent):
@@ -169,12 +159,12 @@ def average(agent):
             weight.grad = sum_over_ranks(own.float()).div(2)
 
 
-def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def difference(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Return the largest difference, as a share of the largest value of each tensor but at least of 1e-3."""
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    assert tensors.keys() == other.keys(), tensors.keys() ^ other.keys()
     return max(
-        float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-3))
-        for name in one
+        float((tensors[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-3))
+        for name in tensors
     )
 
 
@@ -183,12 +173,12 @@ def compare(rank: int, folder: str, names: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    make, results = makers(), {}
+    results = {}
     for name in names:
         case = CASES[name]
-        expected = iterate(make, case, build(make, case), rank=rank)
+        expected = iterate(case, build(case), rank=rank)
         models: list[Any] = []
-        agent = build(make, case, models)
+        agent = build(case, models)
         fingerprints = dict(agent.fingerprints)
         size = sum(weight.numel() for weight in agent.parameters())
         # weights that the reference shares with the policy become its own
@@ -196,22 +186,22 @@ def compare(rank: int, folder: str, names: list[str]) -> None:
         shared = sum(weight.numel() for _, weight in names) - size
         agent._device_mesh = mesh
         agent.configure_model()
-        found = iterate(make, case, agent, rank=rank)
+        sharded = iterate(case, agent, rank=rank)
         (model,) = models
         agent._fingerprints = None
         parts = [getattr(weight, "to_local", lambda w=weight: w)() for weight in agent.parameters()]
         results[name] = {
             "own share": sum(part.numel() for part in parts) / size,
             "shared with the reference": shared / size,
-            "same responses": found["responses"] == expected["responses"],
-            "prepared": difference(found["prepared"], expected["prepared"]),
-            "gradients": difference(found["gradients"], expected["gradients"]),
-            "weights": difference(found["weights"], expected["weights"]),
+            "same responses": sharded["responses"] == expected["responses"],
+            "prepared": difference(sharded["prepared"], expected["prepared"]),
+            "gradients": difference(sharded["gradients"], expected["gradients"]),
+            "weights": difference(sharded["weights"], expected["weights"]),
             "norms": [
-                [found[f"norms {number}"], expected[f"norms {number}"]]
+                [sharded[f"norms {number}"], expected[f"norms {number}"]]
                 for number in range(case.iterations)
             ],
-            "microbatches": found["microbatches"],
+            "microbatches": sharded["microbatches"],
             "same fingerprints": agent.fingerprints == fingerprints,
             "rollout weights are freed": next(model.parameters()).is_meta,
         }

@@ -65,6 +65,48 @@ class Samples:
     values: Tensor
     """float32 `[rows, time]`, before the update."""
 
+    @classmethod
+    def of_one_turn(
+        cls,
+        input_ids: Tensor,
+        sampled: Tensor,
+        *,
+        length: Tensor,
+        image_index: Tensor,
+        advantages: Tensor | None = None,
+    ) -> Self:
+        """Return samples of one turn each, all of whose sampled tokens are trained on; benchmarks and plans use them.
+
+        Args:
+            input_ids: int64 `[rows, time]`.
+            sampled: bool `[rows, time]`, the sampled tokens.
+            length: int64 `[rows]`.
+            image_index: int64 `[rows, most images]`, whole images.
+            advantages: float32 `[rows, time]`; 0 if None.
+        """
+        rows, zeros = len(input_ids), torch.zeros(input_ids.shape)
+        number = sampled.flatten().cumsum(0).view(sampled.shape) - 1
+        return cls(
+            input_ids=input_ids,
+            length=length,
+            loss_mask=sampled,
+            loss_weight=sampled.float(),
+            advantage_mask=sampled,
+            kl_mask=sampled,
+            turn=torch.where(sampled, 0, -1),
+            token=torch.where(sampled, number, -1),
+            spans=sampled.to(torch.int8),
+            behavior_logprobs=zeros,
+            temperature=torch.ones(input_ids.shape),
+            image_index=image_index,
+            patches=torch.zeros(rows, 0, 0, dtype=torch.bool),
+            episode=torch.arange(rows),
+            weight=torch.ones(rows),
+            advantages=zeros if advantages is None else advantages,
+            returns=zeros,
+            values=zeros,
+        )
+
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
 

@@ -103,7 +103,7 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
     Args:
         agent: Agent without data.
         workload: Sizes.
-        foreach: Whether the optimizer works on lists of tensors, as torch's do on a GPU unless told otherwise.
+        foreach: Whether the optimizer works on lists of tensors, as torch's do on a GPU by default.
     """
     trained = [weight for weight in agent.parameters() if weight.requires_grad]
     live = LiveMemory(vocabulary=vocabulary_of(agent), weights=[weight.shape for weight in trained])
@@ -263,27 +263,11 @@ def samples_of(bundle: ModelBundle, workload: Workload, *, rows: int) -> Samples
             start += bundle.num_image_tokens(image) + 1
     sampled = torch.zeros(shape, dtype=torch.bool)
     sampled[:, -workload.sampled :] = True
-    number = sampled.flatten().cumsum(0).view(shape) - 1
-    zeros = torch.zeros(shape)
-    return Samples(
-        input_ids=ids,
+    return Samples.of_one_turn(
+        ids,
+        sampled,
         length=torch.full((rows,), workload.length),
-        loss_mask=sampled,
-        loss_weight=sampled.float(),
-        advantage_mask=sampled,
-        kl_mask=sampled,
-        turn=torch.where(sampled, 0, -1),
-        token=torch.where(sampled, number, -1),
-        spans=sampled.to(torch.int8),
-        behavior_logprobs=zeros,
-        temperature=torch.ones(shape),
         image_index=torch.arange(rows * len(workload.images)).view(rows, -1),
-        patches=torch.zeros(rows, 0, 0, dtype=torch.bool),
-        episode=torch.arange(rows),
-        weight=torch.ones(rows),
-        advantages=zeros,
-        returns=zeros,
-        values=zeros,
     )
 
 

@@ -107,6 +107,11 @@ def run_of(checkpoint: Path) -> Path | None:
     return next((folder for folder in folders if (folder / "config.yaml").exists()), None)
 
 
+def is_launched() -> bool:
+    """Return whether another process of the same run has started this one."""
+    return RUN_DIR in os.environ
+
+
 def share_with_children(folder: Path) -> None:
     """Let the processes that this one starts (other ranks) use the same folder."""
     os.environ[RUN_DIR] = str(folder)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import sys
 import time
@@ -47,7 +46,7 @@ from ragen_pl.run.build import (
     choose_accelerator,
     plain,
 )
-from ragen_pl.run.folder import RUN_DIR, Run, configured_run, share_with_children, stop_sharing
+from ragen_pl.run.folder import Run, configured_run, is_launched, share_with_children, stop_sharing
 from ragen_pl.run.memory_report import check_memory
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
@@ -60,6 +59,7 @@ _EXIT_CODES = {"SIGTERM": 143, "Ctrl-C": 130}
 def train(cfg: DictConfig) -> dict[str, float]:
     """Run the whole job and return the last metrics, the objective of a sweep among them."""
     start = time.perf_counter()
+    launched = is_launched()  # by another rank, which has checked
     run = open_run(cfg)
     try:
         quieten()
@@ -67,7 +67,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
         check_optimizer(cfg.optimizer, key="optimizer")
         if cfg.warm_start.enabled:
             check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
-        check_memory(cfg)
+        if not launched:
+            check_memory(cfg)
         with config_errors("model, context or validation set"):
             components = assemble(cfg)
         report_template(components.proxy.context)
@@ -88,7 +89,7 @@ def open_run(cfg: DictConfig) -> Run:
     run = configured_run(cfg)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     # the first rank alone overwrites what a refused run has left
-    is_new = not run.resumed and RUN_DIR not in os.environ
+    is_new = not run.resumed and not is_launched()
     share_with_children(run.folder)
     config = run.folder / "config.yaml"
     if is_new or not config.exists():

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import played_agents
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.distributed import max_over_ranks, sum_over_ranks
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
 
 
-def makers():
-    file = Path(__file__).with_name("conftest.py")
-    spec = importlib.util.spec_from_file_location("makers", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def count_forwards(rank: int, folder: str) -> None:
     """Prepare and update on one rank; write the numbers of forward passes and of samples."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    make = makers()
-    agent = make.build_agent(
+    agent = played_agents.build_agent(
         own_critic=True,
         loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1)),
         masks=Masks(importance=Importance(loss=0.5)),
         tokens_per_forward=120,
     )
-    played = make.play(agent, groups=(1, 5)[rank], window=(1, "all")[rank])
+    played = played_agents.play(agent, groups=(1, 5)[rank], window=(1, "all")[rank])
     if rank:  # the other rank has no episode that bootstraps
-        played = [make.cut(trajectory) for trajectory in played]
+        played = [played_agents.cut(trajectory) for trajectory in played]
     calls = {"policy": 0, "critic": 0, "reference": 0}
     models = {
         "policy": agent.policy.model,
@@ -51,12 +43,12 @@ def count_forwards(rank: int, folder: str) -> None:
         model.model.register_forward_pre_hook(note)
 
     def taken():
-        counts = dict(calls)
+        numbers = dict(calls)
         calls.update(dict.fromkeys(calls, 0))
-        return counts
+        return numbers
 
-    batch = agent.prepare(make.collate(played, agent.policy.bundle))
-    found = {"rows": len(batch.samples), "prepare": taken()}
+    batch = agent.prepare(collate(played, agent.policy.bundle))
+    counts = {"rows": len(batch.samples), "prepare": taken()}
     for tokens in (None, 150):
         loader = MinibatchLoader(
             batch,
@@ -68,11 +60,11 @@ def count_forwards(rank: int, folder: str) -> None:
             sum_over_ranks=sum_over_ranks,
             max_over_ranks=max_over_ranks,
         )
-        found[f"update {tokens}"] = []
+        counts[f"update {tokens}"] = []
         for minibatch in loader:
             agent.training_step(minibatch, 0).backward()
-            found[f"update {tokens}"].append(taken())
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+            counts[f"update {tokens}"].append(taken())
+    Path(folder, f"{rank}.json").write_text(json.dumps(counts))
     dist.destroy_process_group()
 
 
@@ -83,6 +75,6 @@ def test_ranks_run_as_many_forward_passes(tmp_path):
     assert first.pop("rows") * 3 < second.pop("rows") * 2
     assert first == second
     assert first["prepare"]["policy"] > 4 and first["prepare"]["critic"] > 4
-    assert max(counts["policy"] for counts in first["update None"]) > 1
+    assert max(numbers["policy"] for numbers in first["update None"]) > 1
     assert len(first["update 150"]) > 4
-    assert all(counts["policy"] == counts["critic"] == 1 for counts in first["update 150"])
+    assert all(numbers["policy"] == numbers["critic"] == 1 for numbers in first["update 150"])
