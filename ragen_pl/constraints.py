@@ -179,6 +179,7 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
 FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
+TurnTemplate = Annotated[str, Contains("{observation}")]
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 # field of the limit, words for it, and the comparison of a value with it

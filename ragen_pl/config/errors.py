@@ -117,6 +117,11 @@ def _unknown_key(match: re.Match[str], keys: tuple[str, ...]) -> str:
 def _unknown_option(match: re.Match[str], _: tuple[str, ...]) -> str:
     group, _sep, option = match["option"].rpartition("/")
     options = (match["options"] or "").split()
+    if (group, option) == ("rollout/engine", "openai"):
+        return (
+            "rollout/engine=openai: training needs the log-probs of the sampled ids, which a chat API does not give; "
+            "evaluate and play take endpoint=openai"
+        )
     near = get_close_matches(option, options, n=1)
     guess = f"did you mean {near[0]}? " if near else ""
     offers = (

@@ -303,13 +303,14 @@ class Settings(TypedDict, total=False):
     overwrite: bool
     source: Source
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
+    endpoint: Component | None
 
     # import_gguf
     file: Annotated[str, ExistingPath()]
     dtype: Literal["float32", "bfloat16"]
 
     # play and page
-    policy: Literal["agent", "human", "random", "optimal"]
+    policy: Literal["agent", "endpoint", "human", "random", "optimal"]
     episode: Annotated[
         int, Ge(0), Note("number of an initial state of the held-out validation set")
     ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ragen_pl.distributed import rank, world_size
-from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.endpoint import ChatEndpoint, EndpointResponder
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
@@ -45,7 +46,7 @@ class ValidationSet:
     def __init__(
         self,
         name: str,
-        proxy: AgentProxy[ContextManager],
+        proxy: AgentProxy[Any],
         *,
         episodes: int,
         key: str = HELD_OUT,
@@ -82,6 +83,13 @@ class ValidationSet:
         responder = EngineResponder(engine=engine, context=self.proxy.context, greedy=self.greedy)
         specs = self.episode_specs if episode_specs is None else episode_specs
         return self.proxy.rollout(responder, specs, seed_key=seed_key)
+
+    def play_endpoint(
+        self, endpoint: ChatEndpoint, *, seed_key: Sequence[int | str]
+    ) -> list[Trajectory]:
+        """Play all episodes with a model behind an API; the proxy's context is the endpoint's."""
+        responder = EndpointResponder(endpoint=endpoint, greedy=self.greedy)
+        return self.proxy.rollout(responder, self.episode_specs, seed_key=seed_key)
 
     def play_scripted(self, policy: ScriptedPolicy, *, name: str) -> list[Trajectory]:
         """Play all episodes with a scripted policy. Its random draws depend on its name."""

@@ -25,7 +25,8 @@ def check_evaluation(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with the first thing that is wrong.
     """
-    check_source(cfg)
+    if cfg.endpoint is None:
+        check_source(cfg, instead="model=… for an untrained model, or endpoint=openai")
     validation_sets = validation_settings(cfg)
     if not validation_sets:
         raise ConfigError("validation_sets is empty; give one, such as validation_sets=held_out")
@@ -41,6 +42,11 @@ def check_evaluation(cfg: DictConfig) -> None:
         check_reachable(run["tracking_uri"])
     if cfg.to is not None:
         check_folder(Path(cfg.to).expanduser().absolute(), place=f"to={cfg.to}", hint=_HINT)
+
+
+def has_weights(cfg: DictConfig) -> bool:
+    """Return whether there is a model to load."""
+    return cfg.source.checkpoint is not None or bool(cfg.source.untrained)
 
 
 def check_export(cfg: DictConfig) -> None:

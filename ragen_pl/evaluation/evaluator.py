@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.validation import ValidationSet
-from ragen_pl.evaluation.checks import is_greedy, pass_ks, tracked_run
+from ragen_pl.evaluation.checks import has_weights, is_greedy, pass_ks, tracked_run
 from ragen_pl.evaluation.mlflow_log import log_evaluation
 from ragen_pl.evaluation.report import (
     BLANK_IMAGES,
@@ -29,8 +29,12 @@ from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.conversation import Context, TextContext
+from ragen_pl.rollout.endpoint import ChatEndpoint
+from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.run.build import (
+    build_endpoint,
     build_environments,
     device_named,
     engine_factory,
@@ -60,9 +64,9 @@ class Evaluation:
 
     @property
     def first_success(self) -> float:
-        """The policy's success on the first validation set."""
+        """The first policy's success on the first validation set."""
         policies: dict[str, Any] = next(iter(self.validation_sets.values()))["policies"]
-        return float(policies[POLICY]["success"])
+        return float(next(iter(policies.values()))["success"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +83,68 @@ class Evaluator:
 
     Args:
         cfg: settings of `conf/evaluate.yaml`.
-        bundle: model of the policy.
+        bundle: model of the policy; None to evaluate an endpoint only.
         folder: folder for the episodes.
+        endpoint: model behind an API.
     """
 
-    def __init__(self, cfg: DictConfig, bundle: ModelBundle, *, folder: Path) -> None:
-        self.cfg, self.bundle, self.folder = cfg, bundle, folder
-        self.engine = engine_factory(cfg)(PolicyModule(bundle))
-        self.context = ContextManager(bundle, **plain(cfg.context))
+    def __init__(
+        self,
+        cfg: DictConfig,
+        bundle: ModelBundle | None,
+        *,
+        folder: Path,
+        endpoint: ChatEndpoint | None = None,
+    ) -> None:
+        self.cfg, self.bundle, self.folder, self.endpoint = cfg, bundle, folder, endpoint
+        self.engine: RolloutEngine | None = None
+        self.context: ContextManager | None = None
+        if bundle is not None:
+            self.engine = engine_factory(cfg)(PolicyModule(bundle))
+            self.context = ContextManager(bundle, **plain(cfg.context))
         self.greedy, self.pass_ks = is_greedy(cfg), pass_ks(cfg)
         self.evaluation = Evaluation(about=_about(cfg, greedy=self.greedy))
 
     def validation_set(self, settings: ValidationSettings, *, blank: bool = False) -> ValidationSet:
         """Return a validation set that plays in the environments of its settings."""
-        env = OmegaConf.create({"env": settings.env})
-        proxy = AgentProxy(
-            environments=build_environments(env, blank_images=blank),
-            context=self.context,
+        return self._validation_set(
+            settings,
+            context=self.context or TextContext(),
+            blank=blank,
             **rollout_settings(self.cfg),
         )
+
+    def _validation_set(
+        self, settings: ValidationSettings, *, context: Context, blank: bool = False, **rollout: Any
+    ) -> ValidationSet:
+        env = OmegaConf.create({"env": settings.env})
+        environments = build_environments(env, blank_images=blank)
         return ValidationSet(
             settings.name,
-            proxy,
+            AgentProxy(environments=environments, context=context, **rollout),
             episodes=settings.episodes,
             key=settings.key,
             members=self.cfg.samples,
             greedy=self.greedy,
             options=settings.options,
         )
+
+    @property
+    def shown_policy(self) -> str:
+        """Name of the policy whose episodes are written."""
+        return POLICY if self.endpoint is None or self.engine is not None else self.endpoint.model
+
+    def close(self) -> None:
+        """End the engine and the endpoint."""
+        if self.engine is not None:
+            self.engine.close()
+        if self.endpoint is not None:
+            log.info("%s: %s", self.endpoint.model, self.endpoint.usage)
+            self.evaluation.about["endpoint"] = {
+                "model": self.endpoint.model,
+                **asdict(self.endpoint.usage),
+            }
+            self.endpoint.close()
 
     def play(self) -> Iterator[PlayedSet]:
         """Yield the episodes of every policy on every validation set, the warm start last.
@@ -116,10 +154,14 @@ class Evaluator:
         """
         validation_sets = validation_settings(self.cfg)
         for settings in validation_sets:
-            yield self._timed(settings, POLICY, partial(self._sampled, settings))
-            if self.cfg.validation.blank:
+            if self.engine is not None:
+                yield self._timed(settings, POLICY, partial(self._sampled, settings))
+            if self.engine is not None and self.cfg.validation.blank:
                 blank = partial(self._sampled, settings, blank=True)
                 yield self._timed(settings, BLANK_IMAGES, blank)
+            if self.endpoint is not None:
+                asked = partial(self._asked, settings, self.endpoint)
+                yield self._timed(settings, self.endpoint.model, asked)
             for name, baseline in (self.cfg.validation.baselines or {}).items():
                 if baseline:
                     scripted = partial(self._scripted, settings, str(name))
@@ -130,8 +172,15 @@ class Evaluator:
 
     def _sampled(self, settings: ValidationSettings, *, blank: bool = False) -> list[Trajectory]:
         """Return the model's episodes with its present weights."""
+        assert self.engine is not None
         validation_set = self.validation_set(settings, blank=blank)
         return validation_set.play(self.engine, version=0, seed_key=("evaluate", self.cfg.seed))
+
+    def _asked(self, settings: ValidationSettings, endpoint: ChatEndpoint) -> list[Trajectory]:
+        """Return the episodes of the model behind an API."""
+        rollout = rollout_settings(self.cfg) | {"max_response_tokens": endpoint.max_tokens}
+        validation_set = self._validation_set(settings, context=endpoint.context, **rollout)
+        return validation_set.play_endpoint(endpoint, seed_key=("evaluate", self.cfg.seed))
 
     def _scripted(self, settings: ValidationSettings, name: str) -> list[Trajectory]:
         """Return a scripted policy's episodes; its random draws are those of the training run's summary."""
@@ -141,7 +190,7 @@ class Evaluator:
     def _load_warm_start(self) -> bool:
         """Load the weights of the run's warm start, and return whether there are any."""
         run = self.cfg.source.run
-        if not self.cfg.validation.warm_start or run is None:
+        if not self.cfg.validation.warm_start or run is None or self.bundle is None:
             return False
         file = Run(Path(run)).warm_start
         if file.exists():
@@ -197,8 +246,8 @@ class Evaluator:
         records = write_episodes(
             played.trajectories,
             self.folder / name,
-            reader=self.context,
-            origin=Origin(validation_set=name),
+            reader=self.context if played.policy == POLICY else None,
+            origin=Origin(validation_set=name, policy=played.policy),
         )
         title = f"{Path(self.evaluation.about['checkpoint']).stem}, validation set {name}"
         write_page(records, self.folder / name / PAGE, title=title)
@@ -210,14 +259,16 @@ def evaluate(cfg: DictConfig) -> Evaluation:
     Raises:
         ConfigError: the weights can't be loaded, or a validation set can't be played.
     """
-    bundle = load_bundle(cfg).to(device_named(cfg.device))
+    endpoint, bundle = build_endpoint(cfg), None
+    if has_weights(cfg):
+        bundle = load_bundle(cfg).to(device_named(cfg.device))
     folder = output_folder(cfg)
-    evaluator = Evaluator(cfg, bundle, folder=folder)
+    evaluator = Evaluator(cfg, bundle, folder=folder, endpoint=endpoint)
     for played in evaluator.play():
         evaluator.add(played)
-        if played.policy == POLICY and cfg.trajectories:
+        if played.policy == evaluator.shown_policy and cfg.trajectories:
             evaluator.write(played)
-    evaluator.engine.close()
+    evaluator.close()
     evaluation = evaluator.evaluation
     print_tables(evaluation.about, evaluation.validation_sets)
     write_report(evaluation.about, evaluation.validation_sets, folder=folder)
@@ -231,7 +282,8 @@ def evaluate(cfg: DictConfig) -> Evaluation:
 
 def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
     return {
-        "checkpoint": cfg.source.checkpoint or "untrained",
+        "checkpoint": cfg.source.checkpoint
+        or ("untrained" if has_weights(cfg) else cfg.endpoint.model),
         "run": cfg.source.run,
         "greedy": greedy,
         "samples": cfg.samples,

@@ -24,7 +24,7 @@ _LOG_WIDTH = 140
 
 def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
     """Return head and rows of the table of all validation sets and policies."""
-    first = next(iter(validation_sets.values()))["policies"][POLICY]
+    first = next(iter(next(iter(validation_sets.values()))["policies"].values()))
     passes = [name for name in first if name.startswith("pass@") and name[5:].isdigit()]
     head = ["validation set", "policy", "success", "return", "turns", "valid actions", *passes]
     rows = []
@@ -60,7 +60,7 @@ def difficulty_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows
             policy: metrics.get("by_difficulty", {})
             for policy, metrics in validation_set["policies"].items()
         }
-        levels = by_policy[POLICY]
+        levels = next(iter(by_policy.values()))
         if len(levels) < 2:
             continue
         for number, (level, metrics) in enumerate(levels.items()):

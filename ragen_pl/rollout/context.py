@@ -9,23 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge
 
-from ragen_pl.constraints import Contains, Count, Note, checked
+from ragen_pl.constraints import Count, Note, TurnTemplate, checked
 from ragen_pl.models.chat_template import History, Message, user_message
-from ragen_pl.rollout.conversation import Conversation, Exchange
+from ragen_pl.rollout.conversation import Conversation, Exchange, check_template, fill_template
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
-
-TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", "last_action")
 
 
 class ContextManager:
@@ -54,19 +51,13 @@ class ContextManager:
         *,
         window: Literal["all"] | Annotated[int, Ge(1), Note("the latest turns shown")] = 1,
         system_prompt: str | None = "instructions",
-        turn_template: Annotated[str, Contains("{observation}")] = "{observation}",
+        turn_template: TurnTemplate = "{observation}",
         max_tokens: Count = 4096,
         leave_out: LeaveOut | Mapping[str, float] | None = None,
         template_kwargs: dict[str, bool | int | float | str] | None = None,
         keep_thoughts: bool = False,
     ) -> None:
-        unknown = {
-            name for _, name, _, _ in Formatter().parse(turn_template) if name is not None
-        } - set(TEMPLATE_FIELDS)
-        if unknown:
-            raise ValueError(
-                f"context.turn_template uses unknown fields {sorted(unknown)}; known: {', '.join(TEMPLATE_FIELDS)}"
-            )
+        check_template(turn_template, key="context.turn_template")
         self.bundle = bundle
         self.window = window
         self.system_prompt = system_prompt
@@ -144,7 +135,7 @@ class ContextManager:
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return the prompt of the response to it."""
-        text = self._fill(conversation, observation, max_turns)
+        text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
         conversation.exchanges.append(Exchange(text=text, images=observation.images))
         return self._prompt(conversation)
 
@@ -211,17 +202,6 @@ class ContextManager:
             ends = np.maximum.accumulate(lengths)
             pieces = [texts[-1][a:b] for a, b in pairwise(ends)]
         return pieces + [""] * (len(ids) - len(kept))
-
-    def _fill(self, conversation: Conversation, observation: Observation, max_turns: int) -> str:
-        turn = len(conversation.exchanges) + 1
-        return self.turn_template.format(
-            observation=observation.text,
-            turn=turn,
-            max_turns=max_turns,
-            turns_left=max_turns - turn + 1,
-            actions=" ".join(conversation.actions) or "none",
-            last_action=conversation.actions[-1] if conversation.actions else "none",
-        )
 
     def _window(self, conversation: Conversation) -> list[Exchange]:
         """Return the turns in the window."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from ragen_pl.rollout.engine import Prompt
 from ragen_pl.trajectory import Observation
 
 NO_IDS = np.zeros(0, dtype=np.int64)
+TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", "last_action")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,6 +59,45 @@ class Conversation:
         """The latest observation as the prompt shows it."""
         latest = self.exchanges[-1]
         return Observation(text=latest.text, images=latest.images)
+
+
+def check_template(turn_template: str, *, key: str) -> None:
+    """Check the fields of a template of the user's block.
+
+    Args:
+        turn_template: The template.
+        key: Setting that holds it, for the error.
+
+    Raises:
+        ValueError: It has a field that is not known.
+    """
+    fields = {name for _, name, _, _ in Formatter().parse(turn_template) if name is not None}
+    if unknown := fields - set(TEMPLATE_FIELDS):
+        raise ValueError(
+            f"{key} uses unknown fields {sorted(unknown)}; known: {', '.join(TEMPLATE_FIELDS)}"
+        )
+
+
+def fill_template(
+    turn_template: str, conversation: Conversation, observation: Observation, *, max_turns: int
+) -> str:
+    """Return the text of the user's block of the next turn.
+
+    Args:
+        turn_template: Text with fields of `TEMPLATE_FIELDS`.
+        conversation: Turns so far.
+        observation: Observation of the next turn.
+        max_turns: Largest number of turns.
+    """
+    turn = len(conversation.exchanges) + 1
+    return turn_template.format(
+        observation=observation.text,
+        turn=turn,
+        max_turns=max_turns,
+        turns_left=max_turns - turn + 1,
+        actions=" ".join(conversation.actions) or "none",
+        last_action=conversation.actions[-1] if conversation.actions else "none",
+    )
 
 
 class Context(Protocol):

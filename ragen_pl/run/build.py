@@ -24,6 +24,7 @@ from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.agreement import check_agreement
 from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.engine import EngineFactory
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
@@ -111,6 +112,17 @@ def engine_factory(cfg: DictConfig) -> EngineFactory:
     """Return the config's rollout engine, which is built from a policy."""
     factory: EngineFactory = instantiate(cfg.rollout.engine, _convert_="all")
     return factory
+
+
+def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
+    """Return the config's model behind an API, or None.
+
+    Raises:
+        ConfigError: its package is not installed, or its key is not set.
+    """
+    with config_errors("endpoint"):
+        endpoint: ChatEndpoint | None = instantiate(cfg.endpoint, _convert_="all")
+    return endpoint
 
 
 def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:

@@ -21,6 +21,11 @@ def check_play(cfg: DictConfig) -> None:
     """
     if cfg.policy == "agent":
         check_source(cfg, instead="policy=human, random or optimal, which need none")
+    elif cfg.policy == "endpoint":
+        if cfg.endpoint is None:
+            raise ConfigError(
+                "policy=endpoint: there is none; set endpoint=openai endpoint.model=…"
+            )
     elif cfg.policy != "human" and not (cfg.validation.baselines or {}).get(cfg.policy):
         raise ConfigError(
             f"policy={cfg.policy}: validation.baselines has no policy of that name for this environment; "

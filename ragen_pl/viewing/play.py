@@ -15,12 +15,14 @@ from rich.console import Console
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
 from ragen_pl.rollout.conversation import TextContext
+from ragen_pl.rollout.endpoint import EndpointResponder
 from ragen_pl.rollout.environments import EnvironmentSlot, EpisodeSpec
 from ragen_pl.rollout.formats import format_response
 from ragen_pl.rollout.proxy import AgentProxy, OnTurn
 from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, TextResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.run.build import (
+    build_endpoint,
     build_environments,
     device_named,
     engine_factory,
@@ -68,9 +70,8 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     seed = initial_state_seed(HELD_OUT, cfg.episode)
     spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed)
     try:
-        trajectory = (
-            _play_agent(cfg, spec, screen) if cfg.policy == "agent" else _play(cfg, spec, screen)
-        )
+        players = {"agent": _play_agent, "endpoint": _play_endpoint}
+        trajectory = players.get(cfg.policy, _play)(cfg, spec, screen)
         if trajectory.error is not None and not trajectory.turns:
             raise RuntimeError(trajectory.error)
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -125,6 +126,27 @@ def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajector
         on_turn=show_turns(screen, delay=cfg.delay),
     )
     engine.close()
+    return trajectory
+
+
+def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
+    """Play with a model behind an API."""
+    endpoint = build_endpoint(cfg)
+    assert endpoint is not None
+    proxy = AgentProxy(
+        environments=build_environments(cfg),
+        context=endpoint.context,
+        max_response_tokens=endpoint.max_tokens,
+        temperature=cfg.rollout.temperature,
+    )
+    (trajectory,) = proxy.rollout(
+        EndpointResponder(endpoint=endpoint, greedy=cfg.greedy),
+        [spec],
+        seed_key=("evaluate", cfg.seed),
+        on_turn=show_turns(screen, delay=cfg.delay),
+    )
+    screen.console.print(f"{endpoint.model}: {endpoint.usage}", highlight=False, markup=False)
+    endpoint.close()
     return trajectory
 
 

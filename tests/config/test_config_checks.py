@@ -18,7 +18,7 @@ from ragen_pl.config.check import leaves
 from ragen_pl.constraints import Count, Fraction, problem
 from ragen_pl.evaluation.settings import resolve_settings
 
-EVALUATION = ("validation_sets",)  # groups of evaluate.yaml, not of fit.yaml
+EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
 
 
 def shipped_configs() -> list[tuple[str, str]]:
@@ -30,7 +30,7 @@ def shipped_configs() -> list[tuple[str, str]]:
         option = f"{group}={file.stem}"
         # a model without images needs an environment of text
         more = " env=frozenlake" if option == "model=small_lm" else ""
-        if group in EVALUATION and file.stem != "held_out":
+        if group == "validation_sets" and file.stem != "held_out":
             more = f" env={file.stem}"
         options.append((command, f"{option}{more}"))
     return options
