@@ -113,7 +113,7 @@ class ImageEncoder:
         processor: Its processor.
         facts: Facts of the model.
         settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
-        pixels_per_call: Pixels of the images that are encoded together.
+        pixels_per_call: Pixels of the images that are encoded together, as the processor scales them.
         held_bytes: Largest size of the features that are held of frozen encoders.
     """
 
@@ -125,6 +125,7 @@ class ImageEncoder:
     held_bytes: int = 2**30
     _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
     _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
+    _pixels: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     # sizes of images that are the same alone and among others
     _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     # of a frozen encoder, by content
@@ -243,7 +244,7 @@ class ImageEncoder:
         by_size: dict[tuple[int, ...], list[int]] = {}
         for number, image in enumerate(images):
             by_size.setdefault(image.shape, []).append(number)
-        calls = [call for size, numbers in by_size.items() for call in self._calls(size, numbers)]
+        calls = [call for numbers in by_size.values() for call in self._calls(images, numbers)]
         features = ImageFeatures.join([self._encode([images[n] for n in call]) for call in calls])
         order = [number for call in calls for number in call]
         if order == sorted(order):
@@ -251,10 +252,18 @@ class ImageEncoder:
         place = np.argsort(order).tolist()
         return features.of(place, [None] * len(place))
 
-    def _calls(self, size: tuple[int, ...], numbers: list[int]) -> list[list[int]]:
+    def _calls(self, images: Sequence[np.ndarray], numbers: list[int]) -> list[list[int]]:
         """Split images of one size into calls of the encoder."""
-        step = max(1, self.pixels_per_call // (size[0] * size[1]))
+        step = max(1, self.pixels_per_call // self._scaled_pixels(images[numbers[0]]))
         return [numbers[start : start + step] for start in range(0, len(numbers), step)]
+
+    def _scaled_pixels(self, image: np.ndarray) -> int:
+        """Return the pixels that the encoder sees of an image. Gemma 3's sees 896 x 896 of any."""
+        if image.shape not in self._pixels:
+            inputs = self.inputs([[image]]).values()
+            values = sum(value.numel() for value in inputs if value.is_floating_point())
+            self._pixels[image.shape] = max(1, values // 3)
+        return self._pixels[image.shape]
 
     def _encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         inputs = self.inputs([[image] for image in images])

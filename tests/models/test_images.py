@@ -55,6 +55,19 @@ def test_the_text_is_that_of_the_processor(name):
     assert bundle.tokenizer(expanded)["input_ids"] == own
 
 
+def test_images_are_encoded_in_calls_by_the_size_that_the_encoder_sees(monkeypatch):
+    # its processor scales any image to 70 tokens of 12 x 12 pixels
+    bundle = tiny("gemma4_vl")
+    bundle.images.pixels_per_call = 2 * 70 * 12 * 12
+    calls = count_encoded(bundle, monkeypatch)
+    shown = images(*[(28, 56)] * 5)
+    with torch.no_grad():
+        features = bundle.images.encode(shown)
+        alone = [bundle.images.encode([image]).tokens for image in shown]
+    assert calls[:3] == [2, 2, 1]
+    torch.testing.assert_close(features.tokens, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
 def test_a_frozen_encoder_sees_each_image_once(monkeypatch):
     bundle = build_small_vlm(seed=0)
     for weight in (
