@@ -1,7 +1,8 @@
 """Forward passes over samples: the hidden states of each microbatch, and the head on them.
 
 The language-model head runs only on the positions that predict sampled tokens, in chunks, and keeps no logits of a
-chunk for the backward pass if there are several. Every image is encoded once in a call.
+chunk for the backward pass if there are several. Every image is encoded once in a call, or once in a microbatch where
+the features of all would need much memory.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 # 880 tokens of a vocabulary of 152k
 LOGITS_MIB = 512.0
+SHARED_BYTES = 2**29
+"""Largest size of image features that microbatches share."""
 
 
 class Readout(Protocol):
@@ -69,12 +72,17 @@ def shared_images(
 ) -> Sequence[Tensor] | EncodedImages:
     """Encode all images of the microbatches if several of them show the same one, else return the images.
 
-    Members of a group share images, and so do the samples of an episode with a window of turns.
+    Members of a group share images, and so do the samples of an episode with a window of turns. Features of more than
+    `SHARED_BYTES` are not held: the images are then encoded for each microbatch.
     """
     each = [samples.image_index[rows].unique() for rows in microbatches]
     shown = torch.cat(each)
     shown = shown[shown >= 0]
-    if len(shown.unique()) == len(shown):
+    distinct = shown.unique()
+    if len(distinct) == len(shown):
+        return images
+    tokens = sum(bundle.num_image_tokens(images[n].numpy(force=True)) for n in distinct.tolist())
+    if tokens * bundle.hidden_size * bundle.model.dtype.itemsize > SHARED_BYTES:
         return images
     return encode_images(bundle, images, shown)
 

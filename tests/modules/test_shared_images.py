@@ -7,6 +7,7 @@ import torch
 
 from ragen_pl.data.collate import collate
 from ragen_pl.models.images import ImageEncoder, content_key
+from ragen_pl.modules import forward
 from ragen_pl.modules.critic import LastValueReadout
 from ragen_pl.modules.policy import TokenReadout
 from ragen_pl.modules.saliency import SaliencyReadout
@@ -82,6 +83,16 @@ def test_shared_features_give_the_same_results_and_gradients(make, encoded):
         encoded.clear()
         agent.policy(samples, batch.images, microbatches=each, readout=readout)
         assert len(encoded) == len(batch.images)
+
+
+def test_features_that_need_much_memory_are_not_held(make, encoded, monkeypatch):
+    agent = make.agent(images=True)
+    batch = collate(make.play(agent, groups=2, members=3), agent.policy.bundle)
+    each = list(torch.arange(len(batch.samples)).split(1))
+    monkeypatch.setattr(forward, "SHARED_BYTES", 1)
+    encoded.clear()
+    agent.policy(batch.samples, batch.images, microbatches=each)
+    assert len(encoded) == len(batch.samples) > len(batch.images)
 
 
 def test_episodes_without_a_group_keep_an_image_for_each_array(make):
