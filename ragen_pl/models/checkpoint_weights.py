@@ -1,0 +1,65 @@
+"""A model's weights under the names of its checkpoints, adapters merged, for an engine that has a copy of the model."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ragen_pl.models.adapters import has_adapters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# a numbered layer and all that is before it in a name
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+
+@torch.no_grad()
+def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and weights that `save_pretrained` would write, adapters merged into those under them.
+
+    Weights are those of the model where nothing has to be computed. Merged and converted ones exist for one layer at a
+    time.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    adapted = _adapted_layers(model) if has_adapters(model) else {}
+    state = {name: weight for name, weight in model.state_dict().items() if "lora_" not in name}
+    state = remove_tied_weights_from_state_dict(state, model)
+    for _, names in groupby(state, key=_layer_of):
+        weights: dict[str, Tensor] = {}
+        for name in names:
+            layer, _, end = name.rpartition(".base_layer.")
+            if layer in adapted and end == "weight":
+                weights[f"{layer}.weight"] = _merged(adapted[layer])
+            else:
+                weights[name.replace(".base_layer.", ".")] = state[name]
+        yield from revert_weight_conversion(model, weights).items()
+
+
+def _layer_of(name: str) -> str:
+    layer = _LAYER.match(name)
+    return "" if layer is None else layer.group()
+
+
+def _adapted_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {
+        name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)
+    }
+
+
+def _merged(layer: torch.nn.Module) -> Tensor:
+    """Return the weight under adapters with these merged, as `adapters.merge_adapters` computes it."""
+    merged = copy.deepcopy(layer)
+    merged.merge()  # type: ignore[operator]
+    weight: Tensor = merged.get_base_layer().weight  # type: ignore[operator]
+    return weight.detach()

@@ -1,0 +1,330 @@
+"""The rollout engine on vLLM, in the trainer's process and on its device.
+
+vLLM samples with a copy of the policy. The weights of the copy are replaced in place whenever the policy has changed.
+Requests join and leave vLLM's batch at any token, so environments step while other responses are still sampled.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ragen_pl.constraints import Count, Fraction, Open, checked
+from ragen_pl.models.checkpoint_weights import checkpoint_weights
+from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+# bytes of keys and values on the CPU, where vLLM would take most of the machine's memory
+_CPU_CACHE_BYTES = 2**30
+_NOT_INSTALLED = (
+    "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
+    "rollout/engine=transformers"
+)
+
+
+def vllm_problem() -> str | None:
+    """Return why vLLM can't be used here, None if it is installed."""
+    return _NOT_INSTALLED if find_spec("vllm") is None else None
+
+
+class VLLMEngine:
+    """Rollout engine that runs vLLM in this process.
+
+    Its log-probs are of the distribution that it samples from, with temperature and banned tokens, as its own kernels
+    compute them. Those of a token depend a little on what else is in the batch. Adapters are merged into the weights.
+
+    Where torch.distributed is initialized, every rank has an engine of its own, and all ranks have to build it
+    together. Elsewhere vLLM initializes it for this process alone, until `close`.
+
+    Args:
+        policy: Policy whose weights are copied by `load_weights`.
+        forward_context: Not used: vLLM computes in `dtype`.
+        max_tokens: Longest prompt plus response.
+        dtype: Type that vLLM computes in; `auto` is that of the policy's weights.
+        cache_bytes: Size of the keys and values; None for what `memory_share` leaves for them, on the CPU for 1 GiB.
+        memory_share: Share of a GPU's memory for vLLM: its weights, its activations, keys and values.
+        eager: Whether no CUDA graphs are captured, which starts faster and samples slower. Always so on the CPU.
+        settings: Other arguments of `vllm.LLM`, such as `{"max_num_seqs": 512}`.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        ValueError: vLLM does not know the model, or can't run it with these settings.
+    """
+
+    exact = False
+
+    @checked
+    def __init__(
+        self,
+        policy: EnginePolicy,
+        *,
+        forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        max_tokens: Count,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        cache_bytes: Count | None = None,
+        memory_share: Fraction = 0.4,
+        eager: bool = False,
+        settings: Annotated[dict[str, Any], Open()] | None = None,
+    ) -> None:
+        if (problem := vllm_problem()) is not None:
+            raise ModuleNotFoundError(problem)
+        self.bundle = policy.bundle
+        self.max_tokens = max_tokens
+        self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
+        self.version = -1
+        self.sampled_tokens = 0
+        self._device = self.bundle.device
+        self._sessions: dict[str, GenerationRequest] = {}
+        self._requests = 0
+        self._asleep = False
+        self._owns_group = not torch.distributed.is_initialized()
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm")
+        _save_without_weights(self.bundle, self._folder.name)
+        on_gpu = self._device.type == "cuda"
+        if cache_bytes is None and not on_gpu:
+            cache_bytes = _CPU_CACHE_BYTES
+        arguments = {
+            "model": self._folder.name,
+            "load_format": "dummy",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": max_tokens,
+            "kv_cache_memory_bytes": cache_bytes,
+            "gpu_memory_utilization": memory_share,
+            "enforce_eager": eager or not on_gpu,
+            "enable_sleep_mode": on_gpu,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            # ids go in and come out
+            "skip_tokenizer_init": self.bundle.processor is None,
+            "limit_mm_per_prompt": {"video": 0} if self.bundle.processor is not None else {},
+            "mm_processor_kwargs": dict(self.bundle.image_settings) or None,
+            "distributed_executor_backend": None if self._owns_group else "external_launcher",
+        } | dict(settings or {})
+        with self._isolated(), _environment(self._device):
+            from vllm import LLM
+
+            try:
+                self._llm = LLM(**arguments)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                self._folder.cleanup()
+                raise ValueError(
+                    f"rollout/engine=vllm: vLLM can't run this {self.bundle.facts.family} model "
+                    f"({_reason(error)}); set rollout/engine=transformers, or other settings of rollout.engine"
+                ) from error
+
+    # ---- weights
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_weights(self, version: int) -> None:
+        """Copy the policy's present weights, layer by layer, and drop what was computed with older ones."""
+        self.release()
+        engine = self._llm.llm_engine
+        with self._isolated():
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
+            weights = checkpoint_weights(self.bundle.model)
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+            self._llm.reset_prefix_cache()
+            engine.reset_encoder_cache()
+        self.version = version
+
+    def sleep(self) -> None:
+        """Give back the memory of weights, keys and values on a GPU until `load_weights`."""
+        self.release()
+        if self._device.type == "cuda" and not self._asleep:
+            with self._isolated():
+                self._llm.sleep(level=2)
+            self._asleep = True
+
+    def release(self) -> None:
+        """Abort the requests that are under way."""
+        if self._sessions:
+            with self._isolated():
+                self._llm.llm_engine.abort_request(list(self._sessions))
+            self._sessions.clear()
+
+    def close(self) -> None:
+        """End vLLM."""
+        from vllm.distributed import parallel_state
+
+        self.release()
+        with self._isolated():
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+            if self._owns_group:
+                parallel_state.cleanup_dist_env_and_memory()
+        self._folder.cleanup()
+
+    # ---- responses
+
+    def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
+        """Hand requests to vLLM; see `RolloutEngine`.
+
+        Raises:
+            ValueError: A request has more tokens than `max_tokens`, or leaves out parts of its images.
+        """
+        for request in requests:
+            self._check(request)
+        with self._isolated():
+            for request in requests:
+                name = str(self._requests)
+                self._requests += 1
+                self._llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
+                self._sessions[name] = request
+
+    def collect(self) -> list[tuple[int, Generation]]:
+        """Step vLLM until a response has finished, and return those that have."""
+        finished: list[tuple[int, Generation]] = []
+        with self._isolated():
+            while self._sessions and not finished:
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        request = self._sessions.pop(output.request_id)
+                        finished.append((request.session, self._generation(request, output)))
+        return finished
+
+    def _check(self, request: GenerationRequest) -> None:
+        length = len(request.prompt.ids) + request.max_tokens
+        if length > self.max_tokens:
+            raise ValueError(
+                f"rollout.engine.max_tokens={self.max_tokens}: a prompt has {len(request.prompt.ids)} tokens and its "
+                f"response may have {request.max_tokens}; set at least {length}"
+            )
+        if request.prompt.patches is not None:
+            raise ValueError(
+                "context.leave_out.patches: vLLM shows whole images; set context.leave_out.patches=0, or "
+                "rollout/engine=transformers"
+            )
+
+    def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
+        prompt = request.prompt
+        if not prompt.images:
+            return {"prompt_token_ids": prompt.ids.tolist()}
+        images = [Image.fromarray(image) for image in prompt.images]
+        return {
+            "prompt_token_ids": prompt.unexpanded_ids.tolist(),
+            "multi_modal_data": {"image": images},
+        }
+
+    def _sampling(self, request: GenerationRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=sorted(self.bundle.eos_token_ids),
+            # the tokenizer's eos_token is among them
+            ignore_eos=True,
+            logit_bias=self._bias,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    @property
+    def _bias(self) -> dict[int, float]:
+        return dict.fromkeys(self.bundle.banned_token_ids, float("-inf"))
+
+    def _generation(self, request: GenerationRequest, output: Any) -> Generation:
+        """Return a finished response.
+
+        Raises:
+            ValueError: vLLM has put other ids in the place of the images than the model's own processor.
+        """
+        shown = output.prompt_token_ids
+        if shown != request.prompt.ids.tolist():
+            raise ValueError(
+                f"rollout/engine=vllm: vLLM read a prompt as {len(shown)} tokens, the trainer as "
+                f"{len(request.prompt.ids)}; it handles images of {self.bundle.facts.family} in another way: set "
+                "rollout/engine=transformers"
+            )
+        (response,) = output.outputs
+        ids = np.asarray(response.token_ids, dtype=np.int64)
+        self.sampled_tokens += len(ids)
+        return Generation(
+            ids=ids,
+            logprobs=np.asarray(response.logprobs.logprobs, dtype=np.float32),
+            entropy=None,
+            hit_length_limit=response.finish_reason == "length",
+            version=self.version,
+        )
+
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """Run vLLM; the global generators and torch's threads are as before afterwards."""
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        on_gpu = self._device.type == "cuda"
+        gpu = torch.cuda.get_rng_state(self._device) if on_gpu else None
+        # small functions, for which compilers are not worth their time on a CPU
+        compilation = nullcontext() if on_gpu else torch._dynamo.config.patch(disable=True)
+        try:
+            with compilation:
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+            torch.set_rng_state(cpu)
+            if gpu is not None:
+                torch.cuda.set_rng_state(gpu, self._device)
+            # vLLM replaces the function on a CPU
+            torch.set_num_threads = set_num_threads
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+@contextmanager
+def _environment(device: torch.device) -> Iterator[None]:
+    """Set the variables that vLLM reads while it starts."""
+    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        changes["VLLM_LOGGING_LEVEL"] = "ERROR"
+    if torch.distributed.is_initialized():
+        changes |= {
+            "RANK": str(torch.distributed.get_rank()),
+            "LOCAL_RANK": str(device.index or 0),
+        }
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ |= changes
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _save_without_weights(bundle: ModelBundle, folder: str) -> None:
+    """Write the config, the tokenizer and the processor for vLLM to build the model from."""
+    config = copy.deepcopy(bundle.model.config)
+    config.architectures = [type(bundle.model).__name__]
+    config.save_pretrained(folder)
+    (bundle.processor or bundle.tokenizer).save_pretrained(folder)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # pydantic's first line names the class
+    return next((line for line in lines if "error for" not in line), type(error).__name__)[:300]
