@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -22,6 +23,7 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _microbatches,
         _sharded_weights,
         _fsdp2,
+        _vllm,
     ):
         if (message := relation(lambda key: OmegaConf.select(cfg, key))) is not None:
             yield message
@@ -148,6 +150,28 @@ def _fsdp2(get: _Get) -> str | None:
         return (
             "context.leave_out: its scores are computed on the trainer's weights, which FSDP2 shards; set "
             "context.leave_out.patches=0 context.leave_out.turns=0, or trainer.strategy=ddp"
+        )
+    return None
+
+
+def _vllm(get: _Get) -> str | None:
+    """What vLLM needs, and what it can't do."""
+    if not str(get("rollout.engine._target_")).endswith(".VLLMEngine"):
+        return None
+    if find_spec("vllm") is None:
+        return (
+            "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
+            "rollout/engine=transformers"
+        )
+    if str(get("model.build._target_")).endswith(".build_small_vlm"):
+        return (
+            "model=small_vlm: vLLM does not know this architecture; set rollout/engine=transformers, or a pretrained "
+            "model"
+        )
+    if get("context.leave_out.patches") or get("context.leave_out.turns"):
+        return (
+            "context.leave_out: vLLM shows whole prompts; set context.leave_out.patches=0 context.leave_out.turns=0, "
+            "or rollout/engine=transformers"
         )
     return None
 

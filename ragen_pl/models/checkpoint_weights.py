@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,17 +49,15 @@ def _layer_of(name: str) -> str:
     return "" if layer is None else layer.group()
 
 
-def _adapted_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+def _adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return {
-        name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)
-    }
+    return {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
 
 
-def _merged(layer: torch.nn.Module) -> Tensor:
+def _merged(layer: Any) -> Tensor:
     """Return the weight under adapters with these merged, as `adapters.merge_adapters` computes it."""
     merged = copy.deepcopy(layer)
-    merged.merge()  # type: ignore[operator]
-    weight: Tensor = merged.get_base_layer().weight  # type: ignore[operator]
+    merged.merge()
+    weight: Tensor = merged.get_base_layer().weight
     return weight.detach()

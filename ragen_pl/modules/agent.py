@@ -38,6 +38,10 @@ from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 
 log = logging.getLogger(__name__)
+_CORRECTED = (
+    "policy loss: its old log-probs are the trainer's, with truncated importance weights for the engine's, since %s; "
+    "algorithm.loss.mismatch=null takes the engine's"
+)
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -126,9 +130,10 @@ class AgentModule(SavesTrainedWeights):
     def correction(self) -> Correction | None:
         """Correction of the engine's distribution to the trainer's; see `UpdateLoss.mismatch`."""
         mismatch = self.loss.mismatch
-        if mismatch == "auto":
-            return None if self.computes_in_float32 else TruncatedWeights()
-        return mismatch
+        if mismatch != "auto":
+            return mismatch
+        exact = self._engine is None or self._engine.exact
+        return None if exact and self.computes_in_float32 else TruncatedWeights()
 
     def setup(self, stage: str) -> None:
         """Take the fingerprints, then store the reference in the dtype that it is computed in."""
@@ -169,10 +174,7 @@ class AgentModule(SavesTrainedWeights):
                 "this to an optimizer of its own"
             )
         if self.loss.mismatch == "auto" and self.correction is not None:
-            log.info(
-                "policy loss: its old log-probs are the trainer's, with truncated importance weights for the engine's, "
-                "since compute is not in float32; algorithm.loss.mismatch=null takes the engine's"
-            )
+            log.info(_CORRECTED, "compute is not in float32")
 
     # ---- rollout phase
 
@@ -187,10 +189,14 @@ class AgentModule(SavesTrainedWeights):
             self._engine = self.engine_factory(
                 self._gathered or self.policy, forward_context=self._forward_context
             )
+            if self.computes_in_float32 and self.correction is not None and rank() == 0:
+                log.info(_CORRECTED, "the rollout engine rounds otherwise")
         return self._engine
 
     def _end_rollout(self) -> None:
         """Free what only a rollout needs."""
+        if self._engine is not None:
+            self._engine.sleep()
         if self._gathered is not None:
             self._gathered.release()
 

@@ -66,7 +66,7 @@ def check_agreement(
             engine_logprobs = response.generation.logprobs
             differences["rollout engine"].append(np.abs(engine_logprobs - own))
             differences["trainer"].append(np.abs(_trainer_logprobs(bundle, response) - own))
-    full_precision = bundle.model.dtype == torch.float32
+    full_precision = bundle.model.dtype == engine.dtype == torch.float32
     largest = 0.0
     for name, parts in differences.items():
         values = np.concatenate(parts)

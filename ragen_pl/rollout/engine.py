@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
+
     from ragen_pl.models.bundle import ModelBundle
 
 
@@ -65,6 +67,16 @@ class Generation:
 class RolloutEngine(Protocol):
     """Generates responses for many environments at once."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether it computes as the trainer does, so that log-probs in float32 are equal but for the last digits."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that it computes in."""
+        ...
+
     def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
         """Queue requests, at most one for each session.
 
@@ -92,6 +104,10 @@ class RolloutEngine(Protocol):
 
     def release(self) -> None:
         """Forget all sessions and free their memory."""
+        ...
+
+    def sleep(self) -> None:
+        """Free what only a rollout needs. `load_weights` comes before the next request."""
         ...
 
     def close(self) -> None:

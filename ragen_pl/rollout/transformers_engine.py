@@ -50,6 +50,8 @@ class TransformersEngine:
         ValueError: The model's attention takes no masks, which padded prompts need.
     """
 
+    exact = True
+
     @checked
     def __init__(
         self,
@@ -76,6 +78,11 @@ class TransformersEngine:
         self._held: SessionCache | None = None
         self._features: dict[bytes, ImageFeatures] = {}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model's weights."""
+        return self.bundle.model.dtype
+
     def load_weights(self, version: int) -> None:
         """Drop what was computed with older weights; the weights themselves are the trainer's."""
         self.version = version
@@ -86,6 +93,10 @@ class TransformersEngine:
         self._pending, self._keep = [], False
         self._held = None
         self._features.clear()
+
+    def sleep(self) -> None:
+        """Free what the sessions hold."""
+        self.release()
 
     def close(self) -> None:
         """Free what the sessions hold."""

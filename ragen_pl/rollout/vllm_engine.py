@@ -10,7 +10,7 @@ import copy
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 
 # bytes of keys and values on the CPU, where vLLM would take most of the machine's memory
 _CPU_CACHE_BYTES = 2**30
-_NOT_INSTALLED = (
-    "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
-    "rollout/engine=transformers"
-)
-
-
-def vllm_problem() -> str | None:
-    """Return why vLLM can't be used here, None if it is installed."""
-    return _NOT_INSTALLED if find_spec("vllm") is None else None
 
 
 class VLLMEngine:
@@ -78,23 +69,34 @@ class VLLMEngine:
         eager: bool = False,
         settings: Annotated[dict[str, Any], Open()] | None = None,
     ) -> None:
-        if (problem := vllm_problem()) is not None:
-            raise ModuleNotFoundError(problem)
+        if find_spec("vllm") is None:
+            raise ModuleNotFoundError(
+                "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
+                "rollout/engine=transformers"
+            )
+        if "quantization_config" in policy.bundle.model.config.to_dict():
+            raise ValueError(
+                "rollout/engine=vllm: quantized weights can't be copied into vLLM after each update; set "
+                "rollout/engine=transformers, or load the weights in bfloat16"
+            )
         self.bundle = policy.bundle
         self.max_tokens = max_tokens
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
         self.sampled_tokens = 0
-        self._device = self.bundle.device
         self._sessions: dict[str, GenerationRequest] = {}
         self._requests = 0
         self._asleep = False
+        self._on_gpu = False
         self._owns_group = not torch.distributed.is_initialized()
+        with self._isolated(), _environment():
+            from vllm import LLM
+            from vllm.platforms import current_platform
+        self._on_gpu = not current_platform.is_cpu()
+        if cache_bytes is None and not self._on_gpu:
+            cache_bytes = _CPU_CACHE_BYTES
         self._folder = tempfile.TemporaryDirectory(prefix="vllm")
         _save_without_weights(self.bundle, self._folder.name)
-        on_gpu = self._device.type == "cuda"
-        if cache_bytes is None and not on_gpu:
-            cache_bytes = _CPU_CACHE_BYTES
         arguments = {
             "model": self._folder.name,
             "load_format": "dummy",
@@ -102,8 +104,8 @@ class VLLMEngine:
             "max_model_len": max_tokens,
             "kv_cache_memory_bytes": cache_bytes,
             "gpu_memory_utilization": memory_share,
-            "enforce_eager": eager or not on_gpu,
-            "enable_sleep_mode": on_gpu,
+            "enforce_eager": eager or not self._on_gpu,
+            "enable_sleep_mode": self._on_gpu,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             # ids go in and come out
@@ -112,9 +114,7 @@ class VLLMEngine:
             "mm_processor_kwargs": dict(self.bundle.image_settings) or None,
             "distributed_executor_backend": None if self._owns_group else "external_launcher",
         } | dict(settings or {})
-        with self._isolated(), _environment(self._device):
-            from vllm import LLM
-
+        with self._isolated(), _environment():
             try:
                 self._llm = LLM(**arguments)
             except (ValueError, TypeError, NotImplementedError) as error:
@@ -147,7 +147,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give back the memory of weights, keys and values on a GPU until `load_weights`."""
         self.release()
-        if self._device.type == "cuda" and not self._asleep:
+        if self._on_gpu and not self._asleep:
             with self._isolated():
                 self._llm.sleep(level=2)
             self._asleep = True
@@ -185,7 +185,9 @@ class VLLMEngine:
             for request in requests:
                 name = str(self._requests)
                 self._requests += 1
-                self._llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
+                self._llm.llm_engine.add_request(
+                    name, self._prompt(request), self._sampling(request)
+                )
                 self._sessions[name] = request
 
     def collect(self) -> list[tuple[int, Generation]]:
@@ -273,10 +275,9 @@ class VLLMEngine:
         """Run vLLM; the global generators and torch's threads are as before afterwards."""
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        on_gpu = self._device.type == "cuda"
-        gpu = torch.cuda.get_rng_state(self._device) if on_gpu else None
+        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         # small functions, for which compilers are not worth their time on a CPU
-        compilation = nullcontext() if on_gpu else torch._dynamo.config.patch(disable=True)
+        compilation = nullcontext() if self._on_gpu else torch._dynamo.config.patch(disable=True)
         try:
             with compilation:
                 yield
@@ -285,7 +286,7 @@ class VLLMEngine:
             np.random.set_state(arrays)
             torch.set_rng_state(cpu)
             if gpu is not None:
-                torch.cuda.set_rng_state(gpu, self._device)
+                torch.cuda.set_rng_state(gpu)
             # vLLM replaces the function on a CPU
             torch.set_num_threads = set_num_threads
             if torch.get_num_threads() != threads:
@@ -293,7 +294,7 @@ class VLLMEngine:
 
 
 @contextmanager
-def _environment(device: torch.device) -> Iterator[None]:
+def _environment() -> Iterator[None]:
     """Set the variables that vLLM reads while it starts."""
     changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if "VLLM_LOGGING_LEVEL" not in os.environ:
@@ -301,7 +302,7 @@ def _environment(device: torch.device) -> Iterator[None]:
     if torch.distributed.is_initialized():
         changes |= {
             "RANK": str(torch.distributed.get_rank()),
-            "LOCAL_RANK": str(device.index or 0),
+            "LOCAL_RANK": str(torch.cuda.current_device() if torch.cuda.is_available() else 0),
         }
     before = {name: os.environ.get(name) for name in changes}
     os.environ |= changes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,9 +25,10 @@ from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.agreement import check_agreement
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.endpoint import ChatEndpoint
-from ragen_pl.rollout.engine import EngineFactory
+from ragen_pl.rollout.engine import EngineFactory, EnginePolicy, RolloutEngine
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.seeding import seeded
 
@@ -58,7 +59,7 @@ def assemble(cfg: DictConfig) -> RunComponents:
         context=ContextManager(bundle, **plain(cfg.context)),
         **rollout_settings(cfg),
     )
-    if bundle.source is not None:
+    if bundle.source is not None and engine_is_in_place(cfg):
         size = image_size(proxy.environments)
         check_agreement(proxy.context, engine_factory(cfg)(policy), image_size=size)
     validation_sets = [build_validation_set(cfg, proxy)]
@@ -125,6 +126,32 @@ def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
     return endpoint
 
 
+def engine_is_in_place(cfg: DictConfig) -> bool:
+    """Return whether the rollout engine runs the policy's own model, and not a copy of it."""
+    target = get_object(cfg.rollout.engine._target_)
+    return isinstance(target, type) and issubclass(target, TransformersEngine)
+
+
+def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -> EngineFactory:
+    """Return the config's rollout engine. One with a copy of the model is compared with the trainer once it is built.
+
+    It may need the processes that the Trainer starts, so it cannot be built before.
+    """
+    factory = engine_factory(cfg)
+    if engine_is_in_place(cfg):
+        return factory
+
+    def build(policy: EnginePolicy, **settings: Any) -> RolloutEngine:
+        engine = factory(policy, **settings)
+        engine.load_weights(0)
+        context = ContextManager(policy.bundle, **plain(cfg.context))
+        with config_errors("rollout.engine"):
+            check_agreement(context, engine, image_size=image_size(proxy.environments))
+        return engine
+
+    return build
+
+
 def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
     """Build the manager of the config's environment, with `changes` to its settings."""
     settings = {
@@ -185,13 +212,26 @@ def build_critic_model(
 
 def build_agent(components: RunComponents) -> AgentModule:
     """Build the run's agent."""
-    return assemble_agent(components.cfg, components.policy, components.critic)
+    cfg = components.cfg
+    engine = agreeing_engine_factory(cfg, components.proxy)
+    return assemble_agent(cfg, components.policy, components.critic, engine=engine)
 
 
 def assemble_agent(
-    cfg: DictConfig, policy: PolicyModule, critic: CriticModule | None
+    cfg: DictConfig,
+    policy: PolicyModule,
+    critic: CriticModule | None,
+    *,
+    engine: EngineFactory | None = None,
 ) -> AgentModule:
-    """Build the agent. A reference policy is a copy of the policy's present weights."""
+    """Build the agent. A reference policy is a copy of the policy's present weights.
+
+    Args:
+        cfg: config of the run.
+        policy: policy.
+        critic: critic, if the algorithm needs one.
+        engine: builds the rollout engine; the config's by default.
+    """
     algorithm = cfg.algorithm
     return AgentModule(
         policy,
@@ -200,7 +240,7 @@ def assemble_agent(
         masks=instantiate(algorithm.masks, _convert_="all"),
         loss=instantiate(algorithm.loss, _convert_="all"),
         optimizer=instantiate(cfg.optimizer, _convert_="all"),
-        engine=engine_factory(cfg),
+        engine=engine or engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         learning_rate_end=cfg.learning_rate_end,
         tokens_per_forward=cfg["update"].tokens_per_forward,

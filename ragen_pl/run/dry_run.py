@@ -193,22 +193,30 @@ class CountedRollout:
     images: int = 0
 
 
-def count_rollout(agent: AgentModule, workload: Workload) -> CountedRollout:
-    """Run a part of the engine's first prefill and count; nothing for an engine elsewhere."""
-    engine = agent.rollout_engine()
-    if not isinstance(engine, TransformersEngine):
-        return CountedRollout()
+def count_rollout(
+    agent: AgentModule, workload: Workload, *, in_place: bool = True
+) -> CountedRollout:
+    """Run a part of the engine's first prefill and count.
+
+    Args:
+        agent: Agent without data.
+        workload: Sizes.
+        in_place: Whether the engine runs the agent's own model; otherwise a forward pass alone is counted.
+    """
     agent.eval()
+    if not in_place:
+        return CountedRollout(
+            per_position=_count_prefill(agent, workload, rows=1) / workload.prompt
+        )
+    engine = agent.rollout_engine()
+    assert isinstance(engine, TransformersEngine)
     bundle, slots = agent.policy.bundle, workload.prompt + workload.response
     episodes = workload.episodes
     session = engine.session_bytes(slots)
     if engine.cache_bytes is not None:
         episodes = max(1, min(episodes, engine.cache_bytes // session))
     rows = max(1, min(episodes, engine.prefill_tokens // workload.prompt))
-    live, ids = LiveMemory(), torch.full((rows, workload.prompt), bundle.pad_token_id)
-    with live, torch.inference_mode(), agent.trainer.precision_plugin.forward_context():
-        run_decoder(bundle, DecoderInputs(ids=ids))
-    prefill = live.peak.total()
+    prefill = _count_prefill(agent, workload, rows=rows)
     of_images = sum(bundle.num_image_tokens(image) for image in workload.images)
     return CountedRollout(
         per_position=prefill / (rows * workload.prompt),
@@ -217,6 +225,15 @@ def count_rollout(agent: AgentModule, workload: Workload) -> CountedRollout:
         sampling=episodes * vocabulary_of(agent) * _SAMPLING_BYTES,
         images=episodes * of_images * bundle.hidden_size * bundle.model.dtype.itemsize,
     )
+
+
+def _count_prefill(agent: AgentModule, workload: Workload, *, rows: int) -> int:
+    """Return the bytes that a forward pass over prompts makes."""
+    bundle = agent.policy.bundle
+    live, ids = LiveMemory(), torch.full((rows, workload.prompt), bundle.pad_token_id)
+    with live, torch.inference_mode(), agent.trainer.precision_plugin.forward_context():
+        run_decoder(bundle, DecoderInputs(ids=ids))
+    return live.peak.total()
 
 
 def vocabulary_of(agent: AgentModule) -> int:

@@ -19,7 +19,7 @@ from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
 from ragen_pl.models.abstract import KnownMasks, config_without_hub
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.build import choose_accelerator, plain
+from ragen_pl.run.build import choose_accelerator, engine_is_in_place, plain
 from ragen_pl.run.dry_run import (
     CountedRollout,
     CountedUpdate,
@@ -129,7 +129,7 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
             workload = workload_of(cfg, agent.policy.bundle)
             update = count_update(agent, workload, foreach=on_gpu)
-            rollout = count_rollout(agent, workload)
+            rollout = count_rollout(agent, workload, in_place=engine_is_in_place(cfg))
     weights = list(agent.policy.parameters())
     return MemoryPlan(
         phases=plan_phases(cfg, agent, workload, update=update, rollout=rollout),
