@@ -1,6 +1,8 @@
 # Everything starts from a bare checkout: `make fit`, `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+# Environment of `make test-vllm`.
+VLLM_VENV ?= .venv-vllm
 ARGS ?=
 PYTEST_ARGS ?=
 # Processes of the test run; each uses one thread.
@@ -9,10 +11,10 @@ PY := $(VENV)/bin/python
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit test soak lint format clean
+.PHONY: help fit test soak test-vllm lint format clean
 
 help:  ## Show this help
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
 
 fit: $(VENV)/.installed  ## Install, then train: make fit ARGS="env=frozenlake algorithm=grpo"
 	$(PY) -m ragen_pl.fit env=frozenlake_visual $(ARGS)
@@ -22,6 +24,9 @@ test: lint  ## Install, then run linters, the type checker and all tests, the sl
 
 soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes each, which `make test` leaves out
 	$(ONE_THREAD) $(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environment of its own, then run the tests of the engine on it
+	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .
@@ -33,7 +38,7 @@ format: $(VENV)/.installed-dev  ## Let ruff mend and format the code
 	$(PY) -m ruff format .
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -48,3 +53,7 @@ $(VENV)/.installed: pyproject.toml | $(PY)
 $(VENV)/.installed-dev: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_environment
+	PYTHON=$(PYTHON) .ci/vllm_environment $(VLLM_VENV)
+	@touch $@

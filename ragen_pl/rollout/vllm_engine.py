@@ -37,7 +37,7 @@ class VLLMEngine:
     compute them. Those of a token depend a little on what else is in the batch. Adapters are merged into the weights.
 
     Where torch.distributed is initialized, every rank has an engine of its own, and all ranks have to build it
-    together. Elsewhere vLLM initializes it for this process alone, until `close`.
+    together. Elsewhere vLLM initializes it for this process alone, until `close`. A process has one engine at a time.
 
     Args:
         policy: Policy whose weights are copied by `load_weights`.
@@ -112,6 +112,8 @@ class VLLMEngine:
             "skip_tokenizer_init": self.bundle.processor is None,
             "limit_mm_per_prompt": {"video": 0} if self.bundle.processor is not None else {},
             "mm_processor_kwargs": dict(self.bundle.image_settings) or None,
+            # else vLLM normalizes images itself, with constants that new weights overwrite (0.32)
+            "mm_device_do_normalize": False,
             "distributed_executor_backend": None if self._owns_group else "external_launcher",
         } | dict(settings or {})
         with self._isolated(), _environment():
@@ -160,15 +162,12 @@ class VLLMEngine:
             self._sessions.clear()
 
     def close(self) -> None:
-        """End vLLM."""
-        from vllm.distributed import parallel_state
-
+        """End vLLM, and torch.distributed where vLLM has initialized it."""
         self.release()
-        with self._isolated():
+        groups_kept = nullcontext() if self._owns_group else _process_groups_kept()
+        with self._isolated(), groups_kept:
             self._llm.llm_engine.engine_core.shutdown()
-            del self._llm
-            if self._owns_group:
-                parallel_state.cleanup_dist_env_and_memory()
+        del self._llm
         self._folder.cleanup()
 
     # ---- responses
@@ -314,6 +313,19 @@ def _environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _process_groups_kept() -> Iterator[None]:
+    """Keep vLLM from ending torch.distributed, which the trainer has initialized."""
+    from vllm.distributed import parallel_state
+
+    destroy = parallel_state.destroy_distributed_environment
+    parallel_state.destroy_distributed_environment = lambda: None
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = destroy
 
 
 def _save_without_weights(bundle: ModelBundle, folder: str) -> None:

@@ -1,0 +1,31 @@
+"""Engines on vLLM, one at a time."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_models import KINDS, build, start
+
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.rollout.vllm_engine import VLLMEngine
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request):
+    """An engine that the tests of a module share; they restore the weights that they change."""
+    built = start(build(request.param))
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def start_engine():
+    """Return a function that starts an engine for one test; its `bundle` builds a model."""
+    started: list[VLLMEngine] = []
+
+    def make(bundle: ModelBundle, **settings) -> VLLMEngine:
+        started.append(start(bundle, **settings))
+        return started[-1]
+
+    yield make
+    for engine in started:
+        engine.close()

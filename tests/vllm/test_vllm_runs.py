@@ -1,0 +1,76 @@
+"""Whole runs whose rollouts are vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm_models import build
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "model=pretrained",
+    "model.build.path=model",
+    "rollout/engine=vllm",
+    "rollout.engine.cache_bytes=67108864",
+    "algorithm=grpo",
+    "env.invalid_ends=false",
+    "env.max_turns=3",
+    "curriculum=null",
+    "context.window=all",
+    "rollout.groups=4",
+    "rollout.group_size=4",
+    "rollout.max_response_tokens=8",
+    "optimizer.lr=1e-2",
+    "validation.episodes=8",
+    "validation.blank=false",
+    "warm_start=none",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=2",
+    "trainer.check_val_every_n_epoch=1",
+    "logger=none",
+    "paths.run_dir=run",
+)
+
+
+def fit(folder: Path, kind: str, *overrides: str) -> tuple[dict[str, float], str]:
+    """Run `ragen_pl.fit` on a tiny model; return the last metrics and what was logged."""
+    build(kind).save(folder / "model")
+    env = "frozenlake" if kind == "text" else "frozenlake_visual"
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_pl.fit", f"env={env}", *SMALL, *overrides],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    metrics = json.loads((folder / "run" / "metrics.json").read_text())
+    return metrics, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_a_run_samples_with_the_present_weights(tmp_path, kind):
+    metrics, log = fit(tmp_path, kind)
+    assert metrics["rollout/logprob_mismatch_max"] < 1e-4
+    assert metrics["rollout/episodes"] == 16
+    assert metrics["update/gradient_norm_policy"] > 0
+    assert "since the rollout engine rounds otherwise" in log
+
+
+def test_two_ranks_have_an_engine_each(tmp_path):
+    metrics, _ = fit(tmp_path, "text", "trainer.devices=2", "trainer.strategy=ddp")
+    assert metrics["rollout/logprob_mismatch_max"] < 1e-4
+    assert metrics["rollout/episodes"] == 16 and metrics["val/episodes"] == 8
+
+
+def test_sharded_weights_are_copied_whole(tmp_path):
+    metrics, _ = fit(tmp_path, "text", "trainer.devices=2", "trainer.strategy=fsdp2")
+    assert metrics["rollout/logprob_mismatch_max"] < 1e-4

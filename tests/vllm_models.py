@@ -1,0 +1,152 @@
+"""Tiny models with heads of 32, which vLLM needs on a CPU; engines of them, played and compared with the trainer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from families import FAMILIES
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+import envs  # noqa: F401 - registers the environments
+import visual_envs  # noqa: F401
+from ragen_pl.data.collate import collate
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
+from ragen_pl.rollout.vllm_engine import VLLMEngine
+from ragen_pl.seeding import derive_seed
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+}
+VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "fullatt_block_indexes": [1],
+    "window_size": 56,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+MARKS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+KINDS = ("text", "images")
+ENVIRONMENTS = {False: "ragen/FrozenLake-v0", True: "ragen/FrozenLakeVisual-v0"}
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
+    return {
+        # rows without a token
+        "vocab_size": len(tokenizer) + 3,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def with_lively_weights(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
+    """Draw weights so large that a token of context changes a distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:
+                weight.copy_(noise * 2.0 * weight.shape[-1] ** -0.5)
+            else:
+                weight.add_(noise * 0.1)
+    return model.eval()
+
+
+def build(kind: str) -> ModelBundle:
+    """Return a tiny Qwen2 or Qwen2.5-VL; a tenth of its tokens end a response."""
+    family = FAMILIES["qwen2_5" if kind == "text" else "qwen2_5_vl"]
+    tokenizer = family.tokenizer()
+    processor = None
+    if kind == "text":
+        model = Qwen2ForCausalLM(Qwen2Config(**TEXT, **vocabulary(tokenizer)))
+    else:
+        marks = {key: tokenizer.convert_tokens_to_ids(token) for key, token in MARKS.items()}
+        config = Qwen2_5_VLConfig(
+            text_config=TEXT | {"rope_parameters": MROPE} | vocabulary(tokenizer),
+            vision_config=VISION,
+            **marks,
+        )
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        processor = Qwen2_5_VLProcessor(
+            Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=84 * 84),
+            tokenizer,
+            video_processor=Qwen2VLVideoProcessor(),
+            chat_template=tokenizer.chat_template,
+        )
+    ends = [*family.eos_token_ids(tokenizer), *range(20, 40)]
+    model.generation_config = GenerationConfig(eos_token_id=ends)
+    return ModelBundle(with_lively_weights(model), tokenizer, processor)
+
+
+def start(bundle: ModelBundle, **settings) -> VLLMEngine:
+    engine = VLLMEngine(PolicyModule(bundle), max_tokens=2048, cache_bytes=2**26, **settings)
+    engine.load_weights(0)
+    return engine
+
+
+def play(engine, *, window="all", temperature=1.0, greedy=False, groups=3, turns=3, num_envs=64):
+    bundle = engine.bundle
+    proxy = AgentProxy(
+        environments=EnvironmentManager(
+            target=ENVIRONMENTS[bundle.images is not None], max_turns=turns, invalid_ends=False
+        ),
+        context=ContextManager(bundle, window=window, system_prompt=None, max_tokens=2048),
+        max_response_tokens=12,
+        temperature=temperature,
+        num_envs=num_envs,
+    )
+    specs = [EpisodeSpec(group=g, member=m, seed=g) for g in range(groups) for m in range(2)]
+    responder = EngineResponder(engine=engine, context=proxy.context, greedy=greedy)
+    return proxy.rollout(responder, specs, seed_key=(0, "test"))
+
+
+def gap(bundle, trajectories) -> float:
+    """Return the largest difference of the engine's log-probs from the trainer's."""
+    batch = collate(trajectories, bundle)
+    with torch.no_grad():
+        scores = PolicyModule(bundle)(batch.samples, batch.images)
+    difference = (scores.logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0]
+    assert len(difference) > 50
+    return float(difference.abs().max())
+
+
+def request(bundle, text, *, session=0, tokens=12, temperature=1.0, seed=0) -> GenerationRequest:
+    ids = np.array(bundle.tokenizer.encode(text))
+    return GenerationRequest(
+        session=session,
+        prompt=Prompt(ids=ids, unexpanded_ids=ids),
+        max_tokens=tokens,
+        temperature=temperature,
+        seed=derive_seed("test", seed),
+    )
