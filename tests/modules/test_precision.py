@@ -10,6 +10,7 @@ import torch
 
 from ragen_pl.algorithms.mismatch import MaskedWeights, TruncatedWeights
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
 def agent_in(make, precision: str, *, dtype: torch.dtype = torch.float32, **changes):
@@ -97,3 +98,19 @@ def test_a_run_says_what_its_precision_changes(make, precision, caplog, monkeypa
         agent.on_fit_start()
     assert ("float32 copies of the weights" in caplog.text) is (dtype is torch.bfloat16)
     assert "algorithm.loss.mismatch=null takes the engine's" in caplog.text
+
+
+def test_an_engine_that_is_not_exact_is_corrected_for_in_float32(make, caplog):
+    class Rounding(TransformersEngine):
+        exact = False
+
+    agent = agent_in(make, "32-true", engine=Rounding)
+    with caplog.at_level(logging.INFO, logger="ragen_pl"):
+        agent.rollout_engine()
+        agent.rollout_engine()
+    assert type(agent.correction) is TruncatedWeights
+    (message,) = [message for message in caplog.messages if message.startswith("policy loss")]
+    assert "since the rollout engine rounds otherwise" in message
+    agent = agent_in(make, "32-true", engine=Rounding, loss=UpdateLoss(mismatch=None))
+    agent.rollout_engine()
+    assert agent.correction is None

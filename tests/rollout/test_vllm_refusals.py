@@ -1,0 +1,73 @@
+"""What is refused of the engine on vLLM without it; `tests/vllm` has the tests with it."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from ragen_pl.config import ConfigError, check_config, config_dir, relations
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout import vllm_engine
+from ragen_pl.rollout.vllm_engine import VLLMEngine
+
+MISSING = (
+    r"rollout/engine=vllm: vllm is not installed; pip install vllm .*rollout/engine=transformers"
+)
+
+
+def check(*overrides: str) -> None:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        check_config(compose("fit", overrides=["rollout/engine=vllm", *overrides]))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Let vLLM seem to be installed."""
+    found = importlib.util.find_spec
+
+    def find_spec(name, package=None):
+        return SimpleNamespace() if name == "vllm" else found(name, package)
+
+    for module in (relations, vllm_engine):
+        monkeypatch.setattr(module, "find_spec", find_spec)
+
+
+def test_a_missing_vllm_is_named_before_a_model_is_built(lm, monkeypatch):
+    for module in (relations, vllm_engine):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=MISSING):
+        check("env=frozenlake")
+    with pytest.raises(ModuleNotFoundError, match=MISSING):
+        VLLMEngine(PolicyModule(lm), max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env=frozenlake_visual"], r"model=small_vlm: vLLM does not know .*rollout/engine="),
+        (
+            ["env=frozenlake_visual", "model=pretrained", "context.leave_out.patches=0.5"],
+            r"context\.leave_out: vLLM shows whole prompts; set context\.leave_out\.patches=0",
+        ),
+        (["env=frozenlake", "rollout.engine.memory_share=2"], r"memory_share=2: expected"),
+        (["env=frozenlake", "rollout.engine.dtype=int8"], r"dtype=int8: expected"),
+    ],
+)
+def test_settings_that_vllm_cannot_serve_are_refused(installed, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(
+            "model.build.path=folder" if "model=pretrained" in overrides else "seed=0", *overrides
+        )
+
+
+def test_the_shipped_settings_pass(installed):
+    check("env=frozenlake", "rollout.engine.settings={max_num_seqs: 64}")
+
+
+def test_quantized_weights_are_refused(installed, fresh_lm):
+    fresh_lm.model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(ValueError, match="quantized weights can't be copied into vLLM"):
+        VLLMEngine(PolicyModule(fresh_lm), max_tokens=64)
