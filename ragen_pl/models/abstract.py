@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.images import ImageFeatures, encoder_outputs, joined
+from ragen_pl.models.images import ImageEncoder, ImageFeatures, encoder_outputs, joined
 from ragen_pl.models.named import named_config
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 
 class UnknownSizesError(ValueError):
@@ -115,16 +115,21 @@ def abstract_pretrained(model: Mapping[str, Any]) -> ModelBundle:
     config = config_without_hub(model)
     with torch.device("meta"):
         weights = describe_pretrained(config, **settings)
-    bundle = AbstractBundle(weights, local_tokenizer(path), image_settings=images or {})
+    bundle = AbstractBundle(
+        weights, local_tokenizer(path), local_processor(path, config), image_settings=images or {}
+    )
     bundle.image_processor = model.get("processor") or {}
     return bundle
 
 
 class AbstractBundle(ModelBundle):
-    """A pretrained model without data, with its family's image processor, and a folder's tokenizer if there is one."""
+    """A pretrained model without data, with the tokenizer and the processor of its folder if there is one.
+
+    The images of a named model are processed by its family's image processor.
+    """
 
     image_processor: Mapping[str, Any] = MappingProxyType({})
-    """Settings of the image processor; those of a folder are not read."""
+    """Settings of a named model's image processor."""
 
     @property
     def image_token_id(self) -> int | None:
@@ -138,24 +143,27 @@ class AbstractBundle(ModelBundle):
 
 
 class AbstractImages:
-    """Encoder of images with the settings that the family's image processor has by default."""
+    """Encoder of images with a folder's processor, or with the image processor of the model's family."""
 
     def __init__(self, bundle: AbstractBundle) -> None:
         self.model, self.facts, self.settings = bundle.model, bundle.facts, bundle.image_settings
-        self.processor = _image_processor(self.facts.family, bundle.image_processor)
+        self.written: ImageEncoder | None = None
+        if bundle.processor is None:
+            self.processor = _image_processor(self.facts.family, bundle.image_processor)
+        else:
+            self.written = ImageEncoder(self.model, bundle.processor, self.facts, self.settings)
+            self.processor = bundle.processor.image_processor
         self._counts: dict[tuple[int, ...], int] = {}
         self._listed = False
 
     def encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
-        """Return the features of images, each uint8 `[height, width, 3]`.
+        """Return the features of images of one size, each uint8 `[height, width, 3]`.
 
         An encoder without gradients runs on the first image only: it keeps nothing of the others but their features.
         """
         if len(images) > 1 and not (torch.is_grad_enabled() and self._is_trained()):
             return self.encode(images[:1]).of([0] * len(images), [None] * len(images))
-        processed = self.processor(
-            images=[[image] for image in images], return_tensors="pt", **self.settings
-        )
+        processed = self._processed(images[0], count=len(images))
         arguments = self.facts.vision_arguments
         encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
         output = encode(**{name: value for name, value in processed.items() if name in arguments})
@@ -169,16 +177,38 @@ class AbstractImages:
             grids=processed.get("image_grid_thw"),
         )
 
+    def _processed(self, image: np.ndarray, *, count: int) -> dict[str, Any]:
+        """Return the processor's inputs for an image, repeated without a copy where they have an axis of images."""
+        inputs = self.processor(images=[[image]], return_tensors="pt", **self.settings)
+        return {
+            name: value.expand(count, *value.shape[1:])
+            if len(value) == 1
+            else value.repeat(count, *[1] * (value.ndim - 1))
+            for name, value in inputs.items()
+        }
+
     def _is_trained(self) -> bool:
         encoder = self.model.get_encoder(modality="image")
         return any(weight.requires_grad for weight in encoder.parameters())
 
     def num_tokens(self, image: np.ndarray) -> int:
         """Return the number of image tokens of an image `[height, width, 3]`."""
+        if self.written is not None:
+            return self.written.num_tokens(image)
         if image.shape not in self._counts:
             with torch.no_grad():
                 self._counts[image.shape] = self.encode([image]).counts[0]
         return self._counts[image.shape]
+
+    def expand(self, text: str, images: Sequence[np.ndarray]) -> str:
+        """Replace the slots of images in a text; see `ImageEncoder.expand`. Only a folder has a template with slots."""
+        assert self.written is not None
+        return self.written.expand(text, images)
+
+    def check_together(self, images: Sequence[np.ndarray]) -> None:
+        """Check that a prompt may show these images; see `ImageEncoder.check_together`."""
+        assert self.written is not None
+        self.written.check_together(images)
 
     def outputs(self, features: ImageFeatures) -> dict[str, Any]:
         """Return features as the `mm_encoder_outputs` of the model's forward."""
@@ -215,6 +245,16 @@ def config_without_hub(model: Mapping[str, Any]) -> PretrainedConfig:
             "model such as model=qwen2_5"
         )
     return named_config(model)
+
+
+def local_processor(path: str, config: PretrainedConfig) -> ProcessorMixin | None:
+    """Return the processor of a folder's model with images, None without a folder or images."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    if not Path(path).is_dir() or type(config) not in AutoModelForImageTextToText._model_mapping:
+        return None
+    processor: ProcessorMixin = AutoProcessor.from_pretrained(path, local_files_only=True)
+    return processor
 
 
 def local_tokenizer(path: str) -> PreTrainedTokenizerBase:

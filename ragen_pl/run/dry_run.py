@@ -7,8 +7,8 @@ adapters, master weights and precision count as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +31,8 @@ from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build
 from ragen_pl.run.live_memory import LiveMemory
 from ragen_pl.run.workload import Workload
 
+MOST_ROWS = 16
+"""Samples of a microbatch that are run; more are reckoned from fewer."""
 # the engine's log-probs and probabilities of a token, and their sums in float64
 _SAMPLING_BYTES = 4 + 4 + 8
 
@@ -107,28 +109,49 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
     """
     trained = [weight for weight in agent.parameters() if weight.requires_grad]
     live = LiveMemory(vocabulary=vocabulary_of(agent), weights=[weight.shape for weight in trained])
-    batch = minibatch_of(agent, workload)
     agent.train()
     with live:
         optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
     copies = live.now.total()
-    if workload.accumulates:
+    # more rows add what other rows add: masks of images need data, so many of them need memory
+    rows = [workload.rows] if workload.rows <= MOST_ROWS else [MOST_ROWS // 2, MOST_ROWS]
+    peaks = [_count_passes(agent, live, replace(workload, rows=number)) for number in rows]
+    peak = _at_rows(workload.rows, rows, peaks) - Counter(activations=copies)
+    gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
+    with live:
+        if foreach:
+            _use_lists(optimizer)
+        state, step = _count_step(agent, optimizer, live)
+    return CountedUpdate(peak, gradients, copies + state, step)
+
+
+def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> Counter[str]:
+    """Run forward and backward pass and return what they need at their peak; leaves the gradients."""
+    trained = [weight for weight in agent.parameters() if weight.requires_grad]
+    batch = minibatch_of(agent, workload)
+    for weight in trained:
         # of an earlier microbatch
-        for weight in trained:
-            weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+        earlier = torch.zeros_like(weight, dtype=weight.grad_dtype)
+        weight.grad = earlier if workload.accumulates else None
     live.reset_peak()
     with live:
         with agent.trainer.precision_plugin.forward_context():
             loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
         loss.backward()
         del loss
-        earlier = _drop_unused(trained) if workload.accumulates else 0
-        peak = live.peak + Counter(gradients=earlier) - Counter(activations=copies)
-        gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
-        if foreach:
-            _use_lists(optimizer)
-        state, step = _count_step(agent, optimizer, live)
-    return CountedUpdate(peak, gradients, copies + state, step)
+        kept = _drop_unused(trained) if workload.accumulates else 0
+        return live.peak + Counter(gradients=kept)
+
+
+def _at_rows(rows: int, counted: Sequence[int], peaks: Sequence[Counter[str]]) -> Counter[str]:
+    """Return the peak of this number of rows from those of one or two smaller numbers, on a line."""
+    if len(peaks) == 1:
+        return peaks[0]
+    (fewer, more), (low, high) = counted, peaks
+    share = (rows - more) / (more - fewer)
+    return Counter(
+        {kind: round(high[kind] + share * (high[kind] - low[kind])) for kind in high | low}
+    )
 
 
 def _drop_unused(trained: Iterable[nn.Parameter]) -> int:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from family_models import tiny
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from torch._C._profiler import _EventType
@@ -19,8 +20,15 @@ from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.engine import GenerationRequest, Prompt
 from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.run import dry_run
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
-from ragen_pl.run.dry_run import abstract_agent, count_rollout, minibatch_of, size_of
+from ragen_pl.run.dry_run import (
+    abstract_agent,
+    abstract_bundle,
+    count_rollout,
+    minibatch_of,
+    size_of,
+)
 from ragen_pl.run.live_memory import LiveMemory
 from ragen_pl.run.memory_plan import Sharding, plan_memory
 from ragen_pl.run.memory_report import check_memory, show_plan
@@ -126,6 +134,36 @@ def test_planned_peak_of_an_update_is_the_measured_one(case, folder):
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
     planned = max(phases["update"], phases["optimizer step"])
     assert planned == pytest.approx(measured_update(cfg), rel=0.05)
+
+
+def test_samples_that_are_not_run_add_as_much_as_those_that_are(monkeypatch):
+    cfg = composed("env=frozenlake", "algorithm=trico", *SMALL, "rollout.groups=40")
+    agent = abstract_agent(cfg)
+    workload = workload_of(cfg, agent.policy.bundle)
+    assert workload.rows > 2 * dry_run.MOST_ROWS
+    reckoned = dry_run.count_update(agent, workload)
+    monkeypatch.setattr(dry_run, "MOST_ROWS", workload.rows)
+    run = dry_run.count_update(abstract_agent(cfg), workload)
+    assert reckoned.peak.total() == pytest.approx(run.peak.total(), rel=0.05)
+    assert (reckoned.gradients, reckoned.state) == (run.gradients, run.state)
+
+
+def test_a_folder_of_a_model_with_images_is_planned(tmp_path):
+    tiny("qwen2_5_vl").save(tmp_path)
+    cfg = composed(
+        "env=frozenlake_visual",
+        "model=pretrained",
+        f"model.build.path={tmp_path}",
+        "rollout.groups=4",
+        "context.max_tokens=8192",
+    )
+    bundle, loaded = abstract_bundle(cfg), build_bundle(cfg)
+    workload = workload_of(cfg, bundle)
+    assert workload.prompt == workload_of(cfg, loaded).prompt
+    (image,) = workload.images
+    assert bundle.num_image_tokens(image) < workload.prompt
+    weights = sum(weight.nbytes for weight in loaded.model.parameters())
+    assert plan_memory(cfg).highest.total > 4 * weights
 
 
 def test_images_that_the_context_has_no_room_for_are_not_planned():
