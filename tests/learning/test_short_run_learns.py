@@ -8,11 +8,11 @@ import pytest
 
 
 @pytest.mark.slow
-def test_thirty_iterations_double_the_success_of_the_warm_start(tmp_path):
+def test_twenty_iterations_double_the_success_of_the_warm_start(tmp_path):
     overrides = [
         "env=frozenlake_visual",
-        "trainer.max_epochs=30",
-        "trainer.check_val_every_n_epoch=30",
+        "trainer.max_epochs=20",
+        "trainer.check_val_every_n_epoch=20",
         "validation.episodes=256",
         "logger=csv",
         f"paths.root={tmp_path}",
