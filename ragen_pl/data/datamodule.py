@@ -139,10 +139,13 @@ class RolloutDataModule(MinibatchDataModule):
         Trajectories that the filter drops are returned and counted too, but not trained on.
         """
         engine = module.rollout_engine()
-        engine.load_weights(module.global_step)
+        version = module.global_step
+        engine.load_weights(version)
         trajectories: list[Trajectory] = []
         for attempt in range(1 + self.group_filter.resample):
-            trajectories += self._play(engine, iteration, attempt=attempt, progress=progress)
+            trajectories += self._play(
+                engine, version, iteration, attempt=attempt, progress=progress
+            )
             self._measure(trajectories)
             selection = select_groups(
                 trajectories,
@@ -163,6 +166,7 @@ class RolloutDataModule(MinibatchDataModule):
     def _play(
         self,
         engine: RolloutEngine,
+        version: int,
         iteration: int,
         *,
         attempt: int,
@@ -171,7 +175,7 @@ class RolloutDataModule(MinibatchDataModule):
         specs = self.episode_specs(iteration, attempt=attempt)
         seed_key = (self.seed, "sample", iteration)
         trajectories = self.proxy.rollout(
-            EngineResponder(engine=engine, context=self.proxy.context),
+            EngineResponder(engine=engine, context=self.proxy.context, version=version),
             specs,
             seed_key=seed_key,
             progress=progress,

@@ -80,7 +80,9 @@ class ValidationSet:
             seed_key: counters that the seeds of sampled responses start with.
         """
         engine.load_weights(version)
-        responder = EngineResponder(engine=engine, context=self.proxy.context, greedy=self.greedy)
+        responder = EngineResponder(
+            engine=engine, context=self.proxy.context, greedy=self.greedy, version=version
+        )
         specs = self.episode_specs if episode_specs is None else episode_specs
         return self.proxy.rollout(responder, specs, seed_key=seed_key)
 

@@ -16,6 +16,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import Conversation
 from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
 from ragen_pl.rollout.environments import EnvironmentSlot
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.formats import PromptFormat
 from ragen_pl.rollout.leave_out import occlusion_scores
 from ragen_pl.seeding import derive_seed
@@ -98,11 +99,13 @@ class EngineResponder:
         engine: samples the responses.
         context: the context manager that makes the prompts.
         greedy: take the most probable tokens instead of sampling.
+        version: the weights that responses must be sampled with; None takes any.
     """
 
     engine: RolloutEngine
     context: ContextManager
     greedy: bool = False
+    version: int | None = None
     _pending: int = field(init=False, default=0)
 
     @property
@@ -119,12 +122,22 @@ class EngineResponder:
         self._pending += len(requests)
 
     def collect(self) -> list[tuple[int, Response]]:
-        """Return the generations that have finished; with `context.leave_out`, wait for all of them."""
+        """Return the generations that have finished; with `context.leave_out`, wait for all of them.
+
+        Raises:
+            RolloutError: a response was sampled with other weights.
+        """
         finished = self.engine.collect()
         # occlusion scores need the engine to themselves
         while self.context.leave_out and len(finished) < self._pending:
             finished += self.engine.collect()
         self._pending -= len(finished)
+        for _, generation in finished:
+            if self.version is not None and generation.version != self.version:
+                raise RolloutError(
+                    f"the rollout engine sampled a response with the weights of step {generation.version}, expected "
+                    f"step {self.version}; it has not loaded the policy's present weights"
+                )
         return list(finished)
 
     def release(self) -> None:

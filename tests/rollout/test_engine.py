@@ -11,12 +11,14 @@ from hydra import compose, initialize_config_dir
 from ragen_pl.config import config_dir
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_length
+from ragen_pl.data.validation import ValidationSet
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import draw, log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
@@ -360,6 +362,21 @@ def test_load_weights_drops_every_cache(fresh_vlm):
     assert engine.version == 1
     (synced,) = generate(engine, [request(second, seed=9)], keep=True)
     assert close(synced, fresh)
+
+
+def test_a_response_of_other_weights_is_refused(lm):
+    class Behind(TransformersEngine):
+        """An engine that misses an update."""
+
+        def load_weights(self, version):
+            super().load_weights(min(version, 1))
+
+    proxy = proxy_of(lm, window=1)
+    played = ValidationSet("held_out", proxy, episodes=2)
+    engine = Behind(PolicyModule(lm))
+    assert len(played.play(engine, version=1)) == 2
+    with pytest.raises(RolloutError, match="weights of step 1, expected step 2"):
+        played.play(engine, version=2)
 
 
 def _generator() -> torch.Generator:
