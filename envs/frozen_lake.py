@@ -20,7 +20,6 @@ from envs.base import (
     Observation,
     Probability,
     Reward,
-    TextStyle,
     bits,
     cells_text,
     check_number,
@@ -37,8 +36,10 @@ from envs.frozen_lake_map import (
 )
 from envs.frozen_lake_text import (
     SIGNS,
+    FrozenLakeStyle,
     FrozenLakeSymbols,
     describe_state,
+    directions_text,
     grid_text,
     observation_rule,
     relative_positions,
@@ -62,7 +63,7 @@ class FrozenLake(Environment):
     ## Observation Space
     `Text`. `render="coordinates"`: `me 1 2 goal 3 0 holes 0 1, 2 2` (row, column; row 0 at the
     top). `render="grid"`: rows of P (player), _ (ice), O (hole), G (goal), X (player in a hole),
-    W (player at the goal).
+    W (player at the goal). `render="directions"`: `goal Down Left holes Right, Up Left`, the holes around the player.
 
     ## Starting State
     Start and goal are random. The shortest path around the holes has `min_distance` to
@@ -88,7 +89,7 @@ class FrozenLake(Environment):
       means no upper bound.
     - `step_cost`: at least 0.
     - `random_start`: whether start and goal are random.
-    - `render`: "coordinates" or "grid".
+    - `render`: "coordinates", "grid" or "directions".
     - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 flag 3 0 pits 0 1`,
       and A . # F in the grid), to test whether a policy generalizes beyond the symbols.
 
@@ -111,7 +112,7 @@ class FrozenLake(Environment):
         max_distance: Count | None = None,
         step_cost: Reward = 0.0,
         random_start: bool = True,
-        render: TextStyle = TextStyle.COORDINATES,
+        render: FrozenLakeStyle = FrozenLakeStyle.COORDINATES,
         symbols: FrozenLakeSymbols = FrozenLakeSymbols.PLAIN,
         render_mode: str | None = None,
     ) -> None:
@@ -241,8 +242,11 @@ class FrozenLake(Environment):
         """Record a move. The visual environment draws footprints here."""
 
     def _observe(self) -> Observation:
-        if self.style is TextStyle.GRID:
+        if self.style is FrozenLakeStyle.GRID:
             return grid_text(self.lake, cell=self.cell, grid=self.signs.grid)
+        if self.style is FrozenLakeStyle.DIRECTIONS:
+            positions = relative_positions(self.lake, cell=self.cell)
+            return directions_text(positions, signs=self.signs)
         return f"{self.signs.you} {self.cell // self.size} {self.cell % self.size}{self._fixed}"
 
     def _distances(self, low: int, high: int | None) -> tuple[int, int]:

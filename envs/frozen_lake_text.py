@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from envs.base import MOVES, TextStyle
+from envs.base import MOVES
 from envs.frozen_lake_map import FrozenLakeMap, neighbors
 
 Grid = tuple[str, str, str, str, str, str]
@@ -16,6 +17,14 @@ class FrozenLakeSymbols(StrEnum):
 
     PLAIN = "plain"
     OTHER = "other"
+
+
+class FrozenLakeStyle(StrEnum):
+    """Format of the text observation."""
+
+    COORDINATES = "coordinates"
+    GRID = "grid"
+    DIRECTIONS = "directions"
 
 
 class Signs(NamedTuple):
@@ -53,6 +62,13 @@ def _coordinates_rule(signs: Signs) -> str:
     )
 
 
+def _directions_rule(signs: Signs) -> str:
+    return (
+        f"Each turn tells the direction of the {signs.goal} from you, and those of the {signs.holes} in the cells "
+        "around you."
+    )
+
+
 def rules(size: int, *, slip_probability: float, seen: str) -> str:
     """Return the rules, followed by `seen`, a sentence about the observation."""
     slips = (
@@ -68,9 +84,16 @@ def rules(size: int, *, slip_probability: float, seen: str) -> str:
     )
 
 
-def observation_rule(style: TextStyle, *, signs: Signs) -> str:
+_RULES = {
+    FrozenLakeStyle.COORDINATES: _coordinates_rule,
+    FrozenLakeStyle.GRID: _grid_rule,
+    FrozenLakeStyle.DIRECTIONS: _directions_rule,
+}
+
+
+def observation_rule(style: FrozenLakeStyle, *, signs: Signs) -> str:
     """Return the sentence that explains a text observation of this style."""
-    return _grid_rule(signs) if style is TextStyle.GRID else _coordinates_rule(signs)
+    return _RULES[style](signs)
 
 
 def grid_text(lake: FrozenLakeMap, *, cell: int, grid: Grid) -> str:
@@ -81,6 +104,22 @@ def grid_text(lake: FrozenLakeMap, *, cell: int, grid: Grid) -> str:
     symbols[lake.goal] = goal
     symbols[cell] = {hole: sunk, goal: there}.get(symbols[cell], you)
     return "\n".join(" ".join(symbols[row * size : (row + 1) * size]) for row in range(size))
+
+
+def directions_text(positions: Iterable[tuple[str, int, int]], *, signs: Signs) -> str:
+    """Return where things are from the player: `goal Down Left holes Up, Up Right`, or `holes none`.
+
+    Args:
+        positions: as `relative_positions` returns them.
+        signs: words of the goal and of the holes.
+    """
+    towards: dict[str, list[str]] = {"goal": [], "hole": []}
+    for name, rows, columns in positions:
+        vertical = MOVES[rows > 0] if rows else ""
+        horizontal = MOVES[2 + (columns > 0)] if columns else ""
+        towards[name].append(f"{vertical} {horizontal}".strip() or "here")
+    holes = ", ".join(towards["hole"]) or "none"
+    return f"{signs.goal} {towards['goal'][0]} {signs.holes} {holes}"
 
 
 def describe_state(lake: FrozenLakeMap, *, cell: int) -> str:

@@ -194,6 +194,24 @@ def test_fixed_actions_give_expected_transitions() -> None:
     assert environment.difficulty() == 0
 
 
+def test_directions_format() -> None:
+    environment = FrozenLake(render="directions")
+    options = {"layout": ["SFFF", "FHFH", "FFFH", "HFFG"]}
+    observation, _ = environment.reset(options=options)
+    assert observation == "goal Down Right holes Down Right"
+    assert "direction of the goal from you" in environment.instructions
+    moved, *_ = environment.step(1)
+    assert moved == "goal Down Right holes Right"
+    for action in (1, 3, 1, 3):
+        moved, *_ = environment.step(action)
+    assert moved == "goal Right holes Up Right"
+    arrived, *_ = environment.step(3)
+    assert arrived == "goal here holes Up"
+    assert all(environment.observation_space.contains(text) for text in (observation, arrived))
+    other = FrozenLake(render="directions", symbols="other")
+    assert other.reset(options=options)[0] == "flag Down Right pits Down Right"
+
+
 def test_grid_format() -> None:
     environment = FrozenLake(render="grid")
     text, _ = environment.reset(options={"layout": ROWS})
@@ -289,7 +307,10 @@ def test_tiles_differ_clearly(theme: FrozenLakeTheme) -> None:
         ({"min_distance": 4, "max_distance": 3}, "max_distance: found 3"),
         ({"random_start": False, "max_distance": 4}, "set random_start=True"),
         ({"step_cost": -1.0}, "step_cost: found -1.0"),
-        ({"render": "pixels"}, "render: found 'pixels', expected one of coordinates, grid"),
+        (
+            {"render": "pixels"},
+            "render: found 'pixels', expected one of coordinates, grid, directions",
+        ),
         ({"symbols": "new"}, "symbols: found 'new', expected one of plain, other"),
     ],
 )
