@@ -252,8 +252,8 @@ class ChatEndpoint:
             from openai import AsyncOpenAI
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(MISSING) from error
-        # it logs each request
-        logging.getLogger("httpx2").setLevel(logging.WARNING)
+        for client in ("httpx", "httpx2"):  # they log each request
+            logging.getLogger(client).setLevel(logging.WARNING)
         self.model, self.max_tokens = model, max_tokens
         self.context = ChatContext(
             window=window, system_prompt=system_prompt, turn_template=turn_template

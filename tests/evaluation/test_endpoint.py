@@ -185,6 +185,15 @@ def test_its_column_stands_beside_the_others(server: Server, tmp_path: Path, cap
     assert "HTTP" not in caplog.text
 
 
+def test_its_row_stands_beside_a_model(server: Server, tmp_path: Path) -> None:
+    small = ["model=small_lm", "validation.episodes=2", "env.max_turns=2"]
+    results = evaluated(server, tmp_path, *small)
+    (validation_set,) = results.validation_sets.values()
+    assert list(validation_set["policies"]) == ["policy", "walker", "random", "optimal"]
+    assert results.first_success == validation_set["policies"]["policy"]["success"]
+    assert validation_set["policies"]["walker"]["valid_actions"] == 1.0
+
+
 def test_answers_come_in_any_order_a_few_at_a_time(server: Server, tmp_path: Path) -> None:
     server.delay = 0.02
     first = evaluated(server, tmp_path / "a", "endpoint.concurrency=3", "samples=2")
