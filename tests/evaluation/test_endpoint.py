@@ -27,6 +27,7 @@ from ragen_pl.config.errors import translated
 from ragen_pl.evaluation.checks import check_evaluation
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.settings import resolve_settings
+from ragen_pl.viewing.checks import check_play
 from ragen_pl.viewing.play import play
 
 KEY = "sk-a-key-of-this-test"
@@ -192,6 +193,16 @@ def test_its_row_stands_beside_a_model(server: Server, tmp_path: Path) -> None:
     assert list(validation_set["policies"]) == ["policy", "walker", "random", "optimal"]
     assert results.first_success == validation_set["policies"]["policy"]["success"]
     assert validation_set["policies"]["walker"]["valid_actions"] == 1.0
+
+
+def test_there_is_none_by_default(tmp_path: Path) -> None:
+    small = ["env=frozenlake", "model=small_lm", "validation.episodes=2", "env.max_turns=2"]
+    cfg = composed("evaluate", *small, "mlflow=false", f"to={tmp_path}")
+    check_evaluation(cfg)
+    assert "endpoint" not in evaluate(cfg).about
+    cfg = composed("play", *small[:2], "policy=endpoint", f"save={tmp_path}/a.png")
+    with pytest.raises(ConfigError, match="policy=endpoint: there is none"):
+        check_play(cfg)
 
 
 def test_answers_come_in_any_order_a_few_at_a_time(server: Server, tmp_path: Path) -> None:
