@@ -17,7 +17,7 @@ PACKAGES = ("ragen_pl", "envs", "visual_envs")
 # Names under which distributions are imported, where they differ.
 IMPORTED_AS = {"annotated-types": "annotated_types", "hydra-core": "hydra", "pillow": "PIL"}
 # Optional: imported in one file, behind an extra.
-OPTIONAL = {"openai", "peft"}
+OPTIONAL = {"openai", "peft", "vllm"}
 
 
 @pytest.fixture(scope="session")

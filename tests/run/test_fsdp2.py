@@ -61,7 +61,7 @@ def test_copies_of_bfloat16_weights_and_a_moving_reference_are_resumed_exactly(j
     assert killed.differs_from(reference) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_ddp_job_continues_with_sharded_weights_and_is_exported(job):
     reference, continued = job(), job()
     settings = (

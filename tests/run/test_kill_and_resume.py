@@ -94,7 +94,7 @@ def test_a_job_stopped_by_sigterm_in_every_phase_loses_at_most_that_phase(job):
     assert stopped.differs_from(reference) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_agree_where_to_stop(job):
     reference, stopped = job(), job()
     settings = (*NEVER, *TWO_RANKS)
