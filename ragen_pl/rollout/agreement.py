@@ -33,6 +33,18 @@ _IMAGES = (1, 0, 1)
 _TOKENS = 4
 # nats: the largest difference of a token in float32, and the mean difference in types of 16 bits
 _LARGEST, _MEAN = 1e-3, 0.05
+# key and remedy by what differs
+_BLAMED = {
+    "rollout engine": (
+        "rollout.engine",
+        "it has other weights, leaves out temperature or banned tokens, or reads inputs of this family ({family}) "
+        "in another way: set another rollout/engine, or another model",
+    ),
+    "trainer": (
+        "model.build",
+        "this family ({family}) needs inputs that are not known here: choose another model, and report this one",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +85,10 @@ def check_agreement(
         largest = max(largest, float(values.max()))
         found, limit = (values.max(), _LARGEST) if full_precision else (values.mean(), _MEAN)
         if not found <= limit:
+            key, remedy = _BLAMED[name]
             raise ValueError(
-                f"model.build: log-probs of the {name} differ by {found:.3g} nats from those of the model's own "
-                f"forward, expected at most {limit:g}; this family ({bundle.facts.family}) needs inputs that are not "
-                "known here: choose another model, and report this one"
+                f"{key}: log-probs of the {name} differ by {found:.3g} nats from those of the model's own forward, "
+                f"expected at most {limit:g}; {remedy.format(family=bundle.facts.family)}"
             )
     return largest
 

@@ -7,12 +7,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from family_models import tiny
+from vllm_models import gap, play, request
+
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.engine import generate
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN_ENGINE = EXAMPLES / "own_engine"
 TINY = (
     "logger=none",
     "callbacks.progress=null",
@@ -23,6 +31,7 @@ TINY = (
     "rollout.groups=4",
     "validation.episodes=4",
 )
+NO_WARM_START = (*(each for each in TINY if not each.startswith("warm_start")), "warm_start=none")
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -34,15 +43,19 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch):
     return module
 
 
-def call(*command: str, cwd: Path, **env: str) -> str:
-    done = subprocess.run(
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, *command],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"} | env,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
         check=False,
     )
+
+
+def call(*command: str, cwd: Path) -> str:
+    done = run(*command, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -81,6 +94,78 @@ def test_own_environment_runs_from_its_own_folder(tmp_path, folder, env):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["val/episodes"] == 4
     assert metrics["random_policy/failed"] == 0
+
+
+# ---- own engine
+
+
+def responses(trajectories):
+    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "qwen2_5_vl"])
+def test_own_engine_samples_as_the_in_process_engine(monkeypatch, name):
+    bundle = tiny(name)
+    own = load(OWN_ENGINE / "my_engine.py", monkeypatch).GenerateEngine(PolicyModule(bundle))
+    own.load_weights(7)
+    trajectories = play(own, temperature=0.7, groups=2)
+    assert responses(trajectories) == responses(
+        play(TransformersEngine(PolicyModule(bundle)), temperature=0.7, groups=2)
+    )
+    assert gap(bundle, trajectories) < 1e-4
+    # whatever else is in the batch
+    assert responses(play(own, temperature=0.7, groups=2, num_envs=1)) == responses(trajectories)
+    single = request(bundle, "Go.")
+    limits = [replace(single, session=number, max_tokens=number + 1) for number in range(3)]
+    generations = generate(own, limits, keep=False)
+    assert all(
+        len(one.ids) <= limit.max_tokens for one, limit in zip(generations, limits, strict=True)
+    )
+    assert {one.version for one in generations} == {7}
+    own.submit([single], keep=False)
+    own.release()
+    assert own.collect() == []
+
+
+def test_own_engine_ignores_the_penalty_of_a_checkpoint(monkeypatch):
+    bundle = tiny("llama3_2")
+    bundle.model.generation_config.repetition_penalty = 5.0
+    own = load(OWN_ENGINE / "my_engine.py", monkeypatch).GenerateEngine(PolicyModule(bundle))
+    assert gap(bundle, play(own, groups=2)) < 1e-4
+
+
+def test_docs_show_the_own_engine():
+    page = (EXAMPLES.parent / "docs" / "engines.md").read_text()
+    for name in ("my_engine.py", "conf/rollout/engine/own.yaml"):
+        kind = "python" if name.endswith(".py") else "yaml"
+        assert f"```{kind}\n# {name}\n{(OWN_ENGINE / name).read_text()}```\n" in page
+
+
+@pytest.mark.slow
+def test_own_engine_runs(tmp_path):
+    own = ("--config-dir", "conf", "rollout/engine=own", "env=frozenlake")
+    call("-m", "ragen_pl.fit", *own, *NO_WARM_START, f"paths.run_dir={tmp_path}", cwd=OWN_ENGINE)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["rollout/logprob_mismatch_max"] < 1e-4
+    assert metrics["val/episodes"] == 4
+
+
+@pytest.mark.slow
+def test_own_engine_with_logprobs_before_the_bans_is_refused(tmp_path):
+    code = (OWN_ENGINE / "my_engine.py").read_text()
+    raw = "scores.log_softmax(-1).gather(1, token[:, None])[:, 0]"
+    assert code.count("token, logprob, entropy)") == 1
+    wrong = code.replace("token, logprob, entropy)", f"token, {raw}, entropy)")
+    (tmp_path / "my_engine.py").write_text(wrong)
+    done = run(
+        "-m", "ragen_pl.fit", "--config-dir", str(OWN_ENGINE / "conf"), "rollout/engine=own",
+        "env=frozenlake", *NO_WARM_START, f"paths.run_dir={tmp_path}/run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "rollout.engine: log-probs of the rollout engine differ by" in done.stderr
+
+
+# ---- invoice
 
 
 @pytest.fixture
