@@ -6,7 +6,8 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,22 @@ class Stopwatch:
         self.clock = clock
         self.seconds: dict[str, float] = defaultdict(float)
 
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Time a block."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self.seconds[part] += self.clock() - began
+
     def wrap(self, owner: object, method: str, *, part: str) -> None:
         """Time every later call of a method, or of a function of a module."""
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = self.clock()
-            try:
+            with self.timed(part):
                 return original(*args, **kwargs)
-            finally:
-                self.seconds[part] += self.clock() - began
 
         setattr(owner, method, timed)
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # bytes of keys and values on the CPU, where vLLM would take most of the machine's memory
 _CPU_CACHE_BYTES = 2**30
+# tokens of a step there, which vLLM would take itself
+_CPU_BATCH_TOKENS = 4096
 
 
 class VLLMEngine:
@@ -84,6 +86,7 @@ class VLLMEngine:
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
         self.sampled_tokens = 0
+        self.prefilled_tokens = 0
         self._sessions: dict[str, GenerationRequest] = {}
         self._requests = 0
         self._asleep = False
@@ -115,7 +118,15 @@ class VLLMEngine:
             # else vLLM normalizes images itself, with constants that new weights overwrite (0.32)
             "mm_device_do_normalize": False,
             "distributed_executor_backend": None if self._owns_group else "external_launcher",
-        } | dict(settings or {})
+        }
+        if not self._on_gpu:
+            # a seeded request can't continue a prompt that was computed in part: CPU generators have no offset (0.32)
+            whole_prompts = {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(max_tokens, _CPU_BATCH_TOKENS),
+            }
+            arguments |= whole_prompts
+        arguments |= dict(settings or {})
         with self._isolated(), _environment():
             try:
                 self._llm = LLM(**arguments)
@@ -261,6 +272,7 @@ class VLLMEngine:
         (response,) = output.outputs
         ids = np.asarray(response.token_ids, dtype=np.int64)
         self.sampled_tokens += len(ids)
+        self.prefilled_tokens += len(shown) - (output.num_cached_tokens or 0)
         return Generation(
             ids=ids,
             logprobs=np.asarray(response.logprobs.logprobs, dtype=np.float32),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -30,16 +31,17 @@ def load(name: str) -> ModuleType:
     return sys.modules[name]
 
 
-rollout, update, timing = load("rollout"), load("update"), load("timing")
+rollout, update, timing, dialogue = map(load, ("rollout", "update", "timing", "dialogue"))
 
 
 @pytest.mark.parametrize("images", [False, True])
 def test_both_engines_generate_the_same_dialogue(images):
     made = (build_small_vlm if images else build_small_lm)(text=TEXT)
+    watch = timing.Stopwatch(time.perf_counter)
     made.model.generation_config.eos_token_id = list(
         range(200, 400)
     )  # many ends, were they allowed
-    bundle = rollout.Endless(made.model, made.tokenizer, made.processor)
+    bundle = rollout.endless(made)
     engine, shapes = TransformersEngine(PolicyModule(bundle)), []
     for response in (
         partial(rollout.engine_response, engine, 5),
@@ -54,11 +56,12 @@ def test_both_engines_generate_the_same_dialogue(images):
             assert not set(np.concatenate(responses).tolist()) & set(bundle.eos_token_ids)
             return responses
 
-        rollout.Dialogue(num_envs=3, turns=3, rules=True).play(bundle, watched)
+        rollout.Dialogue(num_envs=3, turns=3, rules=True, watch=watch).play(bundle, watched)
         shapes.append(seen)
     assert shapes[0] == shapes[1]
     assert [images for _, images in shapes[0]] == [[t * images] * 3 for t in (1, 2, 3)]
     assert engine.prefilled_tokens < sum(sum(lengths) for lengths, _ in shapes[0])
+    assert watch.take()["environments"] > 0
 
 
 def test_growth_exponent_of_a_power_law():
@@ -84,14 +87,50 @@ def test_stopwatch_accumulates_and_resets():
     assert watch.take() == {"work": 2.5} and watch.take() == {}
 
 
-def test_rollout_benchmark_prints_both_tables(monkeypatch, capsys):
+def printed(monkeypatch, capsys, *arguments: str) -> str:
+    """Return what the rollout benchmark prints of a tiny model."""
     monkeypatch.setattr(rollout, "TURNS_OF_FIT", (1, 2))
     monkeypatch.setattr(rollout, "MODELS", {"default, text": partial(build_small_lm, text=TEXT)})
-    arguments = "rollout.py --num-envs 2 --fit-num-envs 2 --turns 2 --response-tokens 3 --rounds 1"
-    monkeypatch.setattr(sys, "argv", arguments.split())
+    sizes = "--num-envs 2 --fit-num-envs 2 --turns 2 --response-tokens 3 --rounds 1"
+    monkeypatch.setattr(sys, "argv", ["rollout.py", *sizes.split(), *arguments])
     rollout.main()
-    printed = capsys.readouterr().out
-    assert "tokens/s" in printed and "exponent" in printed and printed.count("default, text") == 2
+    return capsys.readouterr().out
+
+
+def test_rollout_benchmark_prints_all_tables_without_vllm_and_trl(monkeypatch, capsys):
+    monkeypatch.setattr(dialogue, "find_spec", lambda _: None)
+    text = printed(monkeypatch, capsys)
+    assert text.count("default, text") == 4 and "exponent" in text
+    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    assert rows["vLLM"] == ["not", "installed:", "vllm"] and rows["TRL"][0] == "not"
+    tokens, turns, prefilled, share = rows["in-process engine"]
+    assert float(tokens) == pytest.approx(3 * float(turns), rel=0.1)
+    assert 0 < float(prefilled) < float(rows["generate"][2])
+    assert 0 < float(share.rstrip("%")) < 100
+    assert "one response at a time: vLLM, not installed: vllm" in text
+
+
+def test_waiting_returns_the_responses_of_a_turn_together():
+    class Engine:
+        def __init__(self):
+            self.pending = []
+
+        def submit(self, requests, *, keep):
+            self.pending += requests
+
+        def collect(self):
+            return [(self.pending.pop(), None)] if self.pending else []
+
+    together = rollout.Together(Engine())
+    together.submit([1, 2], keep=True)
+    together.submit([3], keep=True)
+    assert [number for number, _ in together.collect()] == [3, 2, 1]
+    assert together.collect() == []
+
+
+def test_ends_give_responses_of_very_different_lengths():
+    bundle = rollout.with_ends(build_small_lm(text=TEXT))
+    assert 0.04 < len(bundle.eos_token_ids) / len(bundle.tokenizer) < 0.06
 
 
 def test_update_benchmark_prints_both_windows(monkeypatch, capsys):

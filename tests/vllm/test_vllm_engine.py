@@ -123,6 +123,16 @@ def test_a_seed_decides_a_response_whatever_else_is_sampled(engine):
     assert len({tuple(ids) for ids in responses(together)}) > len(together)
 
 
+def test_many_long_prompts_are_computed_whole(engine):
+    """A seeded request can't go on after a part of its prompt."""
+    bundle = engine.bundle
+    requests = [request(bundle, f"{n} " + "Go. " * 300, session=n, seed=n) for n in range(16)]
+    assert sum(len(each.prompt.ids) for each in requests) > 2 * 4096
+    together = generate(engine, requests, keep=False)
+    (alone,) = generate(engine, requests[-1:], keep=False)
+    assert alone.ids.tolist() == together[-1].ids.tolist()
+
+
 @only_text
 def test_other_seeds_give_other_responses(engine):
     requests = [request(engine.bundle, "Go.", session=n, seed=n) for n in range(8)]
