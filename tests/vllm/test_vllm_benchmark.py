@@ -22,7 +22,7 @@ def test_every_way_plays_the_dialogue(tmp_path):
         [sys.executable, ROOT / "benchmarks" / "rollout.py", *sizes.split(), "--tables", "ways",
          "waiting", "--models", "default, text", "--path", tmp_path / "model"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=400,
+        capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     assert "not installed" not in done.stdout

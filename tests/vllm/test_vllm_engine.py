@@ -106,6 +106,27 @@ def test_new_weights_are_sampled_from_and_old_keys_are_not_used(engine):
 
 
 @only_text
+def test_long_prompts_are_computed_anew_with_new_weights(engine):
+    """Keys are kept by blocks of 128 tokens, which short prompts do not fill."""
+    bundle = engine.bundle
+    before = {name: weight.clone() for name, weight in bundle.model.state_dict().items()}
+    long, parts = request(bundle, "Go. " * 200, temperature=0.0), []
+    for _ in range(2):
+        prefilled = engine.prefilled_tokens
+        generate(engine, [long], keep=False)
+        parts.append(engine.prefilled_tokens - prefilled)
+    assert parts[1] < len(long.prompt.ids) / 2
+    change_weights(bundle, seed=2)
+    engine.load_weights(5)
+    (own,) = generate(engine, [long], keep=False)
+    (expected,) = generate(TransformersEngine(PolicyModule(bundle)), [long], keep=False)
+    bundle.model.load_state_dict(before)
+    engine.load_weights(6)
+    assert own.ids.tolist() == expected.ids.tolist()
+    np.testing.assert_allclose(own.logprobs, expected.logprobs, atol=1e-4)
+
+
+@only_text
 def test_generations_carry_the_version_of_the_weights(engine):
     engine.load_weights(9)
     single = request(engine.bundle, "Go.")

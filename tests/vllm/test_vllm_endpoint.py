@@ -1,0 +1,141 @@
+"""`endpoint=openai` against a server of vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from vllm_models import KINDS, build
+
+from ragen_pl.config import config_dir
+from ragen_pl.config.check import check_config
+from ragen_pl.evaluation.evaluator import Evaluation, evaluate
+from ragen_pl.evaluation.settings import resolve_settings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+ENVIRONMENTS = {"text": "frozenlake", "images": "frozenlake_visual"}
+COUNTERS = {
+    "requests": "vllm:request_success_total",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "completion_tokens": "vllm:generation_tokens_total",
+}
+
+
+class Server:
+    """`vllm.entrypoints.openai.api_server` on loopback, with a tiny model."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind, self.log = kind, folder / "log.txt"
+        build(kind).save(folder / "model")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        settings = (
+            f"--model {folder}/model --served-model-name tiny --host 127.0.0.1 --dtype float32 "
+            f"--port {self.address.rpartition(':')[2]} --enforce-eager --max-model-len 2048 "
+            "--kv-cache-memory-bytes 67108864 --no-enable-chunked-prefill "
+            "--max-num-batched-tokens 4096"
+        )
+        offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *settings.split()],
+                env=os.environ | offline, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def wait(self, *, seconds: float = 400) -> None:
+        """Wait until the server answers."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                urlopen(f"{self.address}/health", timeout=5)
+                return
+            except (URLError, OSError):
+                assert self.process.poll() is None, self.log.read_text()[-5000:]
+                assert time.monotonic() < until, self.log.read_text()[-5000:]
+                time.sleep(0.5)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+    def counted(self) -> dict[str, int]:
+        """Return what the server itself has counted."""
+        text = urlopen(f"{self.address}/metrics").read().decode()
+        return {
+            name: sum(int(float(each)) for each in re.findall(rf"^{key}{{.*}} (\S+)$", text, re.M))
+            for name, key in COUNTERS.items()
+        }
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request, tmp_path_factory):
+    started = Server(tmp_path_factory.mktemp("server"), request.param)
+    started.wait()
+    yield started
+    started.close()
+
+
+def evaluated(server: Server, root: Path, *more: str) -> Evaluation:
+    """Evaluate the server's model in three episodes of two turns, with the endpoint's row alone."""
+    settings = (
+        f"env={ENVIRONMENTS[server.kind]}", "env.max_turns=2", "env.invalid_ends=false",
+        "validation.episodes=3", "endpoint=openai", "endpoint.model=tiny", "mlflow=false",
+        f"endpoint.base_url={server.address}/v1", "endpoint.max_tokens=12", "samples=2",
+        f"paths.root={root}", f"to={root}/out", *more,
+    )  # fmt: skip
+    overrides = resolve_settings(get_args_parser().parse_args(list(settings)))
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("evaluate", overrides=overrides)
+    check_config(cfg)
+    return evaluate(cfg)
+
+
+def test_answers_and_tokens_are_the_servers(server, tmp_path):
+    before = server.counted()
+    results = evaluated(server, tmp_path)
+    used = results.about["endpoint"]
+    after = server.counted()
+    assert {name: used[name] for name in COUNTERS} == {
+        name: after[name] - before[name] for name in COUNTERS
+    }
+    # three episodes of two turns, each twice
+    assert used["requests"] == 12 and 12 < used["completion_tokens"] <= 12 * 12
+    (row,) = [
+        policies["tiny"]
+        for validation_set in results.validation_sets.values()
+        for name, policies in validation_set.items()
+        if name == "policies"
+    ]
+    assert row["turns"] == 2.0 and 0 <= row["valid_actions"] < 1
+
+    # what is known is not asked for again
+    answers = tmp_path / "endpoint_answers.jsonl"
+    lines = answers.read_text().splitlines(keepends=True)
+    assert len(lines) == 12
+    again = evaluated(server, tmp_path)
+    assert server.counted() == after and again.about["endpoint"]["known"] == 12
+    assert again.validation_sets == results.validation_sets
+    answers.write_text("".join(lines[:5]))
+    resumed = evaluated(server, tmp_path)
+    asked = server.counted()["requests"] - after["requests"]
+    assert asked == resumed.about["endpoint"]["requests"] == 12 - resumed.about["endpoint"]["known"]
+    assert resumed.about["endpoint"]["known"] == 5
+    # equal seeds give equal answers here
+    assert resumed.validation_sets == results.validation_sets
+
+
+def test_a_longer_dialogue_than_the_server_takes_is_told(server, tmp_path):
+    with pytest.raises(ValueError, match=r"endpoint\.model=tiny at .* refuses a request"):
+        evaluated(server, tmp_path, "endpoint.max_tokens=100000")
+    assert server.process.poll() is None
