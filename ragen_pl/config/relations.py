@@ -156,12 +156,27 @@ def _fsdp2(get: _Get) -> str | None:
 
 def _vllm(get: _Get) -> str | None:
     """What vLLM needs, and what it can't do."""
-    if not str(get("rollout.engine._target_")).endswith(".VLLMEngine"):
+    engine = str(get("rollout.engine._target_")).rpartition(".")[2]
+    if engine not in ("VLLMEngine", "VLLMServerEngine"):
         return None
-    if find_spec("vllm") is None:
+    if find_spec("vllm") is None and engine == "VLLMEngine":
         return (
             "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
             "rollout/engine=transformers"
+        )
+    if find_spec("vllm") is None and not get("rollout.engine.urls"):
+        return (
+            "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; pip install vllm "
+            "(docs/engines.md), or set rollout.engine.urls to servers"
+        )
+    if (
+        engine == "VLLMServerEngine"
+        and get("rollout.engine.urls")
+        and get("rollout.engine.settings")
+    ):
+        return (
+            "rollout.engine.settings: the servers in rollout.engine.urls are started already; set null, and their "
+            "arguments where they are started"
         )
     if str(get("model.build._target_")).endswith(".build_small_vlm"):
         return (

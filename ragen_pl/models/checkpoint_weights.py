@@ -6,9 +6,12 @@ import copy
 import re
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ragen_pl.models.adapters import has_adapters
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 # a numbered layer and all that is before it in a name
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
+_BYTES_OF_A_FILE = 2**31
 
 
 @torch.no_grad()
@@ -42,6 +46,31 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             else:
                 weights[name.replace(".base_layer.", ".")] = state[name]
         yield from revert_weight_conversion(model, weights).items()
+
+
+def write_checkpoint_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Write `checkpoint_weights` to safetensors files of a folder, a few at a time.
+
+    Raises:
+        OSError: They can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weights: dict[str, Tensor] = {}
+    size = files = 0
+    for name, weight in checkpoint_weights(model):
+        if size + weight.nbytes > _BYTES_OF_A_FILE and weights:
+            _write(weights, folder / f"model-{files:05}.safetensors")
+            weights, size, files = {}, 0, files + 1
+        weights[name] = weight
+        size += weight.nbytes
+    _write(weights, folder / f"model-{files:05}.safetensors")
+
+
+def _write(weights: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file({name: weight.contiguous().cpu() for name, weight in weights.items()}, file)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _layer_of(name: str) -> str:

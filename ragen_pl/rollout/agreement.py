@@ -18,10 +18,12 @@ from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.inputs import run_decoder, whole_inputs
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine, generate
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.rollout.vllm_server import VLLMServerEngine
 
 # one conversation for each text: rows of unequal length
 _TEXTS = (
@@ -91,6 +93,26 @@ def check_agreement(
                 f"expected at most {limit:g}; {remedy.format(family=bundle.facts.family)}"
             )
     return largest
+
+
+def check_servers(
+    context: ContextManager, engine: VLLMServerEngine, *, image_size: tuple[int, int] | None
+) -> None:
+    """Check each server of an engine by itself; see `check_agreement`.
+
+    Raises:
+        ValueError: A server's model differs from the trainer's.
+    """
+    for url in engine.urls:
+        with engine.only(url):
+            try:
+                check_agreement(context, engine, image_size=image_size)
+            except RolloutError:
+                raise  # it does not answer
+            except ValueError as error:
+                raise ValueError(
+                    f"rollout.engine.urls: {url} has another model than the trainer, or other settings of it ({error})"
+                ) from error
 
 
 def _converse(

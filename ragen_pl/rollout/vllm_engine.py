@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -26,10 +27,10 @@ from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
-# bytes of keys and values on the CPU, where vLLM would take most of the machine's memory
-_CPU_CACHE_BYTES = 2**30
-# tokens of a step there, which vLLM would take itself
-_CPU_BATCH_TOKENS = 4096
+CPU_CACHE_BYTES = 2**30
+"""Keys and values on the CPU, where vLLM would take most of the machine's memory."""
+CPU_BATCH_TOKENS = 4096
+"""Tokens of a step there, which vLLM would take itself."""
 
 
 class VLLMEngine:
@@ -76,11 +77,7 @@ class VLLMEngine:
                 "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
                 "rollout/engine=transformers"
             )
-        if "quantization_config" in policy.bundle.model.config.to_dict():
-            raise ValueError(
-                "rollout/engine=vllm: quantized weights can't be copied into vLLM after each update; set "
-                "rollout/engine=transformers, or load the weights in bfloat16"
-            )
+        check_weights(policy.bundle, engine="vllm")
         self.bundle = policy.bundle
         self.max_tokens = max_tokens
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -97,9 +94,9 @@ class VLLMEngine:
             from vllm.platforms import current_platform
         self._on_gpu = not current_platform.is_cpu()
         if cache_bytes is None and not self._on_gpu:
-            cache_bytes = _CPU_CACHE_BYTES
+            cache_bytes = CPU_CACHE_BYTES
         self._folder = tempfile.TemporaryDirectory(prefix="vllm")
-        _save_without_weights(self.bundle, self._folder.name)
+        save_without_weights(self.bundle, self._folder.name)
         arguments = {
             "model": self._folder.name,
             "load_format": "dummy",
@@ -123,7 +120,7 @@ class VLLMEngine:
             # a seeded request can't continue a prompt that was computed in part: CPU generators have no offset (0.32)
             whole_prompts = {
                 "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_tokens, _CPU_BATCH_TOKENS),
+                "max_num_batched_tokens": max(max_tokens, CPU_BATCH_TOKENS),
             }
             arguments |= whole_prompts
         arguments |= dict(settings or {})
@@ -190,7 +187,7 @@ class VLLMEngine:
             ValueError: A request has more tokens than `max_tokens`, or leaves out parts of its images.
         """
         for request in requests:
-            self._check(request)
+            check_request(request, max_tokens=self.max_tokens)
         with self._isolated():
             for request in requests:
                 name = str(self._requests)
@@ -210,19 +207,6 @@ class VLLMEngine:
                         request = self._sessions.pop(output.request_id)
                         finished.append((request.session, self._generation(request, output)))
         return finished
-
-    def _check(self, request: GenerationRequest) -> None:
-        length = len(request.prompt.ids) + request.max_tokens
-        if length > self.max_tokens:
-            raise ValueError(
-                f"rollout.engine.max_tokens={self.max_tokens}: a prompt has {len(request.prompt.ids)} tokens and its "
-                f"response may have {request.max_tokens}; set at least {length}"
-            )
-        if request.prompt.patches is not None:
-            raise ValueError(
-                "context.leave_out.patches: vLLM shows whole images; set context.leave_out.patches=0, or "
-                "rollout/engine=transformers"
-            )
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt = request.prompt
@@ -340,7 +324,39 @@ def _process_groups_kept() -> Iterator[None]:
         parallel_state.destroy_distributed_environment = destroy
 
 
-def _save_without_weights(bundle: ModelBundle, folder: str) -> None:
+def check_weights(bundle: ModelBundle, *, engine: str) -> None:
+    """Refuse a model whose weights vLLM can't take over.
+
+    Raises:
+        ValueError: They are quantized.
+    """
+    if "quantization_config" in bundle.model.config.to_dict():
+        raise ValueError(
+            f"rollout/engine={engine}: quantized weights can't be copied into vLLM after each update; set "
+            "rollout/engine=transformers, or load the weights in bfloat16"
+        )
+
+
+def check_request(request: GenerationRequest, *, max_tokens: int) -> None:
+    """Refuse a request that vLLM can't answer.
+
+    Raises:
+        ValueError: It has more than `max_tokens` with its response, or leaves out parts of its images.
+    """
+    length = len(request.prompt.ids) + request.max_tokens
+    if length > max_tokens:
+        raise ValueError(
+            f"rollout.engine.max_tokens={max_tokens}: a prompt has {len(request.prompt.ids)} tokens and its "
+            f"response may have {request.max_tokens}; set at least {length}"
+        )
+    if request.prompt.patches is not None:
+        raise ValueError(
+            "context.leave_out.patches: vLLM shows whole images; set context.leave_out.patches=0, or "
+            "rollout/engine=transformers"
+        )
+
+
+def save_without_weights(bundle: ModelBundle, folder: str | Path) -> None:
     """Write the config, the tokenizer and the processor for vLLM to build the model from."""
     config = copy.deepcopy(bundle.model.config)
     config.architectures = [type(bundle.model).__name__]

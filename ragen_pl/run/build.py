@@ -22,13 +22,14 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rewards.shaping import RewardFunction
-from ragen_pl.rollout.agreement import check_agreement
+from ragen_pl.rollout.agreement import check_agreement, check_servers
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.engine import EngineFactory, EnginePolicy, RolloutEngine
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.rollout.vllm_server import VLLMServerEngine
 from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.seeding import seeded
 
@@ -145,8 +146,12 @@ def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) 
         engine = factory(policy, **settings)
         engine.load_weights(0)
         context = ContextManager(policy.bundle, **plain(cfg.context))
+        size = image_size(proxy.environments)
         with config_errors("rollout.engine"):
-            check_agreement(context, engine, image_size=image_size(proxy.environments))
+            if isinstance(engine, VLLMServerEngine):
+                check_servers(context, engine, image_size=size)
+            else:
+                check_agreement(context, engine, image_size=size)
         return engine
 
     return build

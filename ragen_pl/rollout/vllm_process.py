@@ -1,0 +1,189 @@
+"""A vLLM server that a run starts on a free port of this machine and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.checkpoint_weights import write_checkpoint_weights
+from ragen_pl.rollout.vllm_engine import CPU_CACHE_BYTES, save_without_weights
+
+MISSING = (
+    "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; pip install vllm "
+    "(docs/engines.md), or set rollout.engine.urls to servers"
+)
+_GPU_SHARE = 0.4
+_ENDS_IN_S = 20.0
+# Runs the command in its arguments, and ends it and all its processes when the pipe from the run closes, however the
+# run ended.
+_GUARD = """
+import os, signal, subprocess, sys
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: None)
+signal.signal(signal.SIGCHLD, lambda *_: server.poll() is None or os.killpg(0, signal.SIGKILL))
+sys.stdin.read()
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+server.terminate()
+try:
+    server.wait(15)
+finally:
+    os.killpg(0, signal.SIGKILL)
+"""
+
+
+class ServerProcess:
+    """A vLLM server of a model on a free port of the loopback interface.
+
+    Its log and its model's files are in a temporary folder.
+
+    Args:
+        bundle: Model that it serves.
+        max_tokens: Longest prompt plus response.
+        dtype: Type that it computes in.
+        timeout_s: Longest wait until it answers, in seconds.
+        settings: Other arguments of the server.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        ValueError: The server ended, or did not answer in time.
+    """
+
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        *,
+        max_tokens: int,
+        dtype: torch.dtype,
+        timeout_s: float,
+        settings: Mapping[str, Any],
+    ) -> None:
+        if find_spec("vllm") is None:
+            raise ModuleNotFoundError(MISSING)
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm_server_")
+        folder = Path(self._folder.name)
+        save_without_weights(bundle, folder / "model")
+        write_checkpoint_weights(bundle.model, folder / "model")
+        on_gpu = torch.cuda.is_available()
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        has_images = bundle.processor is not None
+        arguments = {
+            "model": str(folder / "model"),
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_tokens,
+            "enable_scale_out": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "enforce_eager": not on_gpu,
+            "uvicorn_log_level": "warning",
+        }
+        if on_gpu:
+            arguments["gpu_memory_utilization"] = _GPU_SHARE
+        else:
+            arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+        if has_images:
+            arguments |= {"limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
+        if bundle.image_settings:
+            arguments["mm_processor_kwargs"] = dict(bundle.image_settings)
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += _flags(arguments | dict(settings))
+        self._log = folder / "server.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _GUARD, *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(on_gpu=on_gpu),
+                start_new_session=True,
+            )
+        try:
+            self._wait(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self, timeout_s: float) -> None:
+        last = time.monotonic() + timeout_s
+        while time.monotonic() < last:
+            if self._process.poll() is not None:
+                raise ValueError(
+                    f"rollout.engine.urls=[]: the vLLM server ended ({self._reason()}); set other rollout.engine."
+                    "settings, or start servers yourself (docs/engines.md)"
+                )
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer,
+            ):
+                if answer.status == 200:
+                    return
+            time.sleep(0.2)
+        raise ValueError(
+            f"rollout.engine.timeout_s={timeout_s:g}: the vLLM server has not started by then; raise it"
+        )
+
+    def _reason(self) -> str:
+        """Return the line of the log that says why the server ended."""
+        lines = [
+            line.strip() for line in self._log.read_text(errors="replace").splitlines() if line
+        ]
+        errors = [line for line in lines if "Error: " in line or "error: " in line]
+        return (errors or lines or ["no output"])[-1][-300:]
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_ENDS_IN_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield arguments as options of the command line."""
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{option}" if value else f"--no-{option}"
+        elif value is not None:
+            yield f"--{option}"
+            yield json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _environment(*, on_gpu: bool) -> dict[str, str]:
+    """Return the environment of a server: that of the run but for its place among ranks."""
+    ranks = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "TORCHELASTIC_", "NODE_RANK")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ranks)}
+    added = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if not on_gpu:
+        added["TORCH_COMPILE_DISABLE"] = "1"
+    return kept | added
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
