@@ -118,6 +118,7 @@ class VLLMServerEngine:
         self._run, self._weights, self._label, self._loads = "", "", "", 0
         self._process: ServerProcess | None = None
         self._only: str | None = None
+        self._conflict: RolloutError | None = None
         self._under_way: dict[int, Future[None]] = {}
         self._requests = 0
         self._finished: queue.SimpleQueue[tuple[int, GenerationRequest, Json | Exception]] = (
@@ -334,6 +335,11 @@ class VLLMServerEngine:
                 break
             except (_Trouble, _Refused) as error:
                 server.trouble = str(error)
+            except RolloutError as error:
+                self._conflict = error
+                async with self._changed:
+                    self._changed.notify_all()
+                return
             except (KeyError, TypeError):
                 server.trouble = "it is no vLLM server"
             if not reported:
@@ -361,7 +367,7 @@ class VLLMServerEngine:
             and held.count("/") == 2
             and owner != self._label.partition("/")[0]
         ):
-            raise _Refused(
+            raise RolloutError(
                 f"rollout.engine.urls: {server.url} has got weights of another run; give each run servers of its own"
             )
 
@@ -381,10 +387,12 @@ class VLLMServerEngine:
         """Return the server of a session, or the least busy one of those that are ready; wait for one.
 
         Raises:
-            RolloutError: None has been ready for `timeout_s`.
+            RolloutError: None has been ready for `timeout_s`, or another run uses one.
         """
         wanted = [server for server in self._servers if self._only in (None, server.url)]
         while True:
+            if self._conflict is not None:
+                raise self._conflict
             ready = [server for server in wanted if server.ready]
             if ready:
                 self._last_ready = time.monotonic()

@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 SMALL = (
     "model=pretrained",
     "model.build.path=model",
-    "rollout/engine=vllm",
-    "rollout.engine.cache_bytes=67108864",
     "algorithm=grpo",
     "env.invalid_ends=false",
     "env.max_turns=3",
@@ -36,6 +34,7 @@ SMALL = (
     "logger=none",
     "paths.run_dir=run",
 )
+IN_PROCESS = ("rollout/engine=vllm", "rollout.engine.cache_bytes=67108864")
 
 
 def fit(folder: Path, kind: str, *overrides: str) -> tuple[dict[str, float], str]:
@@ -49,7 +48,7 @@ def fit(folder: Path, kind: str, *overrides: str) -> tuple[dict[str, float], str
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
@@ -58,7 +57,7 @@ def fit(folder: Path, kind: str, *overrides: str) -> tuple[dict[str, float], str
 
 @pytest.mark.parametrize("kind", ["text", "images"])
 def test_a_run_samples_with_the_present_weights(tmp_path, kind):
-    metrics, log = fit(tmp_path, kind)
+    metrics, log = fit(tmp_path, kind, *IN_PROCESS)
     assert metrics["rollout/logprob_mismatch_max"] < 1e-4
     assert metrics["rollout/episodes"] == 16
     assert metrics["update/gradient_norm_policy"] > 0
@@ -66,11 +65,27 @@ def test_a_run_samples_with_the_present_weights(tmp_path, kind):
 
 
 def test_two_ranks_have_an_engine_each(tmp_path):
-    metrics, _ = fit(tmp_path, "text", "trainer.devices=2", "trainer.strategy=ddp")
+    metrics, _ = fit(tmp_path, "text", *IN_PROCESS, "trainer.devices=2", "trainer.strategy=ddp")
     assert metrics["rollout/logprob_mismatch_max"] < 1e-4
     assert metrics["rollout/episodes"] == 16 and metrics["val/episodes"] == 8
 
 
 def test_sharded_weights_are_copied_whole(tmp_path):
-    metrics, _ = fit(tmp_path, "text", "trainer.devices=2", "trainer.strategy=fsdp2")
+    metrics, _ = fit(tmp_path, "text", *IN_PROCESS, "trainer.devices=2", "trainer.strategy=fsdp2")
     assert metrics["rollout/logprob_mismatch_max"] < 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_share_a_server(tmp_path, strategy):
+    metrics, log = fit(
+        tmp_path,
+        "text",
+        "rollout/engine=vllm_server",
+        "rollout.engine.settings={kv_cache_memory_bytes: 67108864}",
+        "rollout.engine.timeout_s=600",
+        "trainer.devices=2",
+        f"trainer.strategy={strategy}",
+    )
+    assert metrics["rollout/logprob_mismatch_max"] < 1e-4
+    assert metrics["rollout/episodes"] == 16 and metrics["val/episodes"] == 8
+    assert "since the rollout engine rounds otherwise" in log

@@ -1,0 +1,329 @@
+"""The engine on real vLLM servers: run by `make test-vllm` in an environment with vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm_models import build, gap, play, request
+
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.agreement import check_servers
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import Prompt, generate
+from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.rollout.vllm_server import VLLMServerEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"kv_cache_memory_bytes": 2**26}
+
+
+def responses(trajectories) -> list[list[int]]:
+    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
+
+
+def change_weights(bundle: ModelBundle, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in bundle.model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.add_(0.3 * noise * weight.std())
+
+
+# ---- a server that the engine starts
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """An engine with a server of its own, for a model with images."""
+    built = VLLMServerEngine(
+        PolicyModule(build("images")), max_tokens=2048, timeout_s=600.0, settings=SETTINGS
+    )
+    built.load_weights(0)
+    yield built
+    built.close()
+
+
+@pytest.mark.parametrize(("window", "temperature"), [("all", 1.0), (2, 0.7)])
+def test_logprobs_over_several_turns_are_the_trainers(engine, window, temperature):
+    trajectories = play(engine, window=window, temperature=temperature)
+    assert gap(engine.bundle, trajectories) < 1e-4
+    assert max(len(one.turns) for one in trajectories) == 3
+    assert all(turn.observation.images for one in trajectories for turn in one.turns)
+    banned = set(engine.bundle.banned_token_ids)
+    assert banned and not any(banned & set(ids) for ids in responses(trajectories))
+
+
+def test_new_weights_are_sampled_from_and_old_keys_are_not_used(engine):
+    bundle = engine.bundle
+    before = {name: weight.clone() for name, weight in bundle.model.state_dict().items()}
+    first = play(engine, greedy=True)
+    change_weights(bundle, seed=1)
+    engine.load_weights(5)
+    trajectories = play(engine)
+    assert gap(bundle, trajectories) < 1e-4
+    assert generate(engine, [request(bundle, "Go.")], keep=False)[0].version == 5
+    bundle.model.load_state_dict(before)
+    assert gap(bundle, trajectories) > 0.1
+    engine.load_weights(6)
+    assert responses(play(engine, greedy=True)) == responses(first)
+
+
+def test_greedy_responses_are_the_in_process_engines(engine):
+    greedy = play(engine, greedy=True)
+    expected = play(TransformersEngine(PolicyModule(engine.bundle)), greedy=True)
+    assert responses(greedy) == responses(expected)
+
+
+def test_a_seed_decides_a_response_whatever_else_is_sampled(engine):
+    together = play(engine, groups=4)
+    assert responses(together) == responses(play(engine, groups=4, num_envs=1))
+
+
+def test_a_response_keeps_its_end_and_has_none_at_the_limit(engine):
+    bundle = engine.bundle
+    requests = [request(bundle, "Go.", session=n, seed=n, tokens=9) for n in range(64)]
+    generations = generate(engine, requests, keep=False)
+    for generation in generations:
+        ended = int(generation.ids[-1]) in bundle.eos_token_ids
+        assert generation.hit_length_limit is not ended
+        assert ended or len(generation.ids) == 9
+        assert not bundle.eos_token_ids & set(generation.ids[:-1].tolist())
+    assert {one.hit_length_limit for one in generations} == {True, False}
+
+
+def test_an_image_token_without_its_image_is_refused(engine):
+    """Ids that are expanded already are expanded again."""
+    image = np.zeros((56, 56, 3), np.uint8)
+    ids = np.array([engine.bundle.image_token_id])
+    single = request(engine.bundle, "Go.")
+    single.prompt = Prompt(ids=np.repeat(ids, 3), unexpanded_ids=ids, images=[image])
+    with pytest.raises(ValueError, match=r"vLLM read a prompt as 4 tokens, the trainer as 3"):
+        generate(engine, [single], keep=False)
+
+
+def test_released_requests_are_aborted(engine):
+    engine.submit([request(engine.bundle, "Go.", tokens=2000, seed=n) for n in range(4)], keep=True)
+    time.sleep(0.3)
+    engine.release()
+    last = time.monotonic() + 10
+    while running(engine.urls[0]):
+        assert time.monotonic() < last
+        time.sleep(0.1)
+    assert engine.collect() == []
+
+
+def running(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [line for line in lines if line.startswith("vllm:num_requests_running")]
+    return sum(int(float(line.split()[-1])) for line in counts)
+
+
+def test_each_server_agrees_with_the_trainer(engine):
+    check_servers(ContextManager(engine.bundle), engine, image_size=(56, 56))
+
+
+def test_its_server_ends_with_the_process(tmp_path):
+    """Even one that is killed."""
+    code = (
+        "import sys, time; sys.path.insert(0, 'tests'); import vllm_models; "
+        "from ragen_pl.modules.policy import PolicyModule; "
+        "from ragen_pl.rollout import vllm_process, vllm_server; "
+        "vllm_process.ServerProcess._wait = lambda self, limit: print(self._process.pid, flush=True) or time.sleep(99);"
+        "vllm_server.VLLMServerEngine(PolicyModule(vllm_models.build('text')), max_tokens=512)"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    group = int(run.stdout.readline())
+    os.killpg(group, 0)
+    time.sleep(5)
+    run.kill()
+    run.wait()
+    last = time.monotonic() + 40
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < last:
+            os.killpg(group, 0)
+            time.sleep(0.5)
+
+
+def test_a_server_that_cannot_start_is_told():
+    with pytest.raises(
+        ValueError, match=r"the vLLM server ended \(.*no-such-option.*\); set other"
+    ):
+        VLLMServerEngine(
+            PolicyModule(build("text")),
+            max_tokens=512,
+            timeout_s=300.0,
+            settings={"no_such_option": 1},
+        )
+
+
+# ---- servers that a user starts
+
+
+def environment() -> dict[str, str]:
+    added = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    # else all servers of a machine compute on its first core
+    return os.environ | added | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+
+
+class UserServer:
+    """A server on a port of its own that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = (
+            f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {self.folder} --host 127.0.0.1 "
+            f"--port {self.port} --enable-scale-out --logprobs-mode processed_logprobs --max-model-len 2048 "
+            f"--dtype float32 --enforce-eager --kv-cache-memory-bytes {2**26}"
+        )
+        with open(f"{self.folder}-{self.port}.log", "ab") as log:
+            self.process = subprocess.Popen(
+                command.split(),
+                env=environment() | {"VLLM_SERVER_DEV_MODE": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        last = time.monotonic() + 500
+        while time.monotonic() < last and self.process.poll() is None:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer,
+            ):
+                if answer.status == 200:
+                    return
+            time.sleep(0.2)
+        raise AssertionError(f"{self.url} has not started")
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Two servers of a text model."""
+    folder = tmp_path_factory.mktemp("servers") / "model"
+    build("text").save(folder)
+    started = [UserServer(folder), UserServer(folder)]
+    for server in started:
+        server.wait()
+    yield started
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture
+def connect(servers):
+    """Return a function that builds an engine on both servers."""
+    engines = []
+
+    def make(bundle: ModelBundle, **settings) -> VLLMServerEngine:
+        arguments = {"urls": [one.url for one in servers], "max_tokens": 2048, "timeout_s": 60.0}
+        engines.append(VLLMServerEngine(PolicyModule(bundle), **(arguments | settings)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_two_servers_share_the_sessions(connect):
+    engine = connect(build("text"))
+    engine.load_weights(0)
+    both = play(engine)
+    assert gap(engine.bundle, both) < 1e-4
+    for url in engine.urls:
+        with engine.only(url):
+            alone = play(engine)
+        assert responses(alone) == responses(both)
+
+
+def test_a_server_with_another_template_or_vocabulary_is_refused_by_name(connect, servers):
+    other = build("text")
+    other.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match=rf"{servers[0].url} has another chat template"):
+        connect(other)
+    other = build("text")
+    other.tokenizer.add_tokens(["Ziel"])
+    with pytest.raises(ValueError, match=rf"{servers[0].url} has another tokenizer"):
+        connect(other)
+    with pytest.raises(ValueError, match=rf"{servers[0].url} has --max-model-len 2048; start"):
+        connect(build("text"), max_tokens=4096)
+    with pytest.raises(ValueError, match=rf"{servers[0].url} has --dtype float32; start it with"):
+        connect(build("text"), dtype="bfloat16")
+
+
+def test_a_server_with_another_model_is_refused_by_name(connect, servers):
+    """Of other shapes, or of another setting that its weights do not show."""
+    shapes = build("text")
+    shapes.model.resize_token_embeddings(shapes.model.config.vocab_size + 64)
+    with pytest.raises(RolloutError, match=rf"{servers[0].url} can't load the weights"):
+        connect(shapes).load_weights(0)
+    setting = build("text")
+    setting.model.config.rms_norm_eps = 0.5
+    for part in setting.model.modules():
+        if type(part).__name__ == "Qwen2RMSNorm":
+            part.variance_epsilon = 0.5
+    engine = connect(setting)
+    engine.load_weights(0)
+    with pytest.raises(ValueError, match=rf"{servers[0].url} has another model than the trainer"):
+        check_servers(ContextManager(setting), engine, image_size=None)
+
+
+def test_a_killed_server_is_no_loss_and_is_taken_back_with_the_weights(connect, servers):
+    bundle = build("text")
+    change_weights(bundle, seed=3)
+    engine = connect(bundle, timeout_s=600.0)
+    engine.load_weights(1)
+    requests = [request(bundle, "Go.", session=n, seed=n, tokens=200) for n in range(32)]
+    expected = [one.ids.tolist() for one in generate(engine, requests, keep=False)]
+    engine.submit(requests, keep=False)
+    found = {session: one.ids.tolist() for session, one in engine.collect()}
+    servers[0].kill()
+    while len(found) < 32:
+        found |= {session: one.ids.tolist() for session, one in engine.collect()}
+    assert [found[session] for session in range(32)] == expected
+    assert engine.resent > 0
+    change_weights(bundle, seed=4)
+    engine.load_weights(2)
+    assert gap(bundle, play(engine)) < 1e-4
+    servers[0].start()
+    servers[0].wait()
+    last = time.monotonic() + 60
+    while version(servers[0].url) != version(servers[1].url):
+        assert time.monotonic() < last
+        time.sleep(0.2)
+    with engine.only(servers[0].url):
+        assert gap(bundle, play(engine)) < 1e-4
+
+
+def version(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/weight_info", timeout=10) as answer:
+        return json.loads(answer.read())["weight_version"]
