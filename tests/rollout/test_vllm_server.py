@@ -52,6 +52,7 @@ class Server(ThreadingHTTPServer):
         self.pushes = 0
         self.shift = 0
         self.disabled: str | None = None
+        self.loading = 0
         self.faults: list[int | str] = []
         self.asked: list[dict] = []
         self.delay = 0.0
@@ -84,10 +85,15 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length)) if length else None
         path = self.path.partition("?")[0]
         with suppress(BrokenPipeError, ConnectionResetError):
-            if path == "/inference/v1/generate" and body.get("return_token_ids"):
-                self.sample(body)
-            elif path == self.server.disabled:
+            if path == self.server.disabled:
                 self.answer(403, {"error": {"message": f"{path} is disabled"}})
+            elif path == "/server_info" and self.server.loading:
+                self.server.loading -= 1
+                self.answer(503, None)
+            elif path == "/inference/v1/generate" and not body:
+                self.answer(400, {"error": {"message": "token_ids: field required"}})
+            elif path == "/inference/v1/generate":
+                self.sample(body)
             else:
                 self.answer(*getattr(self, path.strip("/").replace("/", "_"))(body))
 
@@ -176,7 +182,8 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "close":
                 self.connection.shutdown(socket.SHUT_RDWR)
             elif fault == "late":
-                time.sleep(1.0)
+                time.sleep(1.5)
+                self.answer(*self.inference_v1_generate(body))
             elif fault == "garbage":
                 self.answer(200, {"text": "<html>"})
             elif fault == "abort":
@@ -287,6 +294,9 @@ def test_released_requests_are_forgotten(start, connect) -> None:
     assert engine.collect() == []
     server.delay = 0.0
     assert sampled(engine, 3) == expected(3)
+    time.sleep(0.4)
+    for generation in generate(engine, requests(8, tokens=6), keep=True):
+        assert len(generation.ids) == 6
 
 
 # ---- weights
@@ -388,8 +398,10 @@ def test_all_servers_dead_is_told_with_their_addresses(start, connect) -> None:
     for server in servers:
         server.die()
     message = r"no server has answered for 0\.5 s \(.*{}: .*{}: .*\); start one again, or raise"
+    started = time.monotonic()
     with pytest.raises(RolloutError, match=message.format(servers[0].url, servers[1].url)) as told:
         sampled(engine)
+    assert 0.5 < time.monotonic() - started < 4
     assert "\n" not in str(told.value)
     with pytest.raises(RolloutError, match="no server has answered"):
         engine.load_weights(1)
@@ -513,6 +525,12 @@ def test_a_server_that_starts_late_is_waited_for(start, connect) -> None:
     late = threading.Timer(0.3, lambda: start(port=port))
     late.start()
     assert sampled(connect(f"http://127.0.0.1:{port}")) == expected()
+
+
+def test_a_server_behind_a_gateway_is_waited_for(start, connect) -> None:
+    server = start()
+    server.loading = 2
+    assert sampled(connect(server)) == expected()
 
 
 def test_a_server_of_another_model_is_found_by_its_logprobs(start, connect, lm) -> None:

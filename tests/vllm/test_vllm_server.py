@@ -298,6 +298,7 @@ def test_a_server_with_another_model_is_refused_by_name(connect, servers):
     shapes.model.resize_token_embeddings(shapes.model.config.vocab_size + 64)
     with pytest.raises(RolloutError, match=rf"{servers[0].url} can't load the weights"):
         connect(shapes).load_weights(0)
+    # the next weights repair it
     setting = build("text")
     setting.model.config.rms_norm_eps = 0.5
     for part in setting.model.modules():
