@@ -21,7 +21,7 @@ import torch
 
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_checkpoint_weights
-from ragen_pl.rollout.vllm_engine import CPU_CACHE_BYTES, save_without_weights
+from ragen_pl.rollout.vllm_engine import CPU_BATCH_TOKENS, CPU_CACHE_BYTES, save_without_weights
 
 MISSING = (
     "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; pip install vllm "
@@ -98,7 +98,12 @@ class ServerProcess:
         if on_gpu:
             arguments["gpu_memory_utilization"] = _GPU_SHARE
         else:
-            arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+            # a seeded request can't continue a prompt that was computed in part there (0.32)
+            arguments |= {
+                "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(max_tokens, CPU_BATCH_TOKENS),
+            }
         if has_images:
             arguments |= {"limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
         if bundle.image_settings:

@@ -44,7 +44,7 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_checkpoint_weights
 from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
 from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.vllm_engine import check_request, check_weights
+from ragen_pl.rollout.vllm_engine import CPU_BATCH_TOKENS, check_request, check_weights
 from ragen_pl.rollout.vllm_process import ServerProcess
 
 log = logging.getLogger(__name__)
@@ -447,7 +447,7 @@ class VLLMServerEngine:
     def _differences(self, config: Json) -> Iterator[tuple[str, str]]:
         """Yield what a server's settings are and what has to be added to its command."""
         model, images = config["model_config"], config["model_config"]["multimodal_config"]
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype, chunked = str(self.dtype).removeprefix("torch."), config["scheduler_config"]
         if model["logprobs_mode"] != "processed_logprobs":
             yield f"--logprobs-mode {model['logprobs_mode']}", "--logprobs-mode processed_logprobs"
         if model["dtype"] != str(self.dtype):
@@ -459,6 +459,11 @@ class VLLMServerEngine:
             yield "quantized weights, which can't be replaced", "unquantized ones"
         if config["load_config"]["load_format"] == "dummy":
             yield "--load-format dummy, which reloads no weights", "--load-format auto"
+        if config["device_config"]["device"] == "cpu" and chunked["enable_chunked_prefill"]:
+            # a seeded request can't continue a prompt that was computed in part there (0.32)
+            tokens = max(self.max_tokens, CPU_BATCH_TOKENS)
+            flags = f"--no-enable-chunked-prefill --max-num-batched-tokens {tokens}"
+            yield "--enable-chunked-prefill, which CPUs have no seeds for", flags
         if self.bundle.processor is None:
             return
         if images is None:

@@ -46,6 +46,7 @@ class Server(ThreadingHTTPServer):
             "multimodal_config": None,
         }
         self.load_format = "auto"
+        self.chunked = False
         self.version = "default"
         self.paused = False
         self.weights: dict = {}
@@ -108,6 +109,8 @@ class Handler(BaseHTTPRequestHandler):
         config = {
             "model_config": self.server.model,
             "load_config": {"load_format": self.server.load_format},
+            "device_config": {"device": "cpu"},
+            "scheduler_config": {"enable_chunked_prefill": self.server.chunked},
         }
         return 200, {"vllm_config": config}
 
@@ -290,6 +293,7 @@ def test_released_requests_are_forgotten(start, connect) -> None:
     server.delay = 0.2
     engine = connect(server)
     engine.submit(requests(), keep=True)
+    wait(lambda: server.under_way == 8)
     engine.release()
     assert engine.collect() == []
     server.delay = 0.0
@@ -469,6 +473,13 @@ def test_a_server_that_reloads_no_weights_is_refused(start, connect) -> None:
     server = start()
     server.load_format = "dummy"
     with pytest.raises(ValueError, match="--load-format dummy, which reloads no weights"):
+        connect(server)
+
+
+def test_a_server_that_has_no_seeds_on_its_cpu_is_refused(start, connect) -> None:
+    server = start()
+    server.chunked = True
+    with pytest.raises(ValueError, match="start it with --no-enable-chunked-prefill --max-num-ba"):
         connect(server)
 
 

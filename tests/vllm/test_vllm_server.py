@@ -210,6 +210,7 @@ class UserServer:
         command = (
             f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {self.folder} --host 127.0.0.1 "
             f"--port {self.port} --enable-scale-out --logprobs-mode processed_logprobs --max-model-len 2048 "
+            "--no-enable-chunked-prefill --max-num-batched-tokens 4096 "
             f"--dtype float32 --enforce-eager --kv-cache-memory-bytes {2**26}"
         )
         with open(f"{self.folder}-{self.port}.log", "ab") as log:
