@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit test soak test-vllm lint format clean
+.PHONY: help fit test soak test-gpu test-vllm lint format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -24,6 +24,9 @@ test: lint  ## Install, then run linters, the type checker and all tests, the sl
 
 soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes each, which `make test` leaves out
 	$(ONE_THREAD) $(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-dev  ## Install, then run the tests that need a CUDA GPU
+	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environment of its own, then run the tests of the engine on it
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)

@@ -1,0 +1,96 @@
+"""What differs on a GPU: kernels, the allocator, and runs that choose it. `make test-gpu` runs these."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from family_models import MODELS, tiny
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.utilities import move_data_to_device
+
+from ragen_pl.config.paths import config_dir
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.agreement import check_agreement
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
+from ragen_pl.run.dry_run import minibatch_of
+from ragen_pl.run.memory_plan import plan_memory
+from ragen_pl.run.workload import workload_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parents[2]
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    # cuDNN rounds the inputs of convolutions to TF32 by default
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_and_trainer_agree_with_the_models_own_forward(name):
+    bundle = tiny(name)
+    bundle.model.to(DEVICE)
+    context = ContextManager(bundle, window="all", max_tokens=4096)
+    engine = TransformersEngine(PolicyModule(bundle).eval())
+    size = None if bundle.images is None or MODELS[name].single_image else (56, 84)
+    assert check_agreement(context, engine, image_size=size) < 1e-4
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
+    overrides = ["env=frozenlake_visual", "algorithm=trico", "warm_start=none", "rollout.groups=64"]
+    sizes = ["model.build.text.hidden_size=512", "model.build.text.intermediate_size=1536"]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", [*overrides, *sizes, f"trainer.precision={precision}"])
+    phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
+    bundle = build_bundle(cfg)
+    agent = assemble_agent(cfg, build_policy(cfg, bundle), build_critic(cfg, bundle)).to(DEVICE)
+    agent.trainer = pl.Trainer(precision=precision, max_epochs=1, barebones=True)
+    agent.store_reference()
+    batch = move_data_to_device(minibatch_of(agent, workload_of(cfg, bundle)), torch.device(DEVICE))
+    optimizer = agent.configure_optimizers()["optimizer"]
+    agent.train()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with agent.trainer.precision_plugin.forward_context():
+            loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    planned = max(phases["update"], phases["optimizer step"])
+    assert planned == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)
+
+
+def fit(folder: Path, *overrides: str) -> dict[str, float]:
+    """Run `ragen_pl.fit` and return its last metrics."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_pl.fit", *overrides, "logger=none", "paths.run_dir=run"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    metrics: dict[str, float] = json.loads((folder / "run" / "metrics.json").read_text())
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["trainer.precision=bf16-mixed"]], ids=["float32", "mixed"]
+)
+def test_the_main_job_learns(tmp_path, overrides):
+    metrics = fit(tmp_path, "env=frozenlake_visual", "trainer.max_epochs=60", *overrides)
+    assert metrics["val/success"] > 0.9
+    assert metrics["rollout/logprob_mismatch_max"] < (0.5 if overrides else 1e-3)
