@@ -156,9 +156,9 @@ class Evaluator:
         for settings in validation_sets:
             if self.engine is not None:
                 yield self._timed(settings, POLICY, partial(self._sampled, settings))
-            if self.engine is not None and self.cfg.validation.blank:
-                blank = partial(self._sampled, settings, blank=True)
-                yield self._timed(settings, BLANK_IMAGES, blank)
+                if self.cfg.validation.blank:
+                    blank = partial(self._sampled, settings, blank=True)
+                    yield self._timed(settings, BLANK_IMAGES, blank)
             if self.endpoint is not None:
                 asked = partial(self._asked, settings, self.endpoint)
                 yield self._timed(settings, self.endpoint.model, asked)

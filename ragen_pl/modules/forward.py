@@ -7,6 +7,7 @@ the features of all would need much memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,7 +82,12 @@ def shared_images(
     distinct = shown.unique()
     if len(distinct) == len(shown):
         return images
-    tokens = sum(bundle.num_image_tokens(images[n].numpy(force=True)) for n in distinct.tolist())
+    sizes = Counter(images[number].shape for number in distinct.tolist())
+    one_of = {images[number].shape: images[number] for number in distinct.tolist()}
+    tokens = sum(
+        count * bundle.num_image_tokens(one_of[size].numpy(force=True))
+        for size, count in sizes.items()
+    )
     if tokens * bundle.hidden_size * bundle.model.dtype.itemsize > SHARED_BYTES:
         return images
     return encode_images(bundle, images, shown)

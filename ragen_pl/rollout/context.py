@@ -16,7 +16,13 @@ from annotated_types import Ge
 
 from ragen_pl.constraints import Count, Note, TurnTemplate, checked
 from ragen_pl.models.chat_template import History, Message, user_message
-from ragen_pl.rollout.conversation import Conversation, Exchange, check_template, fill_template
+from ragen_pl.rollout.conversation import (
+    Conversation,
+    Exchange,
+    check_template,
+    fill_template,
+    system_text,
+)
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
 from ragen_pl.trajectory import Observation
@@ -124,7 +130,7 @@ class ContextManager:
 
     def start(self, instructions: str) -> Conversation:
         """Open a conversation in an environment with these instructions."""
-        system = instructions if self.system_prompt == "instructions" else self.system_prompt
+        system = system_text(self.system_prompt, instructions)
         if not self.template.fixed:
             self.template.system_messages(system)
             return Conversation(system=system)
@@ -178,9 +184,7 @@ class ContextManager:
         self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
     ) -> None:
         """Record the response to the latest observation and the actions carried out."""
-        exchange = conversation.exchanges[-1]
-        exchange.response_ids, exchange.response_text = ids, text
-        conversation.actions.extend(actions)
+        conversation.respond(ids=ids, text=text, actions=actions)
 
     def encode_response(self, text: str) -> np.ndarray:
         """Return the ids of a written response as the policy would sample it, its end-of-turn token included."""
@@ -205,8 +209,7 @@ class ContextManager:
 
     def _window(self, conversation: Conversation) -> list[Exchange]:
         """Return the turns in the window."""
-        exchanges = conversation.exchanges
-        return exchanges if self.window == "all" else exchanges[-int(self.window) :]
+        return conversation.latest(self.window)
 
     def _prompt(self, conversation: Conversation, *, left_out: Collection[int] = ()) -> Prompt:
         """Return the prompt of the window's turns, without those left out (indices in the window)."""

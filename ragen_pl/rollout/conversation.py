@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -59,6 +59,21 @@ class Conversation:
         """The latest observation as the prompt shows it."""
         latest = self.exchanges[-1]
         return Observation(text=latest.text, images=latest.images)
+
+    def latest(self, window: int | Literal["all"]) -> list[Exchange]:
+        """Return the latest turns, the present one included."""
+        return self.exchanges if window == "all" else self.exchanges[-window:]
+
+    def respond(self, *, ids: np.ndarray, text: str, actions: Sequence[str]) -> None:
+        """Record the response to the latest observation and the actions carried out."""
+        exchange = self.exchanges[-1]
+        exchange.response_ids, exchange.response_text = ids, text
+        self.actions.extend(actions)
+
+
+def system_text(system_prompt: str | None, instructions: str) -> str | None:
+    """Return the system prompt: an environment's instructions for `"instructions"`, else the text itself."""
+    return instructions if system_prompt == "instructions" else system_prompt
 
 
 def check_template(turn_template: str, *, key: str) -> None:

@@ -41,6 +41,7 @@ from ragen_pl.rollout.conversation import (
     TextContext,
     check_template,
     fill_template,
+    system_text,
 )
 from ragen_pl.rollout.engine import Generation, Prompt
 from ragen_pl.rollout.errors import RolloutError
@@ -73,8 +74,7 @@ class ChatContext(TextContext):
 
     def start(self, instructions: str) -> Conversation:
         """Open a conversation in an environment with these instructions."""
-        system = instructions if self.system_prompt == "instructions" else self.system_prompt
-        return Conversation(system=system)
+        return Conversation(system=system_text(self.system_prompt, instructions))
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
@@ -88,18 +88,14 @@ class ChatContext(TextContext):
         self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
     ) -> None:
         """Record the response to the latest observation and the actions carried out."""
-        exchange = conversation.exchanges[-1]
-        exchange.response_ids, exchange.response_text = ids, text
-        conversation.actions.extend(actions)
+        conversation.respond(ids=ids, text=text, actions=actions)
 
     def messages(self, conversation: Conversation) -> list[Message]:
         """Return the messages up to the latest observation."""
-        exchanges = conversation.exchanges
-        shown = exchanges if self.window == "all" else exchanges[-int(self.window) :]
         messages: list[Message] = []
         if conversation.system:
             messages.append({"role": "system", "content": conversation.system})
-        for exchange in shown:
+        for exchange in conversation.latest(self.window):
             messages.append({"role": "user", "content": _content(exchange)})
             if exchange.response_ids is not None:
                 messages.append({"role": "assistant", "content": exchange.response_text})
@@ -342,7 +338,7 @@ class ChatEndpoint:
             self._answers.add(key, answer)
             self._count(answer)
             self._finished.put((number, answer))
-        except Exception as error:  # of the client, the network or the server: told to the caller
+        except Exception as error:  # of the client, the network or the server; `collect` raises it
             self._finished.put((number, error))
 
     def _count(self, answer: Answer) -> None:

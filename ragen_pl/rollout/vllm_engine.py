@@ -84,6 +84,8 @@ class VLLMEngine:
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
+        self._banned = dict.fromkeys(self.bundle.banned_token_ids, float("-inf"))
+        self._ends = sorted(self.bundle.eos_token_ids)
         self._sessions: dict[str, GenerationRequest] = {}
         self._requests = 0
         self._asleep = False
@@ -226,19 +228,15 @@ class VLLMEngine:
             temperature=request.temperature,
             seed=request.seed,
             max_tokens=request.max_tokens,
-            stop_token_ids=sorted(self.bundle.eos_token_ids),
+            stop_token_ids=self._ends,
             # the tokenizer's eos_token is among them
             ignore_eos=True,
-            logit_bias=self._bias,
+            logit_bias=self._banned,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-    @property
-    def _bias(self) -> dict[int, float]:
-        return dict.fromkeys(self.bundle.banned_token_ids, float("-inf"))
 
     def _generation(self, request: GenerationRequest, output: Any) -> Generation:
         """Return a finished response.

@@ -113,7 +113,7 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
     with live:
         optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
     copies = live.now.total()
-    # more rows add what other rows add: masks of images need data, so many of them need memory
+    # the peak grows evenly with the rows; masks of images hold data, so not all rows are run
     rows = [workload.rows] if workload.rows <= MOST_ROWS else [MOST_ROWS // 2, MOST_ROWS]
     peaks = [_count_passes(agent, live, replace(workload, rows=number)) for number in rows]
     peak = _at_rows(workload.rows, rows, peaks) - Counter(activations=copies)
@@ -130,9 +130,10 @@ def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> C
     trained = [weight for weight in agent.parameters() if weight.requires_grad]
     batch = minibatch_of(agent, workload)
     for weight in trained:
-        # of an earlier microbatch
-        earlier = torch.zeros_like(weight, dtype=weight.grad_dtype)
-        weight.grad = earlier if workload.accumulates else None
+        weight.grad = None
+        if workload.accumulates:
+            # of an earlier microbatch
+            weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
     live.reset_peak()
     with live:
         with agent.trainer.precision_plugin.forward_context():

@@ -267,7 +267,7 @@ def test_nothing_is_asked_twice_after_an_interruption(server: Server, tmp_path: 
         ("garbage", "expected a chat completion"),
     ],
 )
-def test_what_cannot_be_answered_is_told(server: Server, tmp_path: Path, fault, message) -> None:
+def test_failures_are_reported_in_one_line(server: Server, tmp_path: Path, fault, message) -> None:
     server.faults = 50 * [fault]
     with pytest.raises(ConfigError, match=message) as caught:
         evaluated(server, tmp_path, "endpoint.max_retries=0")
