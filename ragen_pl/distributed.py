@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +73,19 @@ def gather_over_ranks(value: T) -> list[T]:
 def whole(tensor: Tensor) -> Tensor:
     """Return a sharded tensor's whole value, or another tensor itself. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_first_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with whole tensors in the first rank's host memory, gathered one after the other; else empty.
+
+    All ranks must call it.
+    """
+    gathered = {}
+    for name, value in state.items():
+        value = whole(value.detach()).cpu() if isinstance(value, Tensor) else value
+        if rank() == 0:
+            gathered[name] = value
+    return gathered
 
 
 def own_part(tensor: Tensor) -> Tensor:

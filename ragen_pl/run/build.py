@@ -30,6 +30,7 @@ from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.rollout.vllm_server import VLLMServerEngine
+from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.seeding import seeded
 
@@ -353,7 +354,7 @@ def build_trainer(configured: dict[str, Any], **settings: Any) -> pl.Trainer:
     hint = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
     with config_errors("trainer", hint=hint):
         strategy = build_strategy(configured.get("strategy", "auto"))
-        changes = {"accelerator": accelerator, "strategy": strategy}
+        changes = {"accelerator": accelerator, "strategy": strategy, "plugins": [CheckpointFiles()]}
         return pl.Trainer(**(configured | changes), **settings)
 
 

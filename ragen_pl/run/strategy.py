@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,23 +15,34 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ragen_pl.distributed import sharded_like, whole
+from ragen_pl.distributed import on_first_rank, sharded_like
 from ragen_pl.modules.frozen import without_frozen
+from ragen_pl.run.sharded_checkpoint import (
+    SHARDS,
+    layout_of,
+    read_apart,
+    remove_apart,
+    save_apart,
+)
 
 
 class FSDP2Strategy(ModelParallelStrategy):
     """Shard weights, gradients and the optimizer's state over all ranks, with torch's `fully_shard`.
 
-    The module shards itself in `configure_model`. A checkpoint is a single file with whole tensors, in the format of
-    any other strategy, so a run can continue on another number of devices or with another strategy.
+    The module shards itself in `configure_model`. A run can continue from its checkpoints on another number of devices
+    or with another strategy.
 
     Args:
+        sharded_checkpoints: Whether every rank writes its own part of a checkpoint (`ragen_pl.run.sharded_checkpoint`).
+            Otherwise a checkpoint is a single file with whole tensors, gathered in the memory of the first rank's host.
         process_group_backend: Backend of torch.distributed; None for NCCL on GPUs and Gloo on CPUs.
         timeout: Longest wait for another rank.
     """
 
     def __init__(
         self,
+        *,
+        sharded_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -39,6 +52,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self.sharded_checkpoints = sharded_checkpoints
 
     def setup_environment(self) -> None:
         """Start the process group and its mesh of all ranks."""
@@ -51,37 +65,55 @@ class FSDP2Strategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of a checkpoint, whole; empty on other ranks than the first. All ranks must call it."""
+        """Return the weights of a checkpoint. All ranks must call it.
+
+        They are sharded for a sharded checkpoint; otherwise whole, and empty on other ranks than the first.
+        """
         assert self.lightning_module is not None
         module = self.lightning_module
-        return self._on_first_rank(without_frozen(module, module.state_dict()))
+        return self._checkpointed(without_frozen(module, module.state_dict()))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, whole; empty on other ranks than the first. All ranks must call it."""
+        """Return an optimizer's state, sharded or whole as the weights are. All ranks must call it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         state = optimizer.state_dict()
-        gathered = {number: self._on_first_rank(entry) for number, entry in state["state"].items()}
-        return {**state, "state": gathered} if self.is_global_zero else {}
+        entries = {number: self._checkpointed(entry) for number, entry in state["state"].items()}
+        written = self.sharded_checkpoints or self.is_global_zero
+        return {**state, "state": entries} if written else {}
 
-    def _on_first_rank(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state with whole tensors in the first rank's host memory, one gathered after the other."""
-        gathered = {}
-        for name, value in state.items():
-            value = whole(value.detach()).cpu() if isinstance(value, Tensor) else value
-            if self.is_global_zero:
-                gathered[name] = value
-        return gathered
+    def _checkpointed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(state) if self.sharded_checkpoints else on_first_rank(state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint. All ranks must call it."""
+        file = Path(self.broadcast(filepath))
+        if self.sharded_checkpoints:
+            save_apart(checkpoint, file, unique=self.broadcast(secrets.token_hex(4)))
+        super().save_checkpoint(checkpoint, file, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            remove_apart(file, but=checkpoint.get(SHARDS))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint with its folder."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            remove_apart(Path(filepath))
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint. Its tensors stay in the file until they are used."""
-        path = self.broadcast(checkpoint_path)
+        """Read a checkpoint: of a sharded one each rank's part, of another one tensors that stay in the file."""
+        file = Path(self.broadcast(checkpoint_path))
         checkpoint: dict[str, Any] = torch.load(
-            path, mmap=True, map_location="cpu", weights_only=weights_only
+            file, mmap=True, map_location="cpu", weights_only=weights_only
         )
-        return checkpoint
+        assert self.lightning_module is not None
+        layout = layout_of(self.lightning_module.state_dict(), self.optimizers)
+        return read_apart(checkpoint, file, layout=layout)
 
     @torch.no_grad()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
 from ragen_pl.callbacks.summary import RunSummary, resume_command, run_overrides
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.distributed import on_first_rank
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
@@ -145,7 +146,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         ckpt_path = checkpoint if resumed else None
         trainer.fit(module, datamodule=demonstrations, ckpt_path=ckpt_path, weights_only=False)
     # every rank may have a part of it
-    state = trainer.strategy.lightning_module_state_dict()
+    state = on_first_rank(trainer.strategy.lightning_module_state_dict())
     if trainer.is_global_zero:
         saved = {
             "module": without_frozen(module, state),
@@ -154,7 +155,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         }
         with atomic_write(run.warm_start) as file:
             torch.save(saved, file)
-        checkpoint.unlink(missing_ok=True)
+    trainer.strategy.remove_checkpoint(checkpoint)
     trainer.strategy.barrier()
 
 

@@ -23,6 +23,7 @@ from ragen_pl.modules.frozen import (
 )
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import build_bundle
+from ragen_pl.run.sharded_checkpoint import read_apart
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -166,7 +167,9 @@ def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | Non
     """
     source = f"ckpt_path={file}"
     # callbacks may store any object
-    saved = read_checkpoint(file, source=source, hint="give another checkpoint", trusted=True)
+    saved = read_checkpoint(
+        file, source=source, hint="give another checkpoint", trusted=True, data=False
+    )
     missing = (_NEEDED | ({needed} if needed else set())) - set(saved)
     if missing:
         raise ConfigError(
@@ -178,22 +181,26 @@ def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | Non
     check_frozen(saved.get(FINGERPRINTS, {}), fingerprints(module), source=source)
 
 
-def read_checkpoint(file: Path, *, source: str, hint: str, trusted: bool = False) -> dict[str, Any]:
-    """Read a file of `torch.save` to the CPU.
+def read_checkpoint(
+    file: Path, *, source: str, hint: str, trusted: bool = False, data: bool = True
+) -> dict[str, Any]:
+    """Read a file of `torch.save` to the CPU. Its tensors stay in the file until they are used.
 
     Args:
         file: the file to read.
         source: the setting that named the file, for error messages.
         hint: remedy, for error messages.
         trusted: also load objects that are not tensors or plain data.
+        data: read the weights of a sharded checkpoint; otherwise they are on the meta device.
 
     Raises:
         ConfigError: it cannot be read, or holds no dictionary.
     """
     with config_errors(source, hint=hint):
-        saved = torch.load(file, map_location="cpu", weights_only=not trusted)
+        saved = torch.load(file, mmap=True, map_location="cpu", weights_only=not trusted)
         if not isinstance(saved, dict):
             raise TypeError(f"expected a checkpoint's dictionary, found {type(saved).__name__}")
+        saved = read_apart(saved, file, optimizers=False, data=data)
     return saved
 
 

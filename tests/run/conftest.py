@@ -9,9 +9,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -90,14 +93,18 @@ class Job:
     @property
     def steps(self) -> int:
         """Optimizer steps that the last checkpoint holds."""
-        last = self.folder / "checkpoints" / "last.ckpt"
-        return int(torch.load(last, weights_only=True)["global_step"])
+        return int(self.last["global_step"])
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """Weights of the last checkpoint."""
-        last = self.folder / "checkpoints" / "last.ckpt"
-        return torch.load(last, weights_only=True)["state_dict"]
+        return self.last["state_dict"]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last checkpoint."""
+        file = self.folder / "checkpoints" / "last.ckpt"
+        return CheckpointFiles().load_checkpoint(file, weights_only=True)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,12 +11,18 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
+from torch.utils._pytree import tree_flatten_with_path
+from transformers import AutoModelForCausalLM
 
 from ragen_pl.config import relations
 from ragen_pl.run.build import build_trainer
 from ragen_pl.run.strategy import FSDP2Strategy
 
 FSDP2 = ("trainer.devices=2", "trainer.strategy=fsdp2")
+SHARDED = (
+    "trainer.devices=2",
+    "trainer.strategy={_target_: ragen_pl.run.strategy.FSDP2Strategy, sharded_checkpoints: true}",
+)
 DDP = ("trainer.devices=2", "trainer.strategy=ddp")
 
 
@@ -61,6 +68,57 @@ def test_copies_of_bfloat16_weights_and_a_moving_reference_are_resumed_exactly(j
     assert killed.differs_from(reference) == []
 
 
+@pytest.mark.slow
+def test_a_sharded_checkpoint_holds_what_a_whole_one_does(job):
+    whole, sharded = job(), job()
+    settings = ("warm_start.enabled=false", "trainer.max_epochs=1", "callbacks.best=null")
+    whole.run(*FSDP2, *settings)
+    sharded.run(*SHARDED, *settings)
+    file = sharded.folder / "checkpoints" / "last.ckpt"
+    alone = torch.load(file, weights_only=True)
+    assert not alone["state_dict"] and (file.parent / alone["shards"]).is_dir()
+    # each rank has written its part
+    assert len(list((file.parent / alone["shards"]).glob("*.distcp"))) == 2
+    assert sharded.differs_from(whole) == []
+    assert_equal(sharded.last["optimizer_states"], whole.last["optimizer_states"])
+    model = AutoModelForCausalLM.from_pretrained(export(sharded)).state_dict()
+    assert all(
+        weight.equal(whole.weights[f"policy.model.{name}"]) for name, weight in model.items()
+    )
+
+
+def assert_equal(left, right) -> None:
+    """Check that nested values are equal, tensors to the bit."""
+    left, right = (dict(tree_flatten_with_path(value)[0]) for value in (left, right))
+    assert left.keys() == right.keys()
+    for path, value in left.items():
+        other = right[path]
+        assert value.equal(other) if isinstance(value, torch.Tensor) else value == other
+
+
+@pytest.mark.soak
+def test_a_job_with_sharded_checkpoints_is_resumed_exactly_and_on_another_number_of_ranks(job):
+    reference, killed, other = job(), job(), job()
+    settings = (
+        "warm_start.checkpoint_every_n_steps=20",
+        "callbacks.checkpoint.every_n_epochs=1",
+        "trainer.max_epochs=2",
+    )
+    reference.run(*SHARDED, *settings)
+    killed.kill_at("warm_start-30", *SHARDED, *settings, "ckpt_path=auto", rank=1)
+    killed.kill_at("begin-1", *SHARDED, *settings, "ckpt_path=auto")
+    shutil.copytree(killed.folder, other.folder)
+    killed.run(*SHARDED, *settings, "ckpt_path=auto")
+    assert killed.differs_from(reference) == []
+    assert not list(killed.folder.glob("warm_start.ckpt*"))
+    # one folder for each checkpoint
+    files = list((killed.folder / "checkpoints").glob("*.ckpt"))
+    assert len(list((killed.folder / "checkpoints").glob("*.shards"))) == len(files)
+    other.run(*settings, "ckpt_path=auto")
+    for name, weight in other.weights.items():
+        torch.testing.assert_close(weight, reference.weights[name], rtol=0, atol=1e-5)
+
+
 @pytest.mark.soak
 def test_a_ddp_job_continues_with_sharded_weights_and_is_exported(job):
     reference, continued = job(), job()
@@ -78,8 +136,6 @@ def test_a_ddp_job_continues_with_sharded_weights_and_is_exported(job):
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
     assert continued.metrics.keys() == reference.metrics.keys()
     folder = export(continued)
-    from transformers import AutoModelForCausalLM
-
     exported = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for name, weight in exported.items():
         assert weight.equal(continued.weights[f"policy.model.{name}"])
