@@ -36,6 +36,7 @@ class GenerateEngine:
     """Rollout engine that computes every prompt from its first token."""
 
     exact = True  # it runs the trainer's own model
+    continuous = False  # all responses of a call are sampled together
 
     def __init__(self, policy, *, forward_context=nullcontext):
         self.bundle, self.forward_context = policy.bundle, forward_context
@@ -60,7 +61,7 @@ class GenerateEngine:
             )
         self.pending += requests
 
-    def collect(self):
+    def collect(self, *, wait=True):
         """Generate the responses to all pending requests."""
         alike = defaultdict(list)
         for request in self.pending:

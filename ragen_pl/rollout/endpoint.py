@@ -297,13 +297,16 @@ class ChatEndpoint:
         task = self._ask(number, request, key=key)
         self._under_way[number] = asyncio.run_coroutine_threadsafe(task, self._loop)
 
-    def collect(self) -> list[tuple[int, Answer]]:
-        """Return the answers since the last call, each with its number; waits for at least one.
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Answer]]:
+        """Return the answers since the last call, each with its number.
+
+        Args:
+            wait: Wait for at least one.
 
         Raises:
             RolloutError: The endpoint did not answer a request.
         """
-        finished = [self._finished.get()]
+        finished = [self._finished.get()] if wait else []
         while not self._finished.empty():
             finished.append(self._finished.get())
         answers = []
@@ -441,9 +444,15 @@ class EndpointResponder:
                 seed=episode.seed,
             )
 
-    def collect(self) -> list[tuple[int, Response]]:
+    @property
+    def continuous(self) -> bool:
+        """Each request is answered by itself."""
+        return True
+
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
         """Return the responses since the last call."""
-        return [(number, self._generation(answer)) for number, answer in self.endpoint.collect()]
+        answers = self.endpoint.collect(wait=wait)
+        return [(number, self._generation(answer)) for number, answer in answers]
 
     def release(self) -> None:
         """Cancel what is under way."""

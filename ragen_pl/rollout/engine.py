@@ -77,6 +77,11 @@ class RolloutEngine(Protocol):
         """Type that it computes in."""
         ...
 
+    @property
+    def continuous(self) -> bool:
+        """Whether requests join those under way. Otherwise the responses of a `submit` are sampled together."""
+        ...
+
     def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
         """Queue requests, at most one for each session.
 
@@ -86,10 +91,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def collect(self) -> list[tuple[int, Generation]]:
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
         """Return the responses that finished since the last call, each with its session.
 
-        Blocks until at least one response has finished. Returns an empty list only if nothing is pending.
+        Args:
+            wait: Block until at least one response has finished, unless nothing is pending. Otherwise a continuous
+                engine may return an empty list, after a short time.
         """
         ...
 

@@ -18,7 +18,7 @@ from ragen_pl.constraints import Count, NonNegative, Positive, checked
 from ragen_pl.rollout.formats import BLOCKS, PromptFormat, format_instructions
 from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.rollout.spatial_relations import f1_score, read_claims, true_claims
-from ragen_pl.rollout.timeouts import run_guarded
+from ragen_pl.rollout.workers import EnvironmentWorkers, Outcome
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Observation, Relation, Statement
 
@@ -127,6 +127,7 @@ class EnvironmentSlot:
 
     Attributes:
         env: the environment.
+        worker: number of its thread.
         spec: the episode.
         observation: the latest observation.
         action_names: name of each action, by index.
@@ -140,6 +141,7 @@ class EnvironmentSlot:
 
     env: gymnasium.Env[Any, Any]
     spec: EpisodeSpec
+    worker: int = 0
     observation: Observation | None = None
     action_names: Sequence[str] = ()
     state_key: str | None = None
@@ -168,6 +170,8 @@ class EnvironmentManager:
         turn_limit_bootstraps: whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
         prompt_format: required form of responses.
         timeout_s: longest time of one reset or one turn in seconds; None for no limit.
+        workers: number of threads in which environments step; an environment stays in one of them. Several are faster
+            for environments that wait for other programs or compute outside Python.
         held_out: keys of initial states that a reset must not draw.
         record_states: whether turns record the `state_key()` they begin in.
         blank_images: whether images are replaced by gray ones, to measure what an agent does without them.
@@ -186,6 +190,7 @@ class EnvironmentManager:
         turn_limit_bootstraps: bool = False,
         prompt_format: PromptFormat = PromptFormat.FREE_THINK,
         timeout_s: Positive | None = 60.0,
+        workers: Count = 1,
         held_out: Collection[str] = frozenset(),
         record_states: bool = False,
         blank_images: bool = False,
@@ -203,7 +208,12 @@ class EnvironmentManager:
         self.record_states = record_states
         self.blank_images = blank_images
         self._make = environment_maker(target)
-        self._idle: list[gymnasium.Env[Any, Any]] = []
+        self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)
+        # sound environments that nobody plays, with their threads
+        self._idle: list[tuple[gymnasium.Env[Any, Any], int]] = []
+        self._made = 0
+        # turns under way
+        self._stepping: set[int] = set()
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Create an environment."""
@@ -211,35 +221,68 @@ class EnvironmentManager:
 
     def open(self, specs: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
         """Return a slot at its first observation for each episode; a failed reset leaves its error there."""
+        self._stepping.clear()
         slots = [
-            EnvironmentSlot(env=self._idle.pop() if self._idle else self.make(), spec=spec)
-            for spec in specs
+            EnvironmentSlot(env=env, worker=worker, spec=spec)
+            for spec, (env, worker) in zip(specs, self._take(len(specs)), strict=True)
         ]
-        outcomes = run_guarded(
-            [partial(self._reset, slot) for slot in slots], timeout_s=self.timeout_s
-        )
+        outcomes = self._workers.run([(slot.worker, partial(self._reset, slot)) for slot in slots])
         for slot, outcome in zip(slots, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 slot.error = _error_text(outcome)
         return slots
 
+    def _take(self, count: int) -> list[tuple[gymnasium.Env[Any, Any], int]]:
+        """Return idle or new environments with their threads."""
+        taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
+        workers = [self._made + number for number in range(count - len(taken))]
+        self._made += len(workers)
+        made = self._workers.run([(worker, self.make) for worker in workers])
+        for worker, outcome in zip(workers, made, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            taken.append((outcome, worker))
+        return taken
+
     def step(
         self, slots: Sequence[EnvironmentSlot], responses: Sequence[ParsedResponse]
     ) -> list[TurnResult]:
-        """Carry out one response in each environment."""
+        """Carry out one response in each environment and wait for all."""
+        numbers = self.start(slots, responses)
+        results: dict[int, TurnResult] = {}
+        while len(results) < len(numbers):
+            results.update(self.finished())
+        return [results[number] for number in numbers]
+
+    def start(
+        self, slots: Sequence[EnvironmentSlot], responses: Sequence[ParsedResponse]
+    ) -> list[int]:
+        """Start to carry out one response in each environment; return the numbers of these turns."""
         pairs = zip(slots, responses, strict=True)
-        jobs = [partial(self._turn, slot, response) for slot, response in pairs]
-        outcomes = run_guarded(jobs, timeout_s=self.timeout_s)
-        return [
-            TurnResult(status=EpisodeStatus.FAILED, error=_error_text(outcome))
-            if isinstance(outcome, BaseException)
-            else outcome
-            for outcome in outcomes
+        numbers = self._workers.submit(
+            [(slot.worker, partial(self._turn, slot, response)) for slot, response in pairs]
+        )
+        self._stepping.update(numbers)
+        return numbers
+
+    def finished(self, *, wait_s: float | None = None) -> list[tuple[int, TurnResult]]:
+        """Return the turns that have ended since the last call, each with its number.
+
+        Args:
+            wait_s: Longest time to wait for the first one in seconds; None waits until there is one.
+        """
+        # those of a rollout that was interrupted are dropped
+        ended = [
+            (number, _turn_result(outcome))
+            for number, outcome in self._workers.collect(wait_s=wait_s)
+            if number in self._stepping
         ]
+        self._stepping.difference_update(number for number, _ in ended)
+        return ended
 
     def close(self, slots: Sequence[EnvironmentSlot]) -> None:
         """Take sound environments back for later episodes."""
-        self._idle.extend(slot.env for slot in slots if slot.error is None)
+        self._idle.extend((slot.env, slot.worker) for slot in slots if slot.error is None)
 
     def instructions(self, slot: EnvironmentSlot) -> str:
         """Return the rules of a slot's environment and those of the response's form."""
@@ -374,6 +417,12 @@ def _encodable(text: str) -> str:
     """Return the text, or raise UnicodeEncodeError for half a surrogate pair, which no tokenizer can read."""
     text.encode()
     return text
+
+
+def _turn_result(outcome: Outcome[TurnResult]) -> TurnResult:
+    if isinstance(outcome, BaseException):
+        return TurnResult(status=EpisodeStatus.FAILED, error=_error_text(outcome))
+    return outcome
 
 
 def _error_text(error: BaseException) -> str:

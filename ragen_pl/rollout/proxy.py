@@ -7,7 +7,7 @@ the order in which responses finish change no trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -24,7 +24,7 @@ from ragen_pl.rollout.environments import (
 )
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
-from ragen_pl.rollout.responders import Episode, Responder, Response
+from ragen_pl.rollout.responders import Episode, Responder
 from ragen_pl.rollout.temperature import AdaptiveTemperature
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn
 
@@ -35,6 +35,9 @@ OnTurn = Callable[[Episode], None]
 """Receives an episode after each of its turns."""
 
 ContextT = TypeVar("ContextT", bound=Context)
+
+# wait for environments while the engine has requests under way
+_SHORT_S = 0.001
 
 
 @checked
@@ -79,21 +82,9 @@ class AgentProxy(Generic[ContextT]):
         trajectories: list[Trajectory] = []
         for first in range(0, len(episode_specs), self.num_envs):
             episodes = self._open(episode_specs[first : first + self.num_envs], responder, seed_key)
-            playing = {episode.number: episode for episode in episodes if not episode.done}
-            ready = list(playing.values())
-            while playing:
-                if ready:
-                    responder.submit(ready)
-                responses = responder.collect()
-                if not responses:
-                    raise RuntimeError(f"no response came for {len(playing)} episodes that wait")
-                answered = self._step(playing, responses, on_turn=on_turn)
-                ready = [episode for episode in answered if not episode.done]
-                for episode in answered:
-                    if episode.done:
-                        del playing[episode.number]
+            for playing in self._turns(episodes, responder, on_turn=on_turn):
                 if progress is not None and playing:
-                    progress(first + len(episodes) - len(playing), len(episode_specs))
+                    progress(first + len(episodes) - playing, len(episode_specs))
             responder.release()
             self.environments.close([episode.slot for episode in episodes])
             trajectories.extend(episode.trajectory for episode in episodes)
@@ -147,28 +138,84 @@ class AgentProxy(Generic[ContextT]):
             return self.temperature
         return self.adaptive_temperature(self.temperature, episode.trajectory.turns)
 
-    def _step(
-        self,
-        playing: Mapping[int, Episode],
-        responses: Sequence[tuple[int, Response]],
-        *,
-        on_turn: OnTurn | None,
-    ) -> list[Episode]:
-        """Carry out the responses that have arrived and return their episodes."""
-        answers = []
-        for number, response in responses:
-            if response is None:
-                _end(playing[number], EpisodeStatus.TRUNCATED)
-            else:
-                answers.append(self._parse(playing[number], response))
-        results = self.environments.step(
+    def _turns(
+        self, episodes: Sequence[Episode], responder: Responder, *, on_turn: OnTurn | None
+    ) -> Iterator[int]:
+        """Play episodes to their ends. An environment steps while other episodes wait for their responses.
+
+        Args:
+            episodes: Opened episodes.
+            responder: Answers the turns.
+            on_turn: Called after each turn.
+
+        Yields:
+            Number of episodes that still play, whenever some of them had a turn.
+        """
+        playing = {episode.number: episode for episode in episodes if not episode.done}
+        ready, asked = list(playing.values()), 0
+        stepping: dict[int, _Answer] = {}
+        while playing:
+            if ready:
+                responder.submit(ready)
+                asked += len(ready)
+            responses = responder.collect(wait=not stepping) if asked else []
+            if not responses and not stepping:
+                raise RuntimeError(f"no response came for {len(playing)} episodes that wait")
+            asked -= len(responses)
+            stopped = [playing[number] for number, response in responses if response is None]
+            for episode in stopped:
+                _end(episode, EpisodeStatus.TRUNCATED)
+            answers = [
+                self._parse(playing[number], response)
+                for number, response in responses
+                if response is not None
+            ]
+            stepping |= self._start(answers)
+            turned = self._finish(
+                stepping, all_of_them=not responder.continuous, wait=not asked, on_turn=on_turn
+            )
+            ready = [episode for episode in turned if not episode.done]
+            for episode in [*stopped, *turned]:
+                if episode.done:
+                    del playing[episode.number]
+            if stopped or turned:
+                yield len(playing)
+
+    def _start(self, answers: Sequence[_Answer]) -> dict[int, _Answer]:
+        """Start to carry out responses; return them by the numbers of their turns."""
+        numbers = self.environments.start(
             [answer.episode.slot for answer in answers], [answer.parsed for answer in answers]
         )
-        for answer, result in zip(answers, results, strict=True):
+        return dict(zip(numbers, answers, strict=True))
+
+    def _finish(
+        self,
+        stepping: dict[int, _Answer],
+        *,
+        all_of_them: bool,
+        wait: bool,
+        on_turn: OnTurn | None,
+    ) -> list[Episode]:
+        """Record the turns that have ended and return their episodes, in the order of the episodes.
+
+        Args:
+            stepping: Responses under way by the numbers of their turns; those that ended are removed.
+            all_of_them: Whether to wait for all. Else what a lockstep engine samples together would depend on time.
+            wait: Whether to wait for the first one.
+            on_turn: Called after each turn.
+        """
+        results: dict[int, TurnResult] = {}
+        while len(results) < len(stepping):
+            wait_s = None if wait or all_of_them else _SHORT_S
+            results.update(self.environments.finished(wait_s=wait_s))
+            if not all_of_them:
+                break
+        ended = [(stepping.pop(number), results[number]) for number in sorted(results)]
+        for answer, result in ended:
             self._continue(answer, result)
             if on_turn is not None:
                 on_turn(answer.episode)
-        return [playing[number] for number, _ in responses]
+        return [answer.episode for answer, _ in ended]
 
     def _parse(self, episode: Episode, response: Generation | str) -> _Answer:
         generation = self._encode(response) if isinstance(response, str) else response

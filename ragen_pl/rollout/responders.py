@@ -75,14 +75,20 @@ class Responder(Protocol):
         """Whether responses are drawn at the episode's temperature; otherwise turns record 1."""
         ...
 
+    @property
+    def continuous(self) -> bool:
+        """Whether episodes may be submitted while others wait for their responses, in any order."""
+        ...
+
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Start on the present turns of these episodes."""
         ...
 
-    def collect(self) -> list[tuple[int, Response]]:
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
         """Return the responses finished since the last call, each with its episode's number.
 
-        Waits for at least one response where any is under way.
+        Args:
+            wait: Wait for at least one response where any is under way.
         """
         ...
 
@@ -113,6 +119,11 @@ class EngineResponder:
         """Whether responses are sampled."""
         return not self.greedy
 
+    @property
+    def continuous(self) -> bool:
+        """Whether the engine is continuous and has no other work between the turns."""
+        return self.engine.continuous and not self.context.leave_out
+
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Request a response for each episode; with `context.leave_out`, shorten the prompts first."""
         if self.context.leave_out:
@@ -121,13 +132,13 @@ class EngineResponder:
         self.engine.submit(requests, keep=self.context.grows)
         self._pending += len(requests)
 
-    def collect(self) -> list[tuple[int, Response]]:
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
         """Return the generations that have finished; with `context.leave_out`, wait for all of them.
 
         Raises:
             RolloutError: a response was sampled with other weights.
         """
-        finished = self.engine.collect()
+        finished = self.engine.collect(wait=wait)
         # occlusion scores need the engine to themselves
         while self.context.leave_out and len(finished) < self._pending:
             finished += self.engine.collect()
@@ -177,6 +188,11 @@ class TextResponder(ABC):
         """Written responses have no temperature."""
         return False
 
+    @property
+    def continuous(self) -> bool:
+        """All responses are written at once."""
+        return False
+
     @abstractmethod
     def respond(self, episode: Episode) -> str | None:
         """Return the response to the present turn, in the episode's prompt format; None to stop."""
@@ -185,7 +201,7 @@ class TextResponder(ABC):
         """Write the responses."""
         self._written += [(episode.number, self.respond(episode)) for episode in episodes]
 
-    def collect(self) -> list[tuple[int, Response]]:
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
         """Return the responses written since the last call."""
         written, self._written = self._written, []
         return list(written)

@@ -51,6 +51,7 @@ class TransformersEngine:
     """
 
     exact = True
+    continuous = False
 
     @checked
     def __init__(
@@ -107,7 +108,7 @@ class TransformersEngine:
         self._pending.extend(requests)
         self._keep = self._keep or keep
 
-    def collect(self) -> list[tuple[int, Generation]]:
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
         """Sample all pending responses together. The model must be in eval mode."""
         requests, keep = self._pending, self._keep
         self._pending, self._keep = [], False

@@ -58,6 +58,7 @@ class VLLMEngine:
     """
 
     exact = False
+    continuous = True
 
     @checked
     def __init__(
@@ -199,8 +200,8 @@ class VLLMEngine:
                 )
                 self._sessions[name] = request
 
-    def collect(self) -> list[tuple[int, Generation]]:
-        """Step vLLM until a response has finished, and return those that have."""
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
+        """Step vLLM until a response has finished, or once; return those that have finished."""
         finished: list[tuple[int, Generation]] = []
         with self._isolated():
             while self._sessions and not finished:
@@ -208,6 +209,8 @@ class VLLMEngine:
                     if output.finished:
                         request = self._sessions.pop(output.request_id)
                         finished.append((request.session, self._generation(request, output)))
+                if not wait:
+                    break
         return finished
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import gymnasium
@@ -68,7 +69,7 @@ class TextEngine:
         *,
         shuffled: bool = False,
     ) -> None:
-        self.context, self.write, self.shuffled = context, write, shuffled
+        self.context, self.write, self.continuous = context, write, shuffled
         self.turns: dict[int, int] = {}
         self.requests: list[list[GenerationRequest]] = []
         self.keep: list[bool] = []
@@ -79,8 +80,8 @@ class TextEngine:
         self.keep.append(keep)
         self.pending += [(request.session, self._response(request)) for request in requests]
 
-    def collect(self) -> list[tuple[int, Generation]]:
-        if self.shuffled:
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
+        if self.continuous:
             return [self.pending.pop()]
         finished, self.pending = self.pending, []
         return finished
@@ -145,6 +146,8 @@ class Counter(gymnasium.Env):
 
     action_names = ("More", "Stay")
     instructions = "Count."
+    # what a step waits for
+    gate = threading.Event()
     action_space = gymnasium.spaces.Discrete(2)
     observation_space = gymnasium.spaces.Text(100)
 
@@ -201,6 +204,8 @@ class Counter(gymnasium.Env):
             raise RuntimeError(f"broken in {where}")
         if self.fault == f"{where} exits":
             raise SystemExit(3)
+        if self.fault == f"{where} waits":
+            self.gate.wait()
         if self.fault == f"{where} hangs":
             import time
 

@@ -479,7 +479,7 @@ def test_submitted_requests_are_collected_together(lm):
 
 def test_generate_raises_for_missing_responses(lm):
     class Silent(TransformersEngine):
-        def collect(self):
+        def collect(self, *, wait=True):
             return []
 
     with pytest.raises(RuntimeError, match=r"0 responses for 1 requests.*missing \[0\]"):

@@ -2,6 +2,7 @@
 
 import time
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -165,6 +166,35 @@ def test_trajectories_do_not_depend_on_the_order_in_which_responses_finish(play)
             t.prompt_ids.tolist() for t in other.turns
         ]
         assert [t.response_text for t in episode.turns] == [t.response_text for t in other.turns]
+
+
+def test_an_episode_goes_on_while_the_environment_of_another_steps(play):
+    gate = gymnasium.make(COUNTER).unwrapped.gate
+    gate.clear()
+
+    def write(slot, turn):
+        # its responses come after the first one of the other episode
+        if (slot, turn) == (0, 2):
+            gate.set()
+        return MORE
+
+    environment = {"kwargs": {"goal": 3, "faults": {1: "step waits"}}, "timeout_s": 5.0}
+    episodes, _ = play(COUNTER, specs(2), write, shuffled=True, workers=2, **environment)
+    assert [episode.success for episode in episodes] == [True, True]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_number_of_workers_changes_no_trajectory(play, workers):
+    def write(slot, turn):
+        return f"<think>{slot}</think><answer>{'More' if (slot + turn) % 3 else 'Stay'}</answer>"
+
+    settings = {"kwargs": {"goal": 3}, "max_turns": 5}
+    expected, _ = play(COUNTER, specs(7), write, timeout_s=None, **settings)
+    episodes, engine = play(COUNTER, specs(7), write, workers=workers, **settings)
+    assert [episode.reward for episode in episodes] == [episode.reward for episode in expected]
+    # what is sampled together is the same
+    sizes = [len(requests) for requests in engine.requests]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 7
 
 
 # ---- faulty environments

@@ -1,0 +1,184 @@
+"""Threads that run the code of environments, with a time limit.
+
+An environment stays in one thread from its creation on, as libraries for browsers and graphics ask for. A thread whose
+job hangs is abandoned, and a new one takes over the jobs behind it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count as count_up
+from itertools import islice
+from typing import Generic, TypeAlias, TypeVar
+
+T = TypeVar("T")
+Job: TypeAlias = Callable[[], T]
+Outcome: TypeAlias = T | BaseException
+"""What a job returned or raised."""
+
+
+@dataclass(slots=True)
+class _Thread(Generic[T]):
+    """A thread that runs shares of jobs in order until it is abandoned."""
+
+    finished: queue.SimpleQueue[list[tuple[int, Outcome[T]]]]
+    shares: queue.SimpleQueue[list[tuple[int, Job[T]]] | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+    # an outcome is kept or given up, never both
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    share: list[tuple[int, Job[T]]] = field(default_factory=list)
+    outcomes: list[tuple[int, Outcome[T]]] = field(default_factory=list)
+    began: float | None = None
+    abandoned: bool = False
+
+    def start(self) -> None:
+        """Start the thread. It does not keep the process alive."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while (share := self.shares.get()) is not None:
+            with self.lock:
+                self.share, self.outcomes, self.began = share, [], time.monotonic()
+            for number, job in share:
+                outcome: Outcome[T]
+                try:
+                    outcome = job()
+                # even an exit fails its own job only
+                except BaseException as error:
+                    outcome = error
+                with self.lock:
+                    if self.abandoned:
+                        return
+                    self.outcomes.append((number, outcome))
+                    self.began = time.monotonic()
+            with self.lock:
+                self.began = None
+            self.finished.put(self.outcomes)
+
+    def abandon_late(self, *, timeout_s: float) -> _Thread[T] | None:
+        """Give the present job up if it takes too long; return the thread that takes over the other jobs."""
+        with self.lock:
+            if self.began is None or time.monotonic() - self.began < timeout_s:
+                return None
+            if len(self.outcomes) == len(self.share):
+                return None
+            self.abandoned = True
+        late, _ = self.share[len(self.outcomes)]
+        limit = TimeoutError(f"the environment took longer than {timeout_s:g} s")
+        self.finished.put([*self.outcomes, (late, limit)])
+        successor = _Thread(self.finished)
+        successor.shares.put(self.share[len(self.outcomes) + 1 :])
+        while not self.shares.empty():
+            successor.shares.put(self.shares.get())
+        return successor
+
+
+class EnvironmentWorkers(Generic[T]):
+    """Run jobs of environments, each in the thread of its environment.
+
+    Args:
+        count: Number of threads. A single one without a time limit is the caller's.
+        timeout_s: Longest time of a job in seconds; None for no limit.
+    """
+
+    def __init__(self, count: int, *, timeout_s: float | None) -> None:
+        self.count, self.timeout_s = count, timeout_s
+        self._finished: queue.SimpleQueue[list[tuple[int, Outcome[T]]]] = queue.SimpleQueue()
+        self._threads: dict[int, _Thread[T]] = {}
+        self._numbers = count_up()
+        weakref.finalize(self, _end, self._threads)
+
+    def submit(self, jobs: Sequence[tuple[int, Job[T]]]) -> list[int]:
+        """Queue jobs and return their numbers.
+
+        Args:
+            jobs: Number of each job's thread, and the job. Threads beyond `count` begin again at the first.
+        """
+        numbers = list(islice(self._numbers, len(jobs)))
+        shares: dict[int, list[tuple[int, Job[T]]]] = {}
+        for number, (thread, job) in zip(numbers, jobs, strict=True):
+            shares.setdefault(thread % self.count, []).append((number, job))
+        if self.count == 1 and self.timeout_s is None:
+            for share in shares.values():
+                self._finished.put([(number, _outcome(job)) for number, job in share])
+            return numbers
+        for thread, share in shares.items():
+            if thread not in self._threads:
+                self._threads[thread] = _Thread(self._finished)
+                self._threads[thread].start()
+            self._threads[thread].shares.put(share)
+        return numbers
+
+    def collect(self, *, wait_s: float | None = None) -> list[tuple[int, Outcome[T]]]:
+        """Return the jobs that have ended since the last call, each with its outcome.
+
+        A job over the time limit ends with a `TimeoutError`.
+
+        Args:
+            wait_s: Longest time to wait for the first one in seconds; None waits until there is one.
+        """
+        until = None if wait_s is None else time.monotonic() + wait_s
+        ended: list[tuple[int, Outcome[T]]] = []
+        while not ended:
+            self._abandon_late()
+            left = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                ended += self._finished.get(timeout=self._tick(left))
+            except queue.Empty:
+                if left == 0.0:
+                    break
+        while not self._finished.empty():
+            ended += self._finished.get()
+        return ended
+
+    def run(self, jobs: Sequence[tuple[int, Job[T]]]) -> list[Outcome[T]]:
+        """Run jobs and return their outcomes in order; the outcomes of others under way are dropped.
+
+        Args:
+            jobs: As those of `submit`.
+        """
+        numbers = self.submit(jobs)
+        outcomes: dict[int, Outcome[T]] = {}
+        while not outcomes.keys() >= set(numbers):
+            outcomes.update(self.collect())
+        return [outcomes[number] for number in numbers]
+
+    def _abandon_late(self) -> None:
+        if self.timeout_s is None:
+            return
+        for number, thread in self._threads.items():
+            successor = thread.abandon_late(timeout_s=self.timeout_s)
+            if successor is not None:
+                self._threads[number] = successor
+                successor.start()
+
+    def _tick(self, left: float | None) -> float | None:
+        """Return the seconds until a job may be late or the caller wants to go on, the earlier of both."""
+        ticks = [] if left is None else [left]
+        if self.timeout_s is not None:
+            now = time.monotonic()
+            begun = [thread.began for thread in self._threads.values()]
+            ticks.append(self.timeout_s)
+            ticks += [
+                max(0.001, began + self.timeout_s - now) for began in begun if began is not None
+            ]
+        return min(ticks, default=None)
+
+
+def _outcome(job: Job[T]) -> Outcome[T]:
+    try:
+        return job()
+    except Exception as error:
+        return error
+
+
+def _end(threads: dict[int, _Thread[T]]) -> None:
+    """Let threads end that nobody will give jobs to."""
+    for thread in threads.values():
+        thread.shares.put(None)
