@@ -10,7 +10,7 @@ import copy
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,6 +136,23 @@ class VLLMEngine:
                     f"rollout/engine=vllm: vLLM can't run this {self.bundle.facts.family} model "
                     f"({_reason(error)}); set rollout/engine=transformers, or other settings of rollout.engine"
                 ) from error
+
+    @classmethod
+    def planned_bytes(
+        cls, settings: Mapping[str, Any], *, weights: int, device: int | None, on_gpu: bool
+    ) -> int:
+        """Return the bytes that an engine takes of a device during a rollout, for a plan of the memory.
+
+        Args:
+            settings: Arguments of the class.
+            weights: Bytes of the policy's weights in the engine's type.
+            device: Bytes of the device, None if they are unknown.
+            on_gpu: Whether it is a GPU.
+        """
+        cache_bytes: int | None = settings["cache_bytes"]
+        if on_gpu and cache_bytes is None and device is not None:
+            return int(settings["memory_share"] * device)
+        return weights + (cache_bytes or _CPU_CACHE_BYTES)
 
     # ---- weights
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import nn
 
@@ -19,6 +20,7 @@ from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
 from ragen_pl.models.abstract import KnownMasks, config_without_hub
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.vllm_engine import VLLMEngine
 from ragen_pl.run.build import choose_accelerator, engine_is_in_place, plain
 from ragen_pl.run.dry_run import (
     CountedRollout,
@@ -181,11 +183,12 @@ def plan_phases(
     }
     prepared = {"activations": int(rollout.per_position * scored), "head": peak.get("head", 0)}
     stepped = {"gradients": gradients, "step": update.step // sharding.optimizer}
+    copied, slept = _in_vllm(cfg, agent)
     phases = [
-        Phase("rollout", held | in_rollout | played),
-        Phase("preparation", held | in_call | prepared),
-        Phase("update", held | peak),
-        Phase("optimizer step", held | stepped),
+        Phase("rollout", held | in_rollout | played | copied),
+        Phase("preparation", held | in_call | prepared | slept),
+        Phase("update", held | peak | slept),
+        Phase("optimizer step", held | stepped | slept),
     ]
     if cfg.warm_start.enabled:
         rows = rows_at_once(cfg, cfg.warm_start.batch_size, workload.length)
@@ -194,6 +197,25 @@ def plan_phases(
         # there is no reference yet
         phases.insert(0, Phase("warm start", held | {"reference": 0} | shown))
     return tuple(phases)
+
+
+def _in_vllm(cfg: DictConfig, agent: AgentModule) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what an engine on vLLM in this process takes during a rollout, and what in other phases."""
+    if get_object(cfg.rollout.engine._target_) is not VLLMEngine:
+        return {}, {}
+    device, on_gpu = device_of(cfg), choose_accelerator(cfg.trainer.accelerator) != "cpu"
+    name, policy = cfg.rollout.engine.dtype, list(agent.policy.parameters())
+    weights = size_of(policy)
+    if name != "auto":
+        weights = weights * getattr(torch, name).itemsize // agent.policy.model.dtype.itemsize
+    taken = VLLMEngine.planned_bytes(
+        cfg.rollout.engine,
+        weights=weights,
+        device=None if device is None else device.size,
+        on_gpu=on_gpu,
+    )
+    # a CPU's memory is not given back by vLLM's sleep mode
+    return {"vLLM": taken}, {} if on_gpu else {"vLLM": taken}
 
 
 def _sharded_reference(agent: AgentModule, *, ranks: int) -> int:

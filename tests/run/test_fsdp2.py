@@ -97,7 +97,7 @@ def assert_equal(left, right) -> None:
 
 
 @pytest.mark.soak
-def test_a_job_with_sharded_checkpoints_is_resumed_exactly_and_on_another_number_of_ranks(job):
+def test_a_job_with_sharded_checkpoints_is_resumed_exactly_and_with_another_strategy(job):
     reference, killed, other = job(), job(), job()
     settings = (
         "warm_start.checkpoint_every_n_steps=20",
@@ -114,7 +114,7 @@ def test_a_job_with_sharded_checkpoints_is_resumed_exactly_and_on_another_number
     # one folder for each checkpoint
     files = list((killed.folder / "checkpoints").glob("*.ckpt"))
     assert len(list((killed.folder / "checkpoints").glob("*.shards"))) == len(files)
-    other.run(*settings, "ckpt_path=auto")
+    other.run(*DDP, *settings, "ckpt_path=auto")
     for name, weight in other.weights.items():
         torch.testing.assert_close(weight, reference.weights[name], rtol=0, atol=1e-5)
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config import ConfigError, check_config, config_dir, relations
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.engine import GenerationRequest, Prompt
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.run import dry_run
+from ragen_pl.run import dry_run, memory_plan
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
 from ragen_pl.run.dry_run import (
     abstract_agent,
@@ -306,6 +306,24 @@ def test_a_sharded_reference_keeps_its_head_whole_for_a_full_divergence(folder):
     assert reference["k3"] == pytest.approx(alone / 4, rel=0.01)
     head = build_small_lm(text=TEXT).model.get_output_embeddings().weight
     assert reference["full"] - reference["k3"] == pytest.approx(head.nbytes * 3 / 4, rel=0.01)
+
+
+def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
+    monkeypatch.setattr(relations, "find_spec", lambda name: object())
+    overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    vllm = ("rollout/engine=vllm", "rollout.engine.cache_bytes=1000000")
+    plain, copied = (plan_memory(composed(*overrides, *more)).phases for more in ((), vllm))
+    weights = plain[-1].parts["weights"]
+    for phase in copied:
+        assert phase.parts["vLLM"] == pytest.approx(weights + 1_000_000, rel=1e-3)
+    assert "keys and values" in plain[0].parts and not copied[0].parts["keys and values"]
+    half = plan_memory(composed(*overrides, *vllm, "rollout.engine.dtype=bfloat16")).phases
+    assert half[0].parts["vLLM"] == pytest.approx(weights // 2 + 1_000_000, rel=1e-3)
+    # on a GPU it is a share of the device, which sleeps in other phases
+    monkeypatch.setattr(memory_plan, "choose_accelerator", lambda name: "cuda")
+    phases = plan_memory(composed(*overrides, "rollout/engine=vllm", "memory.device_gb=10")).phases
+    assert phases[0].parts["vLLM"] == int(0.4 * 10e9)
+    assert all("vLLM" not in phase.parts for phase in phases[1:])
 
 
 def test_live_memory_counts_storages_once_and_until_they_are_freed():
