@@ -221,6 +221,8 @@ def time_way(
 class Together:
     """An engine that returns all responses that it was asked for at once."""
 
+    continuous = False
+
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine, self.pending = engine, 0
 
@@ -229,7 +231,7 @@ class Together:
         self.engine.submit(requests, keep=keep)
         self.pending += len(requests)
 
-    def collect(self) -> list[tuple[int, Generation]]:
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
         """Wait for the slowest."""
         finished: list[tuple[int, Generation]] = []
         while len(finished) < self.pending:

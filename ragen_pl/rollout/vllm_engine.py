@@ -152,7 +152,7 @@ class VLLMEngine:
         cache_bytes: int | None = settings["cache_bytes"]
         if on_gpu and cache_bytes is None and device is not None:
             return int(settings["memory_share"] * device)
-        return weights + (cache_bytes or _CPU_CACHE_BYTES)
+        return weights + (cache_bytes or CPU_CACHE_BYTES)
 
     # ---- weights
 

@@ -91,6 +91,7 @@ class VLLMServerEngine:
     """
 
     exact = False
+    continuous = True
 
     @checked
     def __init__(
@@ -534,15 +535,18 @@ class VLLMServerEngine:
                 self._ask(number, request), self._loop
             )
 
-    def collect(self) -> list[tuple[int, Generation]]:
-        """Return the responses since the last call; waits for at least one where any is under way.
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
+        """Return the responses since the last call.
+
+        Args:
+            wait: Wait for at least one where any is under way.
 
         Raises:
             RolloutError: A request was refused or failed too often, or no server answers.
         """
         if not self._under_way:
             return []
-        finished = [self._finished.get()]
+        finished = [self._finished.get()] if wait else []
         while not self._finished.empty():
             finished.append(self._finished.get())
         generations = []

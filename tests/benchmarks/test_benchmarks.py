@@ -118,7 +118,7 @@ def test_waiting_returns_the_responses_of_a_turn_together():
         def submit(self, requests, *, keep):
             self.pending += requests
 
-        def collect(self):
+        def collect(self, *, wait=True):
             return [(self.pending.pop(), None)] if self.pending else []
 
     together = rollout.Together(Engine())
