@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -264,11 +265,11 @@ def evaluate(cfg: DictConfig) -> Evaluation:
         bundle = load_bundle(cfg).to(device_named(cfg.device))
     folder = output_folder(cfg)
     evaluator = Evaluator(cfg, bundle, folder=folder, endpoint=endpoint)
-    for played in evaluator.play():
-        evaluator.add(played)
-        if played.policy == evaluator.shown_policy and cfg.trajectories:
-            evaluator.write(played)
-    evaluator.close()
+    with closing(evaluator):
+        for played in evaluator.play():
+            evaluator.add(played)
+            if played.policy == evaluator.shown_policy and cfg.trajectories:
+                evaluator.write(played)
     evaluation = evaluator.evaluation
     print_tables(evaluation.about, evaluation.validation_sets)
     write_report(evaluation.about, evaluation.validation_sets, folder=folder)

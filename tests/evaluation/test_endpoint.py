@@ -237,6 +237,8 @@ def test_nothing_is_asked_twice_after_an_interruption(server: Server, tmp_path: 
     server.fails_from = 7
     with pytest.raises(ConfigError, match=r"goes on with the answers in .*endpoint_answers\.jsonl"):
         evaluated(server, tmp_path, "endpoint.concurrency=2")
+    while server.under_way:  # what was cancelled
+        time.sleep(0.01)
     answers = tmp_path / "endpoint_answers.jsonl"
     known = len(answers.read_text().splitlines())
     assert known >= 6
@@ -271,6 +273,8 @@ def test_failures_are_reported_in_one_line(server: Server, tmp_path: Path, fault
     server.faults = 50 * [fault]
     with pytest.raises(ConfigError, match=message) as caught:
         evaluated(server, tmp_path, "endpoint.max_retries=0")
+    # the endpoint is closed
+    assert not any("run_forever" in thread.name for thread in threading.enumerate())
     assert KEY not in str(caught.value)
     assert "\n" not in str(caught.value)
 
