@@ -59,7 +59,7 @@ class TransformersEngine:
         policy: EnginePolicy,
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-        prefill_tokens: Count = 65_536,
+        prefill_tokens: Count = 16_384,
         cache_bytes: Count | None = None,
     ) -> None:
         self.bundle = policy.bundle

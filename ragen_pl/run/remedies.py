@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -116,6 +117,18 @@ def _shorter_prefill(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
     )
 
 
+def _smaller_share(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
+    """Return a share for vLLM with which the rollout fits, if its weights in 16 bits and as much again fit into it."""
+    share = OmegaConf.select(cfg, "rollout.engine.memory_share")
+    if share is None or plan.device is None:
+        return None
+    size = plan.device.size
+    smaller = math.floor(20 * (share - (plan.highest.total - size) / size)) / 20
+    return (
+        {"rollout.engine.memory_share": smaller} if smaller * size > 4 * plan.parameters else None
+    )
+
+
 def _eight_bits(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
     """Return an optimizer with moments in 8 bits (Dettmers et al., 2022, arXiv 2110.02861), where one is installed."""
     if not str(cfg.optimizer._target_).startswith("torch.optim.Adam"):
@@ -142,6 +155,7 @@ _ACTIVATIONS = frozenset({"activations"})
 _EIGHT_BITS = {"bitsandbytes": "bitsandbytes.optim.AdamW8bit", "torchao": "torchao.optim.AdamW8bit"}
 _REMEDIES = (
     _Remedy(_STATE, _half_precision),
+    _Remedy(frozenset({"vLLM"}), _smaller_share),
     _Remedy(_ACTIVATIONS, _checkpointed),
     _Remedy(_ACTIVATIONS, _smaller_microbatches),
     _Remedy(_ACTIVATIONS, _shorter_forward),

@@ -67,6 +67,14 @@ def test_the_shipped_settings_pass(installed):
     check("env=frozenlake", "rollout.engine.settings={max_num_seqs: 64}")
 
 
+@pytest.mark.parametrize(
+    "preset", ["gpu_24gb", "gpu_80gb", "gpus_8x80gb", "ragen_2026", "vagen_2026"]
+)
+@pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
+def test_presets_for_pretrained_models_take_any_engine(installed, preset, engine):
+    check("env=frozenlake_visual", f"experiment={preset}", f"rollout/engine={engine}")
+
+
 def test_quantized_weights_are_refused(installed, fresh_lm):
     fresh_lm.model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(ValueError, match="quantized weights can't be copied into vLLM"):

@@ -32,6 +32,7 @@ from ragen_pl.run.dry_run import (
 from ragen_pl.run.live_memory import LiveMemory
 from ragen_pl.run.memory_plan import Sharding, plan_memory
 from ragen_pl.run.memory_report import check_memory, show_plan
+from ragen_pl.run.remedies import remedies
 from ragen_pl.run.workload import workload_of
 
 # large enough for the tensors to outweigh what the measurement itself allocates
@@ -324,6 +325,11 @@ def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
     phases = plan_memory(composed(*overrides, "rollout/engine=vllm", "memory.device_gb=10")).phases
     assert phases[0].parts["vLLM"] == int(0.4 * 10e9)
     assert all("vLLM" not in phase.parts for phase in phases[1:])
+    large = composed(
+        *overrides, "rollout/engine=vllm", "rollout.engine.memory_share=0.99", "memory.device_gb=1"
+    )
+    (step,) = remedies(large, plan_memory(large))
+    assert step.plan.fits and step.overrides[0].startswith("rollout.engine.memory_share=0.")
 
 
 def test_live_memory_counts_storages_once_and_until_they_are_freed():
