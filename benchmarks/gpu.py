@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import transformers
+from dialogue import Dialogue, Response, endless, engine_response, generate_response
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
-from rollout import Dialogue, Endless, engine_response
+from timing import CLOCKS, Stopwatch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ragen_pl.config.paths import config_dir
@@ -44,7 +44,6 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.named import named_config
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.build import assemble, build_agent, build_datamodule, build_trainer, plain
 from ragen_pl.run.dry_run import abstract_agent, minibatch_of
@@ -208,28 +207,12 @@ def flops_of_a_position(cfg: DictConfig) -> float:
     return counter.get_total_flops() / work.length
 
 
-# ---- transformers' generate
+# ---- the engine and transformers' generate
 
 
-@torch.inference_mode()
-def generate_response(
-    bundle: ModelBundle, tokens: int, turn: int, prompts: list[Prompt]
-) -> list[np.ndarray]:
-    """Return the responses of transformers' `generate` on the whole history."""
-    ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts])).to(bundle.device)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if bundle.images is not None:
-        inputs |= bundle.images.inputs([prompt.images for prompt in prompts])
-        if bundle.facts.token_types is not None:
-            inputs[bundle.facts.token_types] = ids.eq(bundle.image_token_id or 0).long()
-    output = bundle.model.generate(
-        **inputs, do_sample=True, top_k=0, suppress_tokens=list(bundle.banned_token_ids),
-        min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=bundle.pad_token_id,
-    )  # type: ignore[operator]  # fmt: skip
-    return list(output[:, ids.shape[1] :].cpu().numpy())
-
-
-def tokens_per_second(dialogue: Dialogue, bundle: ModelBundle, response: Any, tokens: int) -> float:
+def tokens_per_second(
+    dialogue: Dialogue, bundle: ModelBundle, response: Response, tokens: int
+) -> float:
     """Return the sampled tokens of a dialogue per second, after one turn that is not timed."""
     replace(dialogue, turns=1).play(bundle, response)
     began = time.perf_counter()
@@ -253,16 +236,17 @@ def report(case: str, args: argparse.Namespace) -> None:
         meter, bundle = run(cfg, iterations=args.iterations)
         peak = args.peak_tflops or known_peak()
         report_run(cfg, meter, plan, peak=peak)
-        endless = Endless(bundle.model, bundle.tokenizer, bundle.processor, source=folder)
-        dialogue = Dialogue(num_envs=args.num_envs, turns=args.turns, rules=True)
-        engine = TransformersEngine(PolicyModule(endless))
+        talker = endless(bundle)
+        watch = Stopwatch(CLOCKS["wall"])
+        dialogue = Dialogue(num_envs=args.num_envs, turns=args.turns, rules=True, watch=watch)
+        engine = TransformersEngine(PolicyModule(talker))
         engine.load_weights(0)
         tokens = args.response_tokens
         sides = (
             partial(engine_response, engine, tokens),
-            partial(generate_response, endless, tokens),
+            partial(generate_response, talker, tokens),
         )
-        ours, theirs = (tokens_per_second(dialogue, endless, side, tokens) for side in sides)
+        ours, theirs = (tokens_per_second(dialogue, talker, side, tokens) for side in sides)
         print(
             f"  dialogue  {dialogue.num_envs} environments, {dialogue.turns} turns, {tokens} tokens a response: engine "
             f"{ours:,.0f} tokens/s, generate {theirs:,.0f}, ratio {ours / theirs:.1f}"

@@ -284,6 +284,7 @@ def compare_waiting(name: str, bundle: ModelBundle, args: argparse.Namespace) ->
                     target=ENVIRONMENTS[bundle.image_token_id is not None],
                     max_turns=args.turns,
                     invalid_ends=False,
+                    workers=args.workers,
                 ),
                 context=context,
                 max_response_tokens=args.longest,
@@ -344,6 +345,7 @@ def main() -> None:
         "--longest", type=int, default=128, help="longest response of the table waiting"
     )
     parser.add_argument("--waiting-envs", type=int, default=32, help="environments in it")
+    parser.add_argument("--workers", type=int, default=8, help="their threads")
     parser.add_argument(
         "--step-ms", nargs="*", type=float, default=[0, 20], help="costs of a step in it"
     )
