@@ -290,7 +290,8 @@ def test_no_more_requests_are_under_way_than_allowed(start, connect) -> None:
 
 def test_released_requests_are_forgotten(start, connect) -> None:
     server = start()
-    server.delay = 0.2
+    # longer than the requests take to come
+    server.delay = 2.0
     engine = connect(server)
     engine.submit(requests(), keep=True)
     wait(lambda: server.under_way == 8)
@@ -298,7 +299,8 @@ def test_released_requests_are_forgotten(start, connect) -> None:
     assert engine.collect() == []
     server.delay = 0.0
     assert sampled(engine, 3) == expected(3)
-    time.sleep(0.4)
+    # the answers to the released ones come now
+    wait(lambda: server.under_way == 0)
     for generation in generate(engine, requests(8, tokens=6), keep=True):
         assert len(generation.ids) == 6
 
