@@ -40,7 +40,7 @@ def test_a_job_killed_in_every_phase_ends_bit_identical(job, checkpoints, moment
     assert killed.differs_from(reference) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_job_of_two_ranks_killed_on_either_ends_bit_identical(job):
     reference, killed = job(), job()
     settings = (*EVERY_STEP, *TWO_RANKS)

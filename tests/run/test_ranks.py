@@ -36,7 +36,7 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
         assert "rank" not in file.name and file.suffix != ".partial"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_roll_back_together(job):
     run = job()
     run.run(
