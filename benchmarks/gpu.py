@@ -36,7 +36,6 @@ from timing import CLOCKS, Stopwatch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ragen_pl.config.paths import config_dir
-from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.abstract import KnownMasks
@@ -60,7 +59,7 @@ PLAYED_TO_THE_END = ("env.invalid_ends=false", "validation.episodes=1", "memory.
 # tensor cores in bfloat16 without sparsity, in units of 1e12 operations a second, from NVIDIA's data sheets
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "4090": 165}
 IMAGE_SLOT = "<|vision_start|><|image_pad|><|vision_end|>"
-IMAGE_MARKS = {
+IMAGE_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
@@ -88,12 +87,12 @@ def write_model(model: Mapping[str, Any], folder: Path, *, device: str) -> None:
     )
 
     config, tokenizer = named_config(model), load_tokenizer()
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    if sees:
-        tokenizer.add_special_tokens({"additional_special_tokens": [*IMAGE_MARKS.values()]})
+    has_images = type(config) in AutoModelForImageTextToText._model_mapping
+    if has_images:
+        tokenizer.add_special_tokens({"additional_special_tokens": [*IMAGE_TOKENS.values()]})
         tokenizer.chat_template = tokenizer.chat_template.replace("<|image|>", IMAGE_SLOT)
-        for name, mark in IMAGE_MARKS.items():
-            setattr(config, name, tokenizer.convert_tokens_to_ids(mark))
+        for name, token in IMAGE_TOKENS.items():
+            setattr(config, name, tokenizer.convert_tokens_to_ids(token))
         processor = Qwen2_5_VLProcessor(
             Qwen2VLImageProcessor(**model["processor"]), tokenizer, chat_template=tokenizer.chat_template,
             video_processor=Qwen2VLVideoProcessor(),
@@ -101,7 +100,7 @@ def write_model(model: Mapping[str, Any], folder: Path, *, device: str) -> None:
         processor.save_pretrained(folder)
     decoder = config.get_text_config()
     decoder.eos_token_id, decoder.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     with torch.device(device):
         weights = kind.from_config(config, dtype=torch.bfloat16)
     weights.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -132,17 +131,6 @@ class PhaseMeter(RolloutCallback):
     positions: int = 0
     _began: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Count the positions of every minibatch."""
-        original = MinibatchLoader._minibatch
-
-        def minibatch(loader: MinibatchLoader, number: int) -> Any:
-            result = original(loader, number)
-            self.positions += int(result.samples.length.sum())
-            return result
-
-        MinibatchLoader._minibatch = minibatch  # type: ignore[method-assign]
-
     def on_rollout_start(self, *_: Any) -> None:
         """Begin a rollout."""
         self._begin()
@@ -158,6 +146,12 @@ class PhaseMeter(RolloutCallback):
         """Begin an update."""
         self.positions = 0
         self._begin()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, *_: Any
+    ) -> None:
+        """Count the positions of a minibatch."""
+        self.positions += int(batch.samples.length.sum())
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """End an update."""
@@ -236,17 +230,17 @@ def report(case: str, args: argparse.Namespace) -> None:
         meter, bundle = run(cfg, iterations=args.iterations)
         peak = args.peak_tflops or known_peak()
         report_run(cfg, meter, plan, peak=peak)
-        talker = endless(bundle)
+        model = endless(bundle)
         watch = Stopwatch(CLOCKS["wall"])
         dialogue = Dialogue(num_envs=args.num_envs, turns=args.turns, rules=True, watch=watch)
-        engine = TransformersEngine(PolicyModule(talker))
+        engine = TransformersEngine(PolicyModule(model))
         engine.load_weights(0)
         tokens = args.response_tokens
         sides = (
             partial(engine_response, engine, tokens),
-            partial(generate_response, talker, tokens),
+            partial(generate_response, model, tokens),
         )
-        ours, theirs = (tokens_per_second(dialogue, talker, side, tokens) for side in sides)
+        ours, theirs = (tokens_per_second(dialogue, model, side, tokens) for side in sides)
         print(
             f"  dialogue  {dialogue.num_envs} environments, {dialogue.turns} turns, {tokens} tokens a response: engine "
             f"{ours:,.0f} tokens/s, generate {theirs:,.0f}, ratio {ours / theirs:.1f}"

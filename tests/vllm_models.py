@@ -24,7 +24,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import GenerationRequest, Prompt
+from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
@@ -150,3 +150,31 @@ def request(bundle, text, *, session=0, tokens=12, temperature=1.0, seed=0) -> G
         temperature=temperature,
         seed=derive_seed("test", seed),
     )
+
+
+def responses(trajectories) -> list[list[int]]:
+    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
+
+
+def change_weights(bundle: ModelBundle, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in bundle.model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.add_(0.3 * noise * weight.std())
+
+
+def check_new_weights(engine) -> None:
+    """Check that new weights are sampled from, without keys of older ones; the weights are as before afterwards."""
+    bundle = engine.bundle
+    before = {name: weight.clone() for name, weight in bundle.model.state_dict().items()}
+    first = play(engine, greedy=True)
+    change_weights(bundle, seed=1)
+    engine.load_weights(5)
+    trajectories = play(engine)
+    assert gap(bundle, trajectories) < 1e-4
+    assert generate(engine, [request(bundle, "Go.")], keep=False)[0].version == 5
+    bundle.model.load_state_dict(before)
+    assert gap(bundle, trajectories) > 0.1
+    engine.load_weights(6)
+    assert responses(play(engine, greedy=True)) == responses(first)

@@ -105,12 +105,12 @@ class ChatContext(TextContext):
 def _content(exchange: Exchange) -> str | list[Message]:
     if not exchange.images:
         return exchange.text
-    urls = [{"url": _data_url(image)} for image in exchange.images]
+    urls = [{"url": data_url(image)} for image in exchange.images]
     images: list[Message] = [{"type": "image_url", "image_url": url} for url in urls]
     return [*images, {"type": "text", "text": exchange.text}]
 
 
-def _data_url(image: np.ndarray) -> str:
+def data_url(image: np.ndarray) -> str:
     """Return an image, uint8 `[height, width, 3]`, as the URL of a PNG file."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, format="PNG")

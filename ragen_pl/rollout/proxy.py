@@ -196,7 +196,7 @@ class AgentProxy(Generic[ContextT]):
         wait: bool,
         on_turn: OnTurn | None,
     ) -> list[Episode]:
-        """Record the turns that have ended and return their episodes, in the order of the episodes.
+        """Record the turns that have ended and return their episodes, in the order of the responses.
 
         Args:
             stepping: Responses under way by the numbers of their turns; those that ended are removed.

@@ -103,29 +103,17 @@ class VLLMEngine:
         arguments = {
             "model": self._folder.name,
             "load_format": "dummy",
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "max_model_len": max_tokens,
             "kv_cache_memory_bytes": cache_bytes,
             "gpu_memory_utilization": memory_share,
             "enforce_eager": eager or not self._on_gpu,
             "enable_sleep_mode": self._on_gpu,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
             # ids go in and come out
             "skip_tokenizer_init": self.bundle.processor is None,
-            "limit_mm_per_prompt": {"video": 0} if self.bundle.processor is not None else {},
-            "mm_processor_kwargs": dict(self.bundle.image_settings) or None,
-            # else vLLM normalizes images itself, with constants that new weights overwrite (0.32)
-            "mm_device_do_normalize": False,
             "distributed_executor_backend": None if self._owns_group else "external_launcher",
         }
-        if not self._on_gpu:
-            # a seeded request can't continue a prompt that was computed in part: CPU generators have no offset (0.32)
-            whole_prompts = {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_tokens, CPU_BATCH_TOKENS),
-            }
-            arguments |= whole_prompts
+        arguments |= model_arguments(
+            self.bundle, dtype=self.dtype, max_tokens=max_tokens, on_gpu=self._on_gpu
+        )
         arguments |= dict(settings or {})
         with self._isolated(), _environment():
             try:
@@ -245,16 +233,8 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            temperature=request.temperature,
-            seed=request.seed,
-            max_tokens=request.max_tokens,
-            stop_token_ids=self._ends,
-            # the tokenizer's eos_token is among them
-            ignore_eos=True,
-            logit_bias=self._banned,
-            logprobs=0,
+            **sampling_arguments(request, ends=self._ends, banned=self._banned),
             flat_logprobs=True,
-            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -265,12 +245,7 @@ class VLLMEngine:
             ValueError: vLLM has put other ids in the place of the images than the model's own processor.
         """
         shown = output.prompt_token_ids
-        if shown != request.prompt.ids.tolist():
-            raise ValueError(
-                f"rollout/engine=vllm: vLLM read a prompt as {len(shown)} tokens, the trainer as "
-                f"{len(request.prompt.ids)}; it handles images of {self.bundle.facts.family} in another way: set "
-                "rollout/engine=transformers"
-            )
+        check_prompt(shown, request, family=self.bundle.facts.family, engine="vllm")
         (response,) = output.outputs
         ids = np.asarray(response.token_ids, dtype=np.int64)
         self.sampled_tokens += len(ids)
@@ -372,6 +347,65 @@ def check_request(request: GenerationRequest, *, max_tokens: int) -> None:
             "context.leave_out.patches: vLLM shows whole images; set context.leave_out.patches=0, or "
             "rollout/engine=transformers"
         )
+
+
+def check_prompt(shown: list[int], request: GenerationRequest, *, family: str, engine: str) -> None:
+    """Check that vLLM has read a prompt as the trainer does.
+
+    Raises:
+        ValueError: It has put other ids in the place of the images than the model's own processor.
+    """
+    if shown != request.prompt.ids.tolist():
+        raise ValueError(
+            f"rollout/engine={engine}: vLLM read a prompt as {len(shown)} tokens, the trainer as "
+            f"{len(request.prompt.ids)}; it handles images of {family} in another way: set rollout/engine=transformers"
+        )
+
+
+def model_arguments(
+    bundle: ModelBundle, *, dtype: torch.dtype, max_tokens: int, on_gpu: bool
+) -> dict[str, Any]:
+    """Return vLLM's arguments for a model, in this process or on a server."""
+    arguments: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_tokens,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "mm_processor_kwargs": dict(bundle.image_settings) or None,
+    }
+    if bundle.processor is not None:
+        # else vLLM normalizes images itself, with constants that new weights overwrite (0.32)
+        arguments |= {"limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
+    if not on_gpu:
+        # a seeded request can't continue a prompt that was computed in part: CPU generators have no offset (0.32)
+        arguments |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_tokens, CPU_BATCH_TOKENS),
+        }
+    return arguments
+
+
+def sampling_arguments(
+    request: GenerationRequest, *, ends: list[int], banned: Mapping[int, float]
+) -> dict[str, Any]:
+    """Return vLLM's sampling parameters for a request.
+
+    Args:
+        request: Request.
+        ends: Ids that end a response.
+        banned: Biases of the ids that are never sampled.
+    """
+    return {
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": ends,
+        # the tokenizer's eos_token is among them
+        "ignore_eos": True,
+        "logit_bias": banned,
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 def save_without_weights(bundle: ModelBundle, folder: str | Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_checkpoint_weights
-from ragen_pl.rollout.vllm_engine import CPU_BATCH_TOKENS, CPU_CACHE_BYTES, save_without_weights
+from ragen_pl.rollout.vllm_engine import CPU_CACHE_BYTES, model_arguments, save_without_weights
 
 MISSING = (
     "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; pip install vllm "
@@ -82,32 +82,19 @@ class ServerProcess:
         on_gpu = torch.cuda.is_available()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        has_images = bundle.processor is not None
         arguments = {
             "model": str(folder / "model"),
             "host": "127.0.0.1",
             "port": port,
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_tokens,
             "enable_scale_out": True,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
             "enforce_eager": not on_gpu,
             "uvicorn_log_level": "warning",
         }
         if on_gpu:
             arguments["gpu_memory_utilization"] = _GPU_SHARE
         else:
-            # a seeded request can't continue a prompt that was computed in part there (0.32)
-            arguments |= {
-                "kv_cache_memory_bytes": CPU_CACHE_BYTES,
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_tokens, CPU_BATCH_TOKENS),
-            }
-        if has_images:
-            arguments |= {"limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
-        if bundle.image_settings:
-            arguments["mm_processor_kwargs"] = dict(bundle.image_settings)
+            arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+        arguments |= model_arguments(bundle, dtype=dtype, max_tokens=max_tokens, on_gpu=on_gpu)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += _flags(arguments | dict(settings))
         self._log = folder / "server.log"
@@ -134,12 +121,8 @@ class ServerProcess:
                     f"rollout.engine.urls=[]: the vLLM server ended ({self._reason()}); set other rollout.engine."
                     "settings, or start servers yourself (docs/engines.md)"
                 )
-            with (
-                suppress(OSError),
-                urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer,
-            ):
-                if answer.status == 200:
-                    return
+            if is_healthy(self.url):
+                return
             time.sleep(0.2)
         raise ValueError(
             f"rollout.engine.timeout_s={timeout_s:g}: the vLLM server has not started by then; raise it"
@@ -164,6 +147,13 @@ class ServerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._folder.cleanup()
+
+
+def is_healthy(url: str) -> bool:
+    """Return whether a server answers that it is ready."""
+    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -8,8 +8,6 @@ server that fails gets no requests until it answers again with the present weigh
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import logging
 import os
@@ -28,7 +26,6 @@ from typing import Annotated, Any, Literal
 import aiohttp
 import numpy as np
 import torch
-from PIL import Image
 
 from ragen_pl.constraints import (
     Contains,
@@ -42,9 +39,16 @@ from ragen_pl.constraints import (
 from ragen_pl.distributed import gather_over_ranks, rank
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_checkpoint_weights
+from ragen_pl.rollout.endpoint import data_url
 from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
 from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.vllm_engine import CPU_BATCH_TOKENS, check_request, check_weights
+from ragen_pl.rollout.vllm_engine import (
+    CPU_BATCH_TOKENS,
+    check_prompt,
+    check_request,
+    check_weights,
+    sampling_arguments,
+)
 from ragen_pl.rollout.vllm_process import ServerProcess
 
 log = logging.getLogger(__name__)
@@ -125,7 +129,8 @@ class VLLMServerEngine:
         self._finished: queue.SimpleQueue[tuple[int, GenerationRequest, Json | Exception]] = (
             queue.SimpleQueue()
         )
-        self._bias = dict.fromkeys(map(str, self.bundle.banned_token_ids), float("-inf"))
+        self._banned = dict.fromkeys(self.bundle.banned_token_ids, float("-inf"))
+        self._ends = sorted(self.bundle.eos_token_ids)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -595,7 +600,7 @@ class VLLMServerEngine:
         try:
             async with self._free:
                 answer: Json | Exception = await self._answer(request)
-        except Exception as error:  # told to the caller of `collect`
+        except Exception as error:  # `collect` raises it
             answer = error
         self._finished.put((number, request, answer))
 
@@ -644,21 +649,11 @@ class VLLMServerEngine:
         body: Json = {
             "token_ids": ids.tolist(),
             "return_token_ids": True,
-            "sampling_params": {
-                "temperature": request.temperature,
-                "seed": request.seed,
-                "max_tokens": request.max_tokens,
-                "stop_token_ids": sorted(self.bundle.eos_token_ids),
-                # the tokenizer's eos_token is among them
-                "ignore_eos": True,
-                "logit_bias": self._bias,
-                "logprobs": 0,
-                "detokenize": False,
-            },
+            "sampling_params": sampling_arguments(request, ends=self._ends, banned=self._banned),
         }
         if prompt.images:
             body["content_parts"] = [
-                {"type": "image_url", "url": _data_url(image)} for image in prompt.images
+                {"type": "image_url", "url": data_url(image)} for image in prompt.images
             ]
         return body
 
@@ -693,13 +688,8 @@ class VLLMServerEngine:
         Raises:
             ValueError: The server has put other ids in the place of the images than the model's own processor.
         """
-        shown, expected = parts["shown"], request.prompt.ids.tolist()
-        if shown != expected:
-            raise ValueError(
-                f"rollout/engine=vllm_server: vLLM read a prompt as {len(shown)} tokens, the trainer as "
-                f"{len(expected)}; it handles images of {self.bundle.facts.family} in another way: set "
-                "rollout/engine=transformers"
-            )
+        family = self.bundle.facts.family
+        check_prompt(parts["shown"], request, family=family, engine="vllm_server")
         self.sampled_tokens += len(parts["ids"])
         return Generation(
             ids=np.asarray(parts["ids"], dtype=np.int64),
@@ -807,13 +797,6 @@ def _message(text: str) -> str:
 def _ids(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def _data_url(image: np.ndarray) -> str:
-    """Return an image, uint8 `[height, width, 3]`, as the URL of a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _room_for(bundle: ModelBundle) -> str:

@@ -111,6 +111,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         checkpoint: dict[str, Any] = torch.load(
             file, mmap=True, map_location="cpu", weights_only=weights_only
         )
+        if SHARDS not in checkpoint:
+            return checkpoint
         assert self.lightning_module is not None
         layout = layout_of(self.lightning_module.state_dict(), self.optimizers)
         return read_apart(checkpoint, file, layout=layout)

@@ -398,17 +398,19 @@ def test_a_server_that_dies_in_the_middle_is_no_loss(start, connect) -> None:
     assert [found[session] for session in range(16)] == expected(16)
 
 
-def test_all_servers_dead_is_told_with_their_addresses(start, connect) -> None:
+def test_all_servers_dead_is_reported_with_their_addresses(start, connect) -> None:
     servers = [start(), start()]
     engine = connect(*servers, timeout_s=0.5)
     for server in servers:
         server.die()
     message = r"no server has answered for 0\.5 s \(.*{}: .*{}: .*\); start one again, or raise"
     started = time.monotonic()
-    with pytest.raises(RolloutError, match=message.format(servers[0].url, servers[1].url)) as told:
+    with pytest.raises(
+        RolloutError, match=message.format(servers[0].url, servers[1].url)
+    ) as caught:
         sampled(engine)
     assert 0.5 < time.monotonic() - started < 4
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     with pytest.raises(RolloutError, match="no server has answered"):
         engine.load_weights(1)
 

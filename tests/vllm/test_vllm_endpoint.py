@@ -135,7 +135,7 @@ def test_answers_and_tokens_are_the_servers(server, tmp_path):
     assert resumed.validation_sets == results.validation_sets
 
 
-def test_a_longer_dialogue_than_the_server_takes_is_told(server, tmp_path):
+def test_a_longer_dialogue_than_the_server_takes_is_reported(server, tmp_path):
     with pytest.raises(ValueError, match=r"endpoint\.model=tiny at .* refuses a request"):
         evaluated(server, tmp_path, "endpoint.max_tokens=100000")
     assert server.process.poll() is None

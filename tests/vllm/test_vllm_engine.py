@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from vllm_models import gap, play, request
+from vllm_models import change_weights, check_new_weights, gap, play, request, responses
 
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
@@ -17,18 +17,6 @@ from ragen_pl.seeding import derive_seed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 only_text = pytest.mark.parametrize("engine", ["text"], indirect=True)
-
-
-def responses(trajectories) -> list[list[int]]:
-    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
-
-
-def change_weights(bundle, *, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in bundle.model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.add_(0.3 * noise * weight.std())
 
 
 # ---- log-probs
@@ -92,17 +80,7 @@ def test_greedy_among_sampled_responses_has_logprobs_at_temperature_one(engine):
 
 
 def test_new_weights_are_sampled_from_and_old_keys_are_not_used(engine):
-    bundle = engine.bundle
-    before = {name: weight.clone() for name, weight in bundle.model.state_dict().items()}
-    first = play(engine, greedy=True)
-    change_weights(bundle, seed=1)
-    engine.load_weights(5)
-    trajectories = play(engine)
-    assert gap(bundle, trajectories) < 1e-4
-    bundle.model.load_state_dict(before)
-    assert gap(bundle, trajectories) > 0.1
-    engine.load_weights(6)
-    assert responses(play(engine, greedy=True)) == responses(first)
+    check_new_weights(engine)
 
 
 @only_text

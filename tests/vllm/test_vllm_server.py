@@ -10,13 +10,19 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from vllm_models import build, gap, play, request
+from vllm_models import (
+    build,
+    change_weights,
+    check_new_weights,
+    gap,
+    play,
+    request,
+    responses,
+)
 
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
@@ -25,23 +31,12 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Prompt, generate
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.rollout.vllm_process import is_healthy
 from ragen_pl.rollout.vllm_server import VLLMServerEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"kv_cache_memory_bytes": 2**26}
-
-
-def responses(trajectories) -> list[list[int]]:
-    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
-
-
-def change_weights(bundle: ModelBundle, *, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in bundle.model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.add_(0.3 * noise * weight.std())
 
 
 # ---- a server that the engine starts
@@ -69,18 +64,7 @@ def test_logprobs_over_several_turns_are_the_trainers(engine, window, temperatur
 
 
 def test_new_weights_are_sampled_from_and_old_keys_are_not_used(engine):
-    bundle = engine.bundle
-    before = {name: weight.clone() for name, weight in bundle.model.state_dict().items()}
-    first = play(engine, greedy=True)
-    change_weights(bundle, seed=1)
-    engine.load_weights(5)
-    trajectories = play(engine)
-    assert gap(bundle, trajectories) < 1e-4
-    assert generate(engine, [request(bundle, "Go.")], keep=False)[0].version == 5
-    bundle.model.load_state_dict(before)
-    assert gap(bundle, trajectories) > 0.1
-    engine.load_weights(6)
-    assert responses(play(engine, greedy=True)) == responses(first)
+    check_new_weights(engine)
 
 
 def test_greedy_responses_are_the_in_process_engines(engine):
@@ -174,7 +158,7 @@ def test_its_server_ends_with_the_process(tmp_path):
             time.sleep(0.5)
 
 
-def test_a_server_that_cannot_start_is_told():
+def test_a_server_that_cannot_start_is_reported():
     with pytest.raises(
         ValueError, match=r"the vLLM server ended \(.*no-such-option.*\); set other"
     ):
@@ -225,12 +209,8 @@ class UserServer:
     def wait(self) -> None:
         last = time.monotonic() + 500
         while time.monotonic() < last and self.process.poll() is None:
-            with (
-                suppress(OSError),
-                urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer,
-            ):
-                if answer.status == 200:
-                    return
+            if is_healthy(self.url):
+                return
             time.sleep(0.2)
         raise AssertionError(f"{self.url} has not started")
 
