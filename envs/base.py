@@ -17,7 +17,10 @@ from annotated_types import Ge, Interval
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 Observation = str | dict[str, Any]
-"""Text, or `{"text": str, "image": uint8[height, width, 3]}`."""
+"""Text, or `{"text": str, "image": uint8[height, width, 3]}`, or `"images"` with a list of these."""
+
+Action = int | np.int64 | str
+"""Index of a named action, or free text."""
 
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
@@ -38,11 +41,12 @@ class TextStyle(StrEnum):
     GRID = "grid"
 
 
-class Environment(gymnasium.Env[Observation, np.int64]):
-    """Seeded environment with named discrete actions, state keys, state descriptions and an optimal action.
+class Environment(gymnasium.Env[Observation, Any]):
+    """Seeded environment with state keys, state descriptions and an optimal action.
 
-    Subclasses set `action_names`, `instructions`, `action_space` and `observation_space`, call
-    `_begin` first in `reset` and `_take` first in `step`.
+    Actions are named (`Discrete`) or free text (`Text`). Subclasses set `instructions`, `action_space`,
+    `observation_space` and, for named actions, `action_names`. They call `_begin` first in `reset`, and `_take` or
+    `_take_text` first in `step`.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (typed so by gymnasium)
@@ -50,7 +54,7 @@ class Environment(gymnasium.Env[Observation, np.int64]):
     """Keys accepted by `reset(options=...)`."""
 
     action_names: tuple[str, ...] = ()
-    """Action names, in index order."""
+    """Action names, in index order; empty where actions are free text."""
 
     instructions: str = ""
     """Rules of the environment in full sentences."""
@@ -74,9 +78,15 @@ class Environment(gymnasium.Env[Observation, np.int64]):
         """Return the difficulty of the current state, or -1 if success is impossible."""
         raise NotImplementedError
 
-    def optimal_action(self, rng: np.random.Generator) -> int:
+    def optimal_action(self, rng: np.random.Generator) -> int | str:
         """Return an optimal action for the current state. `rng` breaks ties."""
         raise NotImplementedError
+
+    def random_action(self, rng: np.random.Generator) -> int | str:
+        """Return a valid action of a player who knows the rules but not the task."""
+        if not self.action_names:
+            raise NotImplementedError
+        return int(rng.integers(len(self.action_names)))
 
     def _begin(self, *, seed: int | None, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
         super().reset(seed=seed)
@@ -99,6 +109,13 @@ class Environment(gymnasium.Env[Observation, np.int64]):
                 f"{len(self.action_names) - 1} ({', '.join(self.action_names)})"
             )
         return int(action)
+
+    def _take_text(self, action: str) -> str:
+        if self._over:
+            raise RuntimeError(f"{type(self).__name__}: the episode has ended; call reset() first")
+        if not isinstance(action, str):
+            raise TypeError(f"{type(self).__name__}: found action {action!r}, expected a text")
+        return action
 
 
 def check_number(

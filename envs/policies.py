@@ -18,8 +18,8 @@ from envs.base import Probability, checked_arguments
 class ScriptedPolicy(Protocol):
     """Policy that chooses actions by rule."""
 
-    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
-        """Return the index of an action for the current state of `env`."""
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+        """Return an action for the current state of `env`: the index of a named one, or free text."""
         ...
 
 
@@ -33,17 +33,17 @@ class BasePolicy(StrEnum):
 class RandomPolicy:
     """Uniform policy."""
 
-    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
-        """Return an action drawn uniformly."""
-        return int(rng.integers(len(_environment(env).action_names)))
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+        """Return an action drawn uniformly, of free texts one that the environment draws."""
+        return random_action(env, rng)
 
 
 class OptimalPolicy:
     """Optimal policy, given by the environment's `optimal_action`."""
 
-    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
         """Return an optimal action. `rng` breaks ties."""
-        return int(_environment(env).optimal_action(rng))
+        return _optimal_action(env, rng)
 
 
 class NoisyPolicy:
@@ -59,19 +59,42 @@ class NoisyPolicy:
         self.noise = noise
         self.base = base
 
-    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
         """Return a uniform action or an action of the base policy."""
         environment = _environment(env)
         if rng.random() < self.noise:
-            return int(rng.integers(len(environment.action_names)))
+            return random_action(env, rng)
         if self.base is BasePolicy.OPTIMAL:
-            return int(environment.optimal_action(rng))
+            return _optimal_action(env, rng)
         if not hasattr(environment, "blind_action"):
             raise TypeError(
                 f'base: found "blind", but {type(environment).__name__} has no blind_action; '
                 'set base="optimal"'
             )
-        return int(environment.blind_action(rng))
+        action: int | str = environment.blind_action(rng)
+        return action
+
+
+def random_action(env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+    """Return the environment's `random_action`, or any of its named actions where it has none.
+
+    Raises:
+        TypeError: actions are free text, and the environment has no `random_action`.
+    """
+    environment = _environment(env)
+    if hasattr(environment, "random_action"):
+        action: int | str = environment.random_action(rng)
+        return action
+    if not hasattr(environment, "action_names"):
+        raise TypeError(
+            f"{type(environment).__name__}: its actions are free text and it has no random_action(rng); write one"
+        )
+    return int(rng.integers(len(environment.action_names)))
+
+
+def _optimal_action(env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+    action: int | str = _environment(env).optimal_action(rng)
+    return action
 
 
 def _environment(env: gymnasium.Env[Any, Any]) -> Any:

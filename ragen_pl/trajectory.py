@@ -101,12 +101,13 @@ class Turn:
         spans: int8 `[response]`, a `Span` for each token.
         response_text: the response in words.
         think: its reasoning; None without a valid think block.
-        actions: names of the actions that were carried out.
-        action_is_valid: whether the response has the required form and known actions.
+        actions: names of the actions that were carried out, or the text of a free one.
+        action_is_valid: whether the response has the required form and valid actions.
         action_is_effective: whether the actions changed the environment.
         hit_length_limit: whether the length limit came before an end-of-turn token.
         temperature: sampling temperature.
-        reward_terms: reward terms by name. `EnvironmentManager` sets `environment` and `format`.
+        reward_terms: reward terms by name. `EnvironmentManager` sets `environment` (or `environment/<part>` for each
+            named part of the environment's reward) and `format`.
         info: what the environment's last step returned in addition to the observation.
         statements: claims about the state, in formats that ask for them.
         state_description: the environment's own description of the state before the actions.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +33,7 @@ def build_small_vlm(
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
     prompt_format: str = "free_think",
+    words: Sequence[str] = (),
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> ModelBundle:
     """Build the small vision-language model with weights drawn from `seed`.
@@ -42,6 +43,7 @@ def build_small_vlm(
         text: Changes to the decoder's settings (`Qwen2Config`).
         seed: Seed of the weights; the global generators keep their states.
         prompt_format: Format of the responses; its tags besides think and answer become tokens.
+        words: Words that become tokens, with and without a blank before them.
         dtype: Type of the weights.
     """
     from ragen_pl.models.small_vlm import (
@@ -52,7 +54,7 @@ def build_small_vlm(
     )
     from ragen_pl.models.small_vlm.tokenizer import CHAT_TEMPLATE, IMAGE, load_tokenizer
 
-    tokenizer = load_tokenizer(prompt_format=prompt_format)
+    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words)
     config = SmallVLMConfig(
         vision=dict(vision or {}),
         text_config=_ids(tokenizer) | dict(text or {}),
@@ -73,6 +75,7 @@ def build_small_lm(
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
     prompt_format: str = "free_think",
+    words: Sequence[str] = (),
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Annotated[ModelBundle, TextOnly()]:
     """Build a small language model for text environments.
@@ -84,6 +87,7 @@ def build_small_lm(
         text: Changes to the decoder's settings (`LlamaConfig`).
         seed: Seed of the weights; the global generators keep their states.
         prompt_format: Format of the responses; its tags besides think and answer become tokens.
+        words: Words that become tokens, with and without a blank before them.
         dtype: Type of the weights.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -91,7 +95,7 @@ def build_small_lm(
     from ragen_pl.models.small_vlm.configuration import TEXT
     from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(prompt_format=prompt_format)
+    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words)
     settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | dict(text or {})
     with _weights_from(seed):
         model = LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype))

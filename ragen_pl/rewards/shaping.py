@@ -38,8 +38,8 @@ class WeightTerms:
     """Multiply the terms that the environment manager sets.
 
     Attributes:
-        turn: weight of the `environment` term before the last turn.
-        final: weight of the `environment` term of the last turn.
+        turn: weight of the `environment` terms before the last turn.
+        final: weight of the `environment` terms of the last turn.
         format: weight of the `format` term (`env.format_penalty`).
     """
 
@@ -56,9 +56,8 @@ class WeightTerms:
 
     def _weight(self, turn: Turn, *, environment: float) -> None:
         weights = {"environment": environment, "format": self.format}
-        for name, weight in weights.items():
-            if name in turn.reward_terms:
-                turn.reward_terms[name] *= weight
+        for name in turn.reward_terms:
+            turn.reward_terms[name] *= weights.get(name.partition("/")[0], 1.0)
 
 
 @checked

@@ -6,15 +6,20 @@ actions a turn, penalizes invalid responses and limits turns. Rules belong to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 
 from ragen_pl.constraints import Count, NonNegative, Positive, checked
+from ragen_pl.rollout.environment_process import ProcessEnvironment, environment_maker
 from ragen_pl.rollout.formats import BLOCKS, PromptFormat, format_instructions
 from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.rollout.spatial_relations import f1_score, read_claims, true_claims
@@ -26,6 +31,7 @@ _MAX_REDRAWS = 200
 # a larger reward is infinite once returns are summed in float32
 _MAX_REWARD = 1e30
 _GRAY = 128
+_InThread: TypeAlias = tuple[gymnasium.Env[Any, Any], int]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,10 +64,18 @@ class EnvironmentMembers:
         self._environment: Any = env.unwrapped
 
     @property
-    def action_names(self) -> Sequence[str]:
-        """Name of each action, by index."""
+    def action_names(self) -> Sequence[str] | None:
+        """Name of each action, by index; None where actions are free text."""
+        if isinstance(self._environment.action_space, spaces.Text):
+            return None
         names: Sequence[str] = self._environment.action_names
         return names
+
+    @property
+    def max_action_length(self) -> int | None:
+        """Largest number of characters of a free-text action; None for named actions."""
+        space = self._environment.action_space
+        return space.max_length if isinstance(space, spaces.Text) else None
 
     @property
     def instructions(self) -> str:
@@ -80,6 +94,26 @@ class EnvironmentMembers:
     def describe(self) -> str | None:
         """Return a true description of the present state."""
         return self._call("describe")
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        """Lowest and highest reward of a step, where the environment declares them."""
+        declared: tuple[float, float] | None = getattr(self._environment, "reward_range", None)
+        return declared
+
+    def random_action(self, rng: np.random.Generator) -> int | str:
+        """Return an action that the rules allow: of named ones any, of free texts one that the environment draws.
+
+        Raises:
+            TypeError: actions are free text, and the environment has no `random_action`.
+        """
+        draw = getattr(self._environment, "random_action", None)
+        if draw is not None:
+            action: int | str = draw(rng)
+            return action
+        if self.action_names is None:
+            raise TypeError("actions are free text and it has no random_action(rng); write one")
+        return int(rng.integers(len(self.action_names)))
 
     def difficulty(self) -> int | None:
         """Return how hard the present state is."""
@@ -100,12 +134,14 @@ class TurnResult:
 
     Attributes:
         observation: what the environment shows next.
-        reward_terms: terms `environment` and `format`.
+        reward_terms: terms `environment` and `format`; a named part of the environment's reward is
+            `environment/<name>`.
         statements: statements of the response, with the true relations.
+        valid: whether the environment took every action as valid.
         status: how the episode ended; None while it runs.
         success: whether the task is solved.
         effective: whether an action changed the environment.
-        actions: names of the actions carried out.
+        actions: names or texts of the actions carried out.
         info: what the last step returned in addition to the observation.
         error: the environment's error.
     """
@@ -113,6 +149,7 @@ class TurnResult:
     observation: Observation | None = None
     reward_terms: dict[str, float] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
+    valid: bool = True
     status: EpisodeStatus | None = None
     success: bool = False
     effective: bool = False
@@ -130,26 +167,39 @@ class EnvironmentSlot:
         worker: number of its thread.
         spec: the episode.
         observation: the latest observation.
-        action_names: name of each action, by index.
+        action_names: name of each action, by index; None where actions are free text.
         state_key: key of the present state, where it is recorded.
         state_description: the environment's description of the present state.
         relations: positions of things, in formats that ask for statements.
         difficulty: difficulty of the initial state.
         turn: number of turns played.
         error: the environment's error; a slot with an error is not used again.
+        hangs: whether that was the time limit.
     """
 
     env: gymnasium.Env[Any, Any]
     spec: EpisodeSpec
     worker: int = 0
     observation: Observation | None = None
-    action_names: Sequence[str] = ()
+    action_names: Sequence[str] | None = ()
     state_key: str | None = None
     state_description: str | None = None
     relations: list[Relation] | None = None
     difficulty: int | None = None
     turn: int = 0
     error: str | None = None
+    hangs: bool = False
+
+    def action_text(self, action: int | str) -> str:
+        """Return the name of an action, or the text of a free one."""
+        if isinstance(action, str):
+            return action
+        assert self.action_names is not None
+        return self.action_names[action]
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error of a reset or a turn."""
+        self.error, self.hangs = f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)
 
     @property
     def members(self) -> EnvironmentMembers:
@@ -172,6 +222,9 @@ class EnvironmentManager:
         timeout_s: longest time of one reset or one turn in seconds; None for no limit.
         workers: number of threads in which environments step; an environment stays in one of them. Several are faster
             for environments that wait for other programs or compute outside Python.
+        process: whether each environment runs in a process of its own. One that hangs, crashes or leaks memory then
+            costs its own episode; a step costs a round trip more.
+        memory_mb: memory that such a process may allocate in MiB; None for no limit.
         held_out: keys of initial states that a reset must not draw.
         record_states: whether turns record the `state_key()` they begin in.
         blank_images: whether images are replaced by gray ones, to measure what an agent does without them.
@@ -191,10 +244,16 @@ class EnvironmentManager:
         prompt_format: PromptFormat = PromptFormat.FREE_THINK,
         timeout_s: Positive | None = 60.0,
         workers: Count = 1,
+        process: bool = False,
+        memory_mb: Count | None = None,
         held_out: Collection[str] = frozenset(),
         record_states: bool = False,
         blank_images: bool = False,
     ) -> None:
+        if memory_mb is not None and not process:
+            raise ValueError(
+                f"env.memory_mb={memory_mb}: limits the process of an environment; set env.process=true"
+            )
         self.target = target
         self.kwargs = dict(kwargs or {})
         self.max_turns = max_turns
@@ -207,16 +266,21 @@ class EnvironmentManager:
         self.held_out = held_out
         self.record_states = record_states
         self.blank_images = blank_images
+        self.process, self.memory_mb = process, memory_mb
         self._make = environment_maker(target)
         self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)
-        # sound environments that nobody plays, with their threads
-        self._idle: list[tuple[gymnasium.Env[Any, Any], int]] = []
+        # sound environments with their threads, and those of them that nobody plays
+        self._sound: list[_InThread] = []
+        self._idle: list[_InThread] = []
         self._made = 0
-        # turns under way
-        self._stepping: set[int] = set()
+        # environments whose turn is under way, by the number of the turn
+        self._stepping: dict[int, EnvironmentSlot] = {}
+        weakref.finalize(self, _close_all, self._sound, self._workers)
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Create an environment."""
+        if self.process:
+            return ProcessEnvironment(self.target, self.kwargs, memory_mb=self.memory_mb)
         return self._make(**self.kwargs)
 
     def open(self, specs: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
@@ -229,20 +293,26 @@ class EnvironmentManager:
         outcomes = self._workers.run([(slot.worker, partial(self._reset, slot)) for slot in slots])
         for slot, outcome in zip(slots, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                slot.error = _error_text(outcome)
+                slot.fail(outcome)
         return slots
 
-    def _take(self, count: int) -> list[tuple[gymnasium.Env[Any, Any], int]]:
+    def _take(self, count: int) -> list[_InThread]:
         """Return idle or new environments with their threads."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
         workers = [self._made + number for number in range(count - len(taken))]
         self._made += len(workers)
-        made = self._workers.run([(worker, self.make) for worker in workers])
-        for worker, outcome in zip(workers, made, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            taken.append((outcome, worker))
-        return taken
+        outcomes = self._workers.run([(worker, self.make) for worker in workers])
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        made = [
+            (outcome, worker)
+            for worker, outcome in zip(workers, outcomes, strict=True)
+            if not isinstance(outcome, BaseException)
+        ]
+        self._sound += made
+        if errors:
+            self._idle += [*taken, *made]
+            raise errors[0]
+        return [*taken, *made]
 
     def step(
         self, slots: Sequence[EnvironmentSlot], responses: Sequence[ParsedResponse]
@@ -262,7 +332,7 @@ class EnvironmentManager:
         numbers = self._workers.submit(
             [(slot.worker, partial(self._turn, slot, response)) for slot, response in pairs]
         )
-        self._stepping.update(numbers)
+        self._stepping.update(zip(numbers, slots, strict=True))
         return numbers
 
     def finished(self, *, wait_s: float | None = None) -> list[tuple[int, TurnResult]]:
@@ -272,28 +342,42 @@ class EnvironmentManager:
             wait_s: Longest time to wait for the first one in seconds; None waits until there is one.
         """
         # those of a rollout that was interrupted are dropped
-        ended = [
-            (number, _turn_result(outcome))
+        return [
+            (number, _turn_result(self._stepping.pop(number), outcome))
             for number, outcome in self._workers.collect(wait_s=wait_s)
             if number in self._stepping
         ]
-        self._stepping.difference_update(number for number, _ in ended)
-        return ended
 
     def close(self, slots: Sequence[EnvironmentSlot]) -> None:
-        """Take sound environments back for later episodes."""
-        self._idle.extend((slot.env, slot.worker) for slot in slots if slot.error is None)
+        """Take sound environments back for later episodes, and close the others for good."""
+        for slot in slots:
+            if slot.error is None:
+                self._idle.append((slot.env, slot.worker))
+            else:
+                self._discard(slot)
+
+    def _discard(self, slot: EnvironmentSlot) -> None:
+        self._sound[:] = [(env, worker) for env, worker in self._sound if env is not slot.env]
+        if isinstance(slot.env, ProcessEnvironment):
+            slot.env.kill()
+        # one that hangs keeps its thread, where alone it could be closed
+        elif not slot.hangs:
+            self._workers.submit([(slot.worker, slot.env.close)])
 
     def instructions(self, slot: EnvironmentSlot) -> str:
         """Return the rules of a slot's environment and those of the response's form."""
-        form = format_instructions(self.prompt_format, max_actions=self.max_actions_per_turn)
+        form = format_instructions(
+            self.prompt_format,
+            max_actions=self.max_actions_per_turn,
+            free_text=slot.action_names is None,
+        )
         return f"{slot.members.instructions} {form}".strip()
 
     def observe(self, slot: EnvironmentSlot, raw: object) -> None:
         """Update a slot with an observation of its environment.
 
         Raises:
-            TypeError: the observation is neither text nor text with an image.
+            TypeError: the observation is neither text nor text with images.
         """
         members = slot.members
         slot.observation = self._observation(raw)
@@ -323,11 +407,14 @@ class EnvironmentManager:
     def _observation(self, raw: object) -> Observation:
         if isinstance(raw, str):
             return Observation(text=_encodable(raw))
-        if isinstance(raw, Mapping) and isinstance(raw.get("text"), str) and "image" in raw:
-            return Observation(text=_encodable(raw["text"]), images=[self._image(raw["image"])])
+        if isinstance(raw, Mapping) and isinstance(raw.get("text"), str):
+            images = [raw["image"]] if "image" in raw else raw.get("images")
+            if isinstance(images, Sequence) and not isinstance(images, str):
+                shown = [self._image(image) for image in images]
+                return Observation(text=_encodable(raw["text"]), images=shown)
         raise TypeError(
-            f"{self.target} returned an observation of type {type(raw).__name__}; "
-            "expected a str, or a dict with 'text' (str) and 'image' (uint8 [height, width, 3])"
+            f"{self.target} returned an observation of type {type(raw).__name__}; expected a str, or a dict "
+            "with 'text' (str) and 'image' (uint8 [height, width, 3]) or 'images' (a list of these)"
         )
 
     def _image(self, raw: object) -> np.ndarray:
@@ -344,12 +431,10 @@ class EnvironmentManager:
         slot.turn += 1
         result, relations = TurnResult(), slot.relations
         if not response.valid:
-            result.reward_terms["format"] = -self.format_penalty
-            result.status = EpisodeStatus.TERMINATED if self.invalid_ends else None
-            result.observation = slot.observation
+            self._refuse(slot, result)
         for action in response.actions:
             self._act(slot, action, result)
-            if result.status is not None:
+            if result.status is not None or not result.valid:
                 break
         if response.valid and relations is not None:
             result.statements = _statements(slot, response, before=relations)
@@ -359,20 +444,48 @@ class EnvironmentManager:
             )
         return result
 
-    def _act(self, slot: EnvironmentSlot, action: int, result: TurnResult) -> None:
+    def _refuse(self, slot: EnvironmentSlot, result: TurnResult) -> None:
+        """Penalize an invalid response or action; it ends the episode if `invalid_ends` is set."""
+        result.valid = False
+        result.reward_terms["format"] = -self.format_penalty
+        result.observation = slot.observation
+        if self.invalid_ends and result.status is None:
+            result.status = EpisodeStatus.TERMINATED
+
+    def _act(self, slot: EnvironmentSlot, action: int | str, result: TurnResult) -> None:
         """Carry out one action and add its outcome to the turn's result."""
+        longest = slot.members.max_action_length
+        if isinstance(action, str) and longest is not None and len(action) > longest:
+            self._refuse(slot, result)
+            return
         raw, reward, terminated, truncated, info = slot.env.step(action)
-        if not abs(float(reward)) < _MAX_REWARD:
-            raise ValueError(f"{self.target} returned reward {reward}; expected a finite number")
         terms = result.reward_terms
-        terms["environment"] = terms.get("environment", 0.0) + float(reward)
-        result.actions.append(slot.action_names[action])
+        for name, value in self._reward_parts(float(reward), info.get("reward_parts")).items():
+            terms[name] = terms.get(name, 0.0) + value
+        result.actions.append(slot.action_text(action))
         result.effective |= bool(info.get("action_is_effective", True))
         result.success, result.info = bool(info.get("success", False)), dict(info)
         self.observe(slot, raw)
         result.observation = slot.observation
         if terminated or truncated:
             result.status = EpisodeStatus.TERMINATED if terminated else EpisodeStatus.TRUNCATED
+        if not info.get("action_is_valid", True):
+            self._refuse(slot, result)
+
+    def _reward_parts(self, reward: float, parts: object) -> dict[str, float]:
+        """Return the reward by its named parts, or whole without any."""
+        if not abs(reward) < _MAX_REWARD:
+            raise ValueError(f"{self.target} returned reward {reward}; expected a finite number")
+        if parts is None:
+            return {"environment": reward}
+        if not isinstance(parts, Mapping) or not math.isclose(
+            sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6
+        ):
+            raise ValueError(
+                f"{self.target} returned reward {reward} and info['reward_parts']={parts}; expected named numbers "
+                "that sum to the reward"
+            )
+        return {f"environment/{name}": float(value) for name, value in parts.items()}
 
 
 def _statements(
@@ -391,39 +504,23 @@ def _statements(
     return statements
 
 
-def environment_maker(target: str) -> Callable[..., gymnasium.Env[Any, Any]]:
-    """Return the constructor of an environment.
-
-    Args:
-        target: gymnasium id or class path.
-
-    Raises:
-        ValueError: there is no such environment.
-    """
-    if "/" in target or target in gymnasium.registry:
-        return lambda **kwargs: gymnasium.make(target, disable_env_checker=True, **kwargs)
-    from hydra.utils import get_class
-
-    try:
-        return get_class(target)
-    except Exception as error:
-        raise ValueError(
-            f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
-            "'envs.frozen_lake.FrozenLake'"
-        ) from error
-
-
 def _encodable(text: str) -> str:
     """Return the text, or raise UnicodeEncodeError for half a surrogate pair, which no tokenizer can read."""
     text.encode()
     return text
 
 
-def _turn_result(outcome: Outcome[TurnResult]) -> TurnResult:
+def _turn_result(slot: EnvironmentSlot, outcome: Outcome[TurnResult]) -> TurnResult:
     if isinstance(outcome, BaseException):
-        return TurnResult(status=EpisodeStatus.FAILED, error=_error_text(outcome))
+        slot.fail(outcome)
+        return TurnResult(status=EpisodeStatus.FAILED, error=slot.error)
     return outcome
 
 
-def _error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _close_all(environments: Sequence[_InThread], workers: EnvironmentWorkers[Any]) -> None:
+    """Close environments in their threads. The main thread waits for them; their own threads must not."""
+    jobs = [(worker, env.close) for env, worker in environments]
+    if threading.current_thread() is threading.main_thread():
+        workers.run(jobs)
+    else:
+        workers.submit(jobs)

@@ -111,8 +111,16 @@ def format_response(prompt_format: PromptFormat, answer: str, *, blocks: Mapping
     return think + _tagged(ANSWER, answer)
 
 
-def format_instructions(prompt_format: PromptFormat, *, max_actions: int) -> str:
-    """Return the sentences that ask a pretrained model for a format."""
+def format_instructions(
+    prompt_format: PromptFormat, *, max_actions: int, free_text: bool = False
+) -> str:
+    """Return the sentences that ask a pretrained model for a format.
+
+    Args:
+        prompt_format: the format.
+        max_actions: number of actions in a response.
+        free_text: whether an action is free text; the environment's instructions say which.
+    """
     texts = dict.fromkeys((*prompt_format.sections, REASONING), "…")
     form = format_response(prompt_format, "…", blocks=texts)
     hints = "; ".join(f"{name}: {BLOCKS[name].hint}" for name in prompt_format.sections)
@@ -123,7 +131,9 @@ def format_instructions(prompt_format: PromptFormat, *, max_actions: int) -> str
         sentences.append(
             "Say where each thing is as its name and Up, Down, Left or Right from you."
         )
-    if max_actions > 1:
+    if free_text:
+        sentences.append("The whole text of the answer is your action.")
+    elif max_actions > 1:
         sentences.append(
             f"The answer is one to {max_actions} actions by name, with || between them."
         )

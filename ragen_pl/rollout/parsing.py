@@ -24,13 +24,13 @@ class ParsedResponse:
     Attributes:
         think: the reasoning: the text of the reasoning block, or of a free think block.
         statements: texts of the blocks that describe the environment, by block.
-        actions: indices of the actions.
+        actions: indices of named actions, or one free text.
         spans: character range of each block's text.
     """
 
     think: str | None = None
     statements: dict[str, str] = field(default_factory=dict)
-    actions: list[int] = field(default_factory=list)
+    actions: list[int | str] = field(default_factory=list)
     spans: dict[Span, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -41,7 +41,7 @@ class ParsedResponse:
 
 def parse_response(
     text: str,
-    action_names: Sequence[str],
+    action_names: Sequence[str] | None,
     *,
     max_actions: int = 1,
     prompt_format: PromptFormat = PromptFormat.FREE_THINK,
@@ -53,9 +53,14 @@ def parse_response(
     `max_actions` the first ones count, as in RAGEN. An unknown name makes the whole response invalid,
     as does a tag of the format inside a block.
 
+    Where `action_names` is None, actions are free text: the whole answer is one action and is never split. An empty
+    answer is invalid; the environment judges any other.
+
     Examples:
         >>> parse_response("<think>ice</think><answer>Up || Left</answer>", ["Up", "Left"], max_actions=2).actions
         [0, 1]
+        >>> parse_response("<think>or</think><answer>a || b</answer>", None).actions
+        ['a || b']
         >>> parse_response("Up", ["Up", "Left"]).valid
         False
     """
@@ -68,6 +73,9 @@ def parse_response(
         statements={name: blocks[name] for name in prompt_format.statements},
         spans={BLOCKS[name].span: match.span(name) for name in blocks},
     )
+    if action_names is None:
+        parsed.actions = [blocks[ANSWER]] if blocks[ANSWER] else []
+        return parsed
     indices = {name.casefold(): index for index, name in enumerate(action_names)}
     names = [name.strip().casefold() for name in blocks[ANSWER].split(separator)]
     if all(name in indices for name in names):

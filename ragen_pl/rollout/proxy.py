@@ -269,7 +269,7 @@ class AgentProxy(Generic[ContextT]):
             actions=turn.actions,
         )
         if result.error is not None:
-            trajectory.error = episode.slot.error = result.error
+            trajectory.error = result.error
         # a truncated episode keeps the prompt of its last state, to bootstrap from
         if result.status in (None, EpisodeStatus.TRUNCATED):
             self._observe(episode)
@@ -318,7 +318,7 @@ def _turn(answer: _Answer, result: TurnResult) -> Turn:
         response_text="".join(answer.pieces),
         think=parsed.think,
         actions=result.actions,
-        action_is_valid=parsed.valid,
+        action_is_valid=parsed.valid and result.valid,
         action_is_effective=result.effective,
         hit_length_limit=generation.hit_length_limit,
         temperature=episode.temperature,

@@ -18,8 +18,8 @@ from ragen_pl.rollout.spatial_relations import relations_text
 class ScriptedPolicy(Protocol):
     """Chooses actions by rule."""
 
-    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
-        """Return the index of the next action in the environment's present state."""
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+        """Return the next action in the environment's present state: the index of a named one, or free text."""
         ...
 
 
@@ -48,7 +48,7 @@ class ScriptedResponder(TextResponder):
             if BLOCKS[name].state == "after":
                 env = _after_action(env.unwrapped, action, rng=rng)
             texts[name] = _state_text(EnvironmentMembers(env))
-        return format_response(episode.prompt_format, slot.action_names[action], blocks=texts)
+        return format_response(episode.prompt_format, slot.action_text(action), blocks=texts)
 
 
 def _state_text(members: EnvironmentMembers) -> str:
@@ -58,7 +58,7 @@ def _state_text(members: EnvironmentMembers) -> str:
 
 
 def _after_action(
-    environment: Any, action: int, *, rng: np.random.Generator
+    environment: Any, action: int | str, *, rng: np.random.Generator
 ) -> gymnasium.Env[Any, Any]:
     """Return a copy of an environment after an action, its random events drawn from `rng`.
 

@@ -42,24 +42,32 @@ class _Thread(Generic[T]):
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        while (share := self.shares.get()) is not None:
+        while self._run_share(self.shares.get()):
+            pass
+
+    def _run_share(self, share: list[tuple[int, Job[T]]] | None) -> bool:
+        """Run jobs and return whether to go on. A thread that waits refers to no job, and so to no environment."""
+        if share is None:
+            return False
+        with self.lock:
+            self.share, self.outcomes, self.began = share, [], time.monotonic()
+        for number, job in share:
+            outcome: Outcome[T]
+            try:
+                outcome = job()
+            # even an exit fails its own job only
+            except BaseException as error:
+                outcome = error
             with self.lock:
-                self.share, self.outcomes, self.began = share, [], time.monotonic()
-            for number, job in share:
-                outcome: Outcome[T]
-                try:
-                    outcome = job()
-                # even an exit fails its own job only
-                except BaseException as error:
-                    outcome = error
-                with self.lock:
-                    if self.abandoned:
-                        return
-                    self.outcomes.append((number, outcome))
-                    self.began = time.monotonic()
-            with self.lock:
-                self.began = None
-            self.finished.put(self.outcomes)
+                if self.abandoned:
+                    return False
+                self.outcomes.append((number, outcome))
+                self.began = time.monotonic()
+        with self.lock:
+            self.began = None
+            outcomes, self.share, self.outcomes = self.outcomes, [], []
+        self.finished.put(outcomes)
+        return True
 
     def abandon_late(self, *, timeout_s: float) -> _Thread[T] | None:
         """Give the present job up if it takes too long; return the thread that takes over the other jobs."""

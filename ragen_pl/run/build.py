@@ -30,6 +30,7 @@ from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.rollout.vllm_server import VLLMServerEngine
+from ragen_pl.run.environment_check import manager_settings
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.seeding import seeded
@@ -160,10 +161,7 @@ def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) 
 
 def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
     """Build the manager of the config's environment, with `changes` to its settings."""
-    settings = {
-        name: value for name, value in plain(cfg.env).items() if name not in ("name", "visual")
-    }
-    return EnvironmentManager(**(settings | changes))
+    return EnvironmentManager(**(manager_settings(cfg.env) | changes))
 
 
 def build_critic(

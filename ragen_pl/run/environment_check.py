@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import gymnasium
@@ -13,18 +15,28 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError, config_errors, in_one_line
+from ragen_pl.rollout.environment_process import ProcessEnvironment, environment_maker
 from ragen_pl.rollout.environments import (
     EnvironmentManager,
+    EnvironmentMembers,
     EnvironmentSlot,
     EpisodeSpec,
-    environment_maker,
 )
 from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.trajectory import Observation
 
+# keys of env that are for people and models
+_DESCRIPTIONS = ("name", "visual", "words")
 _SEED = 0
 # of each scripted policy: it may choose by chance
 _ACTIONS = 32
+# random episodes and their steps that are played
+_EPISODES, _STEPS = 4, 6
+# steps in a row whose observations contain the one before
+_GROWS = 4
+_EPSILON = 1e-6
+# free text for an environment that draws none
+_TEXT = "probe"
 # marks of a response's form
 _RESERVED = ("||", "<", ">")
 
@@ -35,12 +47,15 @@ def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
     Raises:
         ConfigError: it does not exist or does not take its settings.
     """
-    kwargs = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
-    assert isinstance(kwargs, dict)
+    settings = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
+    assert isinstance(settings, dict)
+    kwargs = {str(name): value for name, value in settings.items()}
     with config_errors(f"env.target={env.target}"):
         make = environment_maker(str(env.target))
     try:
-        return make(**{str(name): value for name, value in kwargs.items()})
+        if env.get("process"):
+            return ProcessEnvironment(env.target, kwargs, memory_mb=env.get("memory_mb"))
+        return make(**kwargs)
     except (Error, ImportError) as error:
         raise ConfigError(
             f"env.target={env.target}: {in_one_line(error)}; give a gymnasium id such as "
@@ -49,6 +64,13 @@ def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
     except Exception as error:  # an environment's constructor may raise anything
         text = str(error).split(" was raised from the environment creator")[0]
         raise ConfigError(f"env.kwargs of {env.target}: {text}") from error
+
+
+def manager_settings(env: DictConfig) -> dict[str, Any]:
+    """Return the settings of the environment manager: those of the node `env` without what describes the task."""
+    settings = OmegaConf.to_container(env, resolve=True)
+    assert isinstance(settings, dict)
+    return {str(key): value for key, value in settings.items() if key not in _DESCRIPTIONS}
 
 
 def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
@@ -62,11 +84,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
     place = f"env.target={cfg.env.target}"
     env = make_environment(cfg.env)
     _check_members(env, place=place)
-    settings = OmegaConf.to_container(cfg.env, resolve=True)
-    assert isinstance(settings, dict)
-    manager = EnvironmentManager(
-        **{str(key): value for key, value in settings.items() if key not in ("name", "visual")}
-    )
+    manager = EnvironmentManager(**manager_settings(cfg.env))
     first, second = (_reset(manager, env, place=place) for _ in range(2))
     if not _same(first.observation, second.observation):
         raise ConfigError(
@@ -77,6 +95,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
     for key, policy in _scripted_policies(cfg):
         _check_scripted_policy(first, policy, key=key)
     _check_step(manager, first, place=place)
+    _check_episodes(env, cfg, place=place)
     _check_options(env, OmegaConf.select(cfg, "curriculum.options"))
     env.close()
     return env.unwrapped
@@ -89,8 +108,13 @@ def _check_members(env: object, *, place: str) -> None:
         )
     environment: Any = env.unwrapped
     space = getattr(environment, "action_space", None)
+    if isinstance(space, spaces.Text):
+        return
     if not isinstance(space, spaces.Discrete):
-        raise ConfigError(f"{place}: found action_space={space}, expected Discrete(n); set it")
+        raise ConfigError(
+            f"{place}: found action_space={space}, expected Discrete(n) for named actions or Text(max_length) for "
+            "free text; set it"
+        )
     names = getattr(environment, "action_names", None)
     if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != space.n:
         raise ConfigError(
@@ -109,15 +133,15 @@ def _check_members(env: object, *, place: str) -> None:
 
 
 def _reset(
-    manager: EnvironmentManager, env: gymnasium.Env[Any, Any], *, place: str
+    manager: EnvironmentManager, env: gymnasium.Env[Any, Any], *, place: str, seed: int = _SEED
 ) -> EnvironmentSlot:
-    with config_errors(f"{place}: reset(seed={_SEED}, options=None) raised"):
-        result: Any = env.reset(seed=_SEED, options=None)
+    with config_errors(f"{place}: reset(seed={seed}, options=None) raised"):
+        result: Any = env.reset(seed=seed, options=None)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise ConfigError(
             f"{place}: reset returned {_kind(result)}, expected (observation, info); return both"
         )
-    slot = EnvironmentSlot(env=env, spec=EpisodeSpec(group=0, member=0, seed=_SEED))
+    slot = EnvironmentSlot(env=env, spec=EpisodeSpec(group=0, member=0, seed=seed))
     with config_errors(place):
         manager.observe(slot, result[0])
     description: Any = slot.state_description
@@ -162,9 +186,18 @@ def _check_scripted_policy(slot: EnvironmentSlot, settings: DictConfig, *, key: 
     with config_errors(key, hint=hint):
         policy, rng = instantiate(settings), np.random.default_rng(_SEED)
         actions = [policy.act(slot.env, rng) for _ in range(_ACTIONS)]
-        last = len(slot.action_names) - 1
-        if wrong := [action for action in actions if not 0 <= action <= last]:
-            raise ValueError(f"chose action {wrong[0]}, expected 0 to {last}")
+        if wrong := [action for action in actions if not _is_action(action, slot)]:
+            raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")
+
+
+def _is_action(action: int | str, slot: EnvironmentSlot) -> bool:
+    if slot.action_names is None:
+        return isinstance(action, str)
+    return not isinstance(action, str) and 0 <= action < len(slot.action_names)
+
+
+def _expected_action(slot: EnvironmentSlot) -> str:
+    return "a text" if slot.action_names is None else f"0 to {len(slot.action_names) - 1}"
 
 
 def _check_options(env: gymnasium.Env[Any, Any], options: DictConfig | None) -> None:
@@ -183,17 +216,101 @@ def _check_options(env: gymnasium.Env[Any, Any], options: DictConfig | None) -> 
 
 
 def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: str) -> None:
-    with config_errors(f"{place}: step(0) raised"):
-        output: Any = slot.env.step(0)
+    action = _first_action(slot.env)
+    with config_errors(f"{place}: step({action!r}) raised"):
+        output: Any = slot.env.step(action)
     if not (isinstance(output, tuple) and len(output) == 5 and isinstance(output[4], dict)):
         raise ConfigError(
             f"{place}: step returned {_kind(output)}, expected (observation, reward, terminated, "
             "truncated, info)"
         )
     slot.env.reset(seed=_SEED, options=None)
-    result = manager.step([slot], [ParsedResponse(actions=[0])])[0]
+    result = manager.step([slot], [ParsedResponse(actions=[action])])[0]
     if result.error:
         raise ConfigError(f"{place}: {result.error.partition(': ')[2]}")
+
+
+def _first_action(env: gymnasium.Env[Any, Any]) -> int | str:
+    """Return the first named action, or a free text that the environment draws."""
+    members = EnvironmentMembers(env)
+    if members.action_names is not None:
+        return 0
+    try:
+        return members.random_action(np.random.default_rng(_SEED))
+    except TypeError:
+        return _TEXT
+
+
+def _check_episodes(env: gymnasium.Env[Any, Any], cfg: DictConfig, *, place: str) -> None:
+    """Play the beginnings of random episodes twice: the second time must be equal to the first."""
+    manager = EnvironmentManager(target=str(cfg.env.target))
+    images: list[np.ndarray] = []
+    for seed in range(_EPISODES):
+        first, second = (_steps(manager, env, cfg, seed=seed, place=place) for _ in range(2))
+        for number, (step, again) in enumerate(zip(first, second, strict=False)):
+            if not _same(step[0], again[0]) or step[1] != again[1]:
+                raise ConfigError(
+                    f"{place}: two episodes with seed {seed} and equal actions differ after {number} steps; draw from "
+                    "self.np_random only, and keep nothing from one episode to the next"
+                )
+        images += [image for observation, _ in first for image in observation.images]
+        texts = [observation.text for observation, _ in first]
+        if cfg.env.max_turns > _GROWS and OmegaConf.select(cfg, "context.window") == "all":
+            _check_growth(texts, place=place)
+    if images and all(image.min() == image.max() for image in images):
+        raise ConfigError(
+            f"{place}: each of its {len(images)} images has one colour only; check its renderer (a second OpenGL "
+            "context may draw nothing)"
+        )
+    if len(images) > _EPISODES and all(np.array_equal(images[0], image) for image in images):
+        raise ConfigError(f"{place}: all of its {len(images)} images are equal; check its renderer")
+
+
+def _check_growth(texts: Sequence[str], *, place: str) -> None:
+    grows = [
+        bool(text) and text in following and len(following) > len(text)
+        for text, following in pairwise(texts)
+    ]
+    if len(grows) >= _GROWS and all(grows):
+        raise ConfigError(
+            f"{place}: each observation contains the one before it ({len(texts[0])} to {len(texts[-1])} characters in "
+            f"{len(grows)} steps), and context.window=all repeats them all; return what is new, or set "
+            "context.window=1"
+        )
+
+
+def _steps(
+    manager: EnvironmentManager,
+    env: gymnasium.Env[Any, Any],
+    cfg: DictConfig,
+    *,
+    seed: int,
+    place: str,
+) -> list[tuple[Observation, float]]:
+    """Return observations and rewards of the beginning of a random episode."""
+    slot, rng = _reset(manager, env, place=place, seed=seed), np.random.default_rng(seed)
+    members = EnvironmentMembers(env)
+    assert slot.observation is not None
+    steps = [(slot.observation, 0.0)]
+    for _ in range(min(_STEPS, cfg.env.max_turns)):
+        try:
+            action = members.random_action(rng)
+        except TypeError:
+            action = _TEXT
+        with config_errors(f"{place}: step({action!r}) raised"):
+            raw, reward, terminated, truncated, _ = env.step(action)
+        with config_errors(place):
+            manager.observe(slot, raw)
+        low, high = members.reward_range or (-math.inf, math.inf)
+        if not low - _EPSILON <= float(reward) <= high + _EPSILON:
+            raise ConfigError(
+                f"{place}: step({action!r}) returned reward {reward}, outside of its reward_range=({low:g}, {high:g}); "
+                "correct one of them"
+            )
+        steps.append((slot.observation, float(reward)))
+        if terminated or truncated:
+            break
+    return steps
 
 
 def _same(first: Observation | None, second: Observation | None) -> bool:

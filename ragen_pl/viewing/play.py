@@ -54,8 +54,7 @@ class HumanResponder(TextResponder):
         actions = ask(episode.slot, screen=self.screen, max_actions=self.max_actions)
         if actions is None:
             return None
-        names = [episode.slot.action_names[action] for action in actions]
-        answer = f" {_SEPARATOR} ".join(names)
+        answer = f" {_SEPARATOR} ".join(map(episode.slot.action_text, actions))
         return format_response(episode.prompt_format, answer, blocks={})
 
 
@@ -171,15 +170,19 @@ def show_turns(screen: Screen, *, delay: float = 0.0, state_is_shown: bool = Fal
     return on_turn
 
 
-def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[int] | None:
+def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[int | str] | None:
     """Show the present state and ask a person for the turn's actions; None when they stop."""
     assert slot.observation is not None
     screen.console.rule(f"turn {slot.turn + 1}", align="left")
     if slot.turn == 0 and slot.members.instructions:
         screen.console.print(slot.members.instructions, markup=False, highlight=False)
     screen.state(slot.observation.images, slot.observation.text)
-    offers = "  ".join(f"{number} {name}" for number, name in enumerate(slot.action_names))
-    several = f"up to {max_actions} with {_SEPARATOR} between them, " if max_actions > 1 else ""
+    names = slot.action_names
+    offers = (
+        "free text" if names is None else "  ".join(f"{n} {name}" for n, name in enumerate(names))
+    )
+    is_several = max_actions > 1 and names is not None
+    several = f"up to {max_actions} with {_SEPARATOR} between them, " if is_several else ""
     while True:
         screen.console.print(f"{offers}  ({several}q stops)", markup=False, highlight=False)
         try:
@@ -188,7 +191,11 @@ def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[
             return None
         if answer.casefold() in _STOP:
             return None
-        actions = [named_action(word, slot.action_names) for word in answer.split(_SEPARATOR)]
+        if names is None:
+            if answer:
+                return [answer]
+            continue
+        actions = [named_action(word, names) for word in answer.split(_SEPARATOR)]
         if None not in actions and len(actions) <= max_actions:
             return [action for action in actions if action is not None]
 

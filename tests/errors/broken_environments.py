@@ -108,3 +108,63 @@ class ThirdResetRaises(Sound):
         if type(self).made > 1:
             raise ConnectionError("the simulator has gone")
         return super().reset(seed=seed)
+
+
+class FreeText(Sound):
+    """Takes any text; sound."""
+
+    action_names = ()
+
+    def __init__(self):
+        super().__init__()
+        self.action_space = spaces.Text(20)
+
+    def step(self, action):
+        return f"heard {action}", 0.0, False, False, {}
+
+    def random_action(self, rng):
+        return str(rng.integers(9))
+
+
+class NumberForFreeText(FreeText):
+    def random_action(self, rng):
+        return 3
+
+
+class Black(Sound):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.picture(), {}
+
+    def step(self, action):
+        return self.picture(), 0.0, False, False, {}
+
+    def picture(self):
+        return {"text": "go", "image": np.zeros((8, 8, 3), np.uint8)}
+
+
+class OnePicture(Black):
+    def picture(self):
+        return {"text": "go", "image": np.arange(192, dtype=np.uint8).reshape(8, 8, 3)}
+
+
+class Growing(FreeText):
+    def reset(self, *, seed=None, options=None):
+        self.told = "go"
+        return self.told, {}
+
+    def step(self, action):
+        self.told += f" and {action}"
+        return self.told, 0.0, False, False, {}
+
+
+class MoreThanDeclared(Sound):
+    reward_range = (0.0, 0.5)
+
+
+class RemembersEpisodes(Sound):
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        return f"gone {self.steps}", 0.0, False, False, {}

@@ -130,7 +130,13 @@ OF_THE_ENVIRONMENT = [
     ("ResetBare", r"reset returned a str, expected \(observation, info\)"),
     ("NoSeed", "unexpected keyword argument 'seed'"),
     ("Unseeded", "two resets with seed 0 began differently; draw from self.np_random"),
-    ("Continuous", r"found action_space=Box.*, expected Discrete\(n\)"),
+    ("Continuous", r"found action_space=Box.*, expected Discrete\(n\) .* or Text\(max_length\)"),
+    ("NumberForFreeText", "chose action 3, expected a text"),
+    ("Black", "each of its .* images has one colour only"),
+    ("OnePicture", "images are equal; check its renderer"),
+    ("Growing", "each observation contains the one before it .* or set context.window=1"),
+    ("MoreThanDeclared", r"returned reward 1.0, outside of its reward_range=\(0, 0.5\)"),
+    ("RemembersEpisodes", "two episodes with seed 0 and equal actions differ after 1 steps"),
     ("StepRaises", r"step\(0\) raised: the floor gave way"),
     ("Unhelpful", "env.kwargs of broken_environments.Unhelpful: no display"),
 ]
@@ -151,6 +157,9 @@ def custom():
         return compose("fit", overrides=["env=custom", "env.target=set", "logger=none"])
 
 
+WITH_IMAGES = ("Black", "OnePicture")
+
+
 @pytest.mark.parametrize(
     ("environment", "message"), OF_THE_ENVIRONMENT, ids=[name for name, _ in OF_THE_ENVIRONMENT]
 )
@@ -159,14 +168,19 @@ def test_an_environment_that_breaks_the_protocol_is_refused(
 ):
     monkeypatch.syspath_prepend(str(HERE))
     custom.env.target, custom.paths.root = f"broken_environments.{environment}", str(tmp_path)
+    custom.env.visual, custom.context.window = environment in WITH_IMAGES, "all"
     with pytest.raises(ConfigError, match=message) as error:
         check_run(custom)
     assert "\n" not in str(error.value)
 
 
-def test_a_sound_environment_passes(custom, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("environment", "process"), [("Sound", False), ("FreeText", False), ("FreeText", True)]
+)
+def test_a_sound_environment_passes(custom, monkeypatch, tmp_path, environment, process):
     monkeypatch.syspath_prepend(str(HERE))
-    custom.env.target, custom.paths.root = "broken_environments.Sound", str(tmp_path)
+    custom.env.target, custom.paths.root = f"broken_environments.{environment}", str(tmp_path)
+    custom.env.visual, custom.env.process = False, process
     check_run(custom)
 
 

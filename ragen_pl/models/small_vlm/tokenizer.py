@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -52,8 +53,10 @@ def train() -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(*, prompt_format: str = "free_think") -> PreTrainedTokenizerFast:
-    """Return the shipped tokenizer with its chat template and the tags of the prompt format."""
+def load_tokenizer(
+    *, prompt_format: str = "free_think", words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Return the shipped tokenizer with its chat template, the tags of the prompt format and tokens for more words."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(ASSET),
         pad_token=PAD,
@@ -64,6 +67,8 @@ def load_tokenizer(*, prompt_format: str = "free_think") -> PreTrainedTokenizerF
     tokenizer.chat_template = CHAT_TEMPLATE
     if prompt_format not in ("free_think", "no_think"):
         tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in STATE_TAGS])
+    spaced = [form for word in words for form in (f" {word}", word)]
+    tokenizer.add_tokens([AddedToken(form, normalized=False) for form in spaced])
     return tokenizer
 
 

@@ -1,0 +1,214 @@
+"""Base class of environments whose actions are calls of tools, written as JSON.
+
+An action is `{"name": "refund", "arguments": {"order": "A17", "amount": 20}}`. The methods marked with `tool` are the
+tools; their signatures say which arguments they take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+import numpy as np
+from gymnasium import spaces
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+
+from envs.base import Environment, Observation
+
+Method = TypeVar("Method", bound=Callable[..., str])
+_MARK = "_is_tool"
+# of a call that is quoted in an error
+_QUOTED = 80
+
+
+class ToolError(Exception):
+    """Raised by a tool for a call that is well formed but cannot be carried out, such as an unknown order."""
+
+
+class _Call(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+def tool(method: Method) -> Method:
+    """Mark a method as a tool. Its docstring's first line describes it, its annotations are checked."""
+    setattr(method, _MARK, True)
+    return method
+
+
+class ToolEnvironment(Environment):
+    """Environment whose actions are calls of its tools; one call a turn.
+
+    A tool returns the next observation. It raises `ToolError` where the call cannot be carried out; the error is the
+    observation, and the action is valid without effect. A call that is no JSON, names no tool or has wrong arguments is
+    invalid. A tool ends the episode with `end` and adds rewards with `reward`.
+
+    Subclasses set `rules` and call `_begin` first in `reset`.
+
+    Args:
+        max_action_length: Largest number of characters of a call.
+        max_observation_length: Largest number of characters of a result; the rest is cut.
+    """
+
+    rules: str = ""
+    """Rules in full sentences, without the tools."""
+
+    tools: ClassVar[Mapping[str, type[BaseModel]]] = {}
+    """Arguments of each tool, by name."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        marked = [name for name in dir(cls) if getattr(getattr(cls, name, None), _MARK, False)]
+        cls.tools = {name: _arguments(getattr(cls, name)) for name in marked}
+
+    def __init__(
+        self,
+        *,
+        max_action_length: int = 1000,
+        max_observation_length: int = 4000,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        self.action_space = spaces.Text(max_action_length)
+        self.observation_space = spaces.Text(max_observation_length)
+        self.max_observation_length = max_observation_length
+        self.instructions = f"{self.rules} {self._tool_list()}".strip()
+        self._success = False
+        self._parts: dict[str, float] = {}
+
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Carry out one call."""
+        text = self._take_text(action)
+        self._success, self._parts = False, {}
+        valid = effective = True
+        try:
+            name, arguments = self._parse(text)
+        except ValueError as error:
+            result, valid, effective = f"error: {error}", False, False
+        else:
+            try:
+                result = getattr(self, name)(**arguments)
+            except ToolError as error:
+                result, effective = f"error: {error}", False
+        info = {
+            "success": self._success,
+            "action_is_valid": valid,
+            "action_is_effective": effective,
+            "reward_parts": self._parts,
+        }
+        reward = float(sum(self._parts.values()))
+        return result[: self.max_observation_length], reward, self._over, False, info
+
+    def reward(self, **parts: float) -> None:
+        """Add named amounts to the reward of the present step."""
+        for name, amount in parts.items():
+            self._parts[name] = self._parts.get(name, 0.0) + float(amount)
+
+    def end(self, *, success: bool, **parts: float) -> None:
+        """End the episode after the present step, with named amounts of reward."""
+        self._over, self._success = True, success
+        self.reward(**parts)
+
+    def random_action(self, rng: np.random.Generator) -> str:
+        """Return a call of any tool; texts are drawn from `argument_values`."""
+        names = sorted(self.tools)
+        name = names[int(rng.integers(len(names)))]
+        arguments = {
+            field: self._draw(field, annotation.annotation, rng)
+            for field, annotation in self.tools[name].model_fields.items()
+        }
+        return call_text(name, **arguments)
+
+    def argument_values(self, argument: str) -> list[Any]:
+        """Return values that a player who knows the rules could give to an argument, for `random_action`."""
+        return ["none"]
+
+    def _draw(self, argument: str, annotation: Any, rng: np.random.Generator) -> Any:
+        schema = TypeAdapter(annotation).json_schema()
+        if "enum" in schema:
+            values = schema["enum"]
+        elif schema.get("type") == "boolean":
+            values = [False, True]
+        else:
+            values = self.argument_values(argument)
+        return values[int(rng.integers(len(values)))]
+
+    def _parse(self, text: str) -> tuple[str, dict[str, Any]]:
+        """Return the tool and the arguments of a call.
+
+        Raises:
+            ValueError: It is no call of a tool; with the reason, for the player.
+        """
+        try:
+            call = _Call.model_validate(json.loads(text))
+        # deep nesting, numbers of many digits
+        except (ValidationError, ValueError, RecursionError):
+            raise ValueError(
+                f'found {_quoted(text)}, expected {{"name": "...", "arguments": {{...}}}}'
+            ) from None
+        arguments = self.tools.get(call.name)
+        if arguments is None:
+            raise ValueError(
+                f"no tool {_quoted(call.name)}; the tools are {', '.join(sorted(self.tools))}"
+            )
+        try:
+            values = arguments.model_validate(call.arguments)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(map(str, problem["loc"]))
+            raise ValueError(f"{call.name}: {_quoted(place)}: {problem['msg']}") from None
+        return call.name, {name: getattr(values, name) for name in arguments.model_fields}
+
+    def _tool_list(self) -> str:
+        lines = ['Answer with one call of a tool as JSON: {"name": "...", "arguments": {...}}.']
+        for name, arguments in sorted(self.tools.items()):
+            takes = ", ".join(
+                f"{field}: {_type_name(about.annotation)}"
+                for field, about in arguments.model_fields.items()
+            )
+            summary = (inspect.getdoc(getattr(self, name)) or "").partition("\n")[0]
+            lines.append(f"{name}({takes}): {summary}")
+        return "\n".join(lines)
+
+
+def call_text(name: str, **arguments: Any) -> str:
+    """Return a call as a player writes it.
+
+    >>> call_text("refund", order="A17")
+    '{"name": "refund", "arguments": {"order": "A17"}}'
+    """
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def _arguments(method: Callable[..., str]) -> type[BaseModel]:
+    """Return the model that checks the arguments of a tool; numbers and texts are not converted."""
+    hints = get_type_hints(method)
+    fields: dict[str, Any] = {}
+    for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        fields[name] = (hints[name], default)
+    config = ConfigDict(extra="forbid", strict=True)
+    return create_model(method.__name__, __config__=config, **fields)
+
+
+def _type_name(annotation: Any) -> str:
+    schema = TypeAdapter(annotation).json_schema()
+    if "enum" in schema:
+        return " or ".join(json.dumps(value) for value in schema["enum"])
+    names = {
+        "string": "text",
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "true or false",
+    }
+    return names.get(schema.get("type", ""), str(schema.get("type", "value")))
+
+
+def _quoted(text: str) -> str:
+    """Return the beginning of a player's text in one line of printable characters."""
+    shown = text if len(text) <= _QUOTED else text[:_QUOTED] + "…"
+    return ascii(shown) if not shown.isprintable() else f"'{shown}'"

@@ -1,0 +1,204 @@
+"""Environments in processes of their own: what hangs, crashes or leaks memory there costs its own episode.
+
+The process is a new interpreter that imports the environment and no model. It answers one call after the other over a
+pipe and ends when the pipe is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+_END_S = 5.0
+_MIB = 1024 * 1024
+
+
+def environment_maker(target: str) -> Callable[..., gymnasium.Env[Any, Any]]:
+    """Return the constructor of an environment.
+
+    Args:
+        target: gymnasium id or class path.
+
+    Raises:
+        ValueError: there is no such environment.
+    """
+    if "/" in target or target in gymnasium.registry:
+        return lambda **kwargs: gymnasium.make(target, disable_env_checker=True, **kwargs)
+    module, _, name = target.rpartition(".")
+    try:
+        made: Callable[..., gymnasium.Env[Any, Any]] = getattr(import_module(module), name)
+    except Exception as error:
+        raise ValueError(
+            f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
+            "'envs.frozen_lake.FrozenLake'"
+        ) from error
+    return made
+
+
+class ProcessEnvironment(gymnasium.Env[Any, Any]):
+    """An environment in a process of its own. All its members are called there.
+
+    Args:
+        target: gymnasium id or class path.
+        kwargs: arguments of the environment.
+        memory_mb: memory that the process may allocate in MiB; None for no limit.
+
+    Raises:
+        Exception: the environment's own error, from any call.
+        RuntimeError: the process has ended.
+    """
+
+    def __init__(
+        self, target: str, kwargs: Mapping[str, object], *, memory_mb: int | None = None
+    ) -> None:
+        self._lock = threading.Lock()
+        self._pipe, other = Pipe()
+        with other:
+            command = [sys.executable, "-m", __name__, str(other.fileno())]
+            # prints of the environment do not get into the output of a run
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+        self._members: dict[str, bool | None] = {}
+        try:
+            self._ask("make", target, dict(kwargs), memory_mb)
+            self.action_space = self._ask("get", "action_space")[1]
+        except BaseException:
+            self.kill()
+            raise
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment."""
+        result: tuple[Any, dict[str, Any]] = self._ask("reset", seed, options)
+        return result
+
+    def step(self, action: int | str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Take a step."""
+        result: tuple[Any, float, bool, bool, dict[str, Any]] = self._ask("step", action)
+        return result
+
+    def close(self) -> None:
+        """Close the environment and end its process."""
+        try:
+            if self._process.poll() is None:
+                self._ask("close")
+        finally:
+            self._pipe.close()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does. Any thread may call this."""
+        self._process.kill()
+        self._process.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self._members.get(name, False) is not None:
+            kind, value = self._ask("get", name)
+            if kind == "value":
+                return value
+            self._members[name] = None if kind == "missing" else True
+        if self._members[name] is None:
+            raise AttributeError(f"the environment has no {name}")
+        return lambda *args: self._ask("call", name, args)
+
+    def _ask(self, *request: Any) -> Any:
+        with self._lock:
+            try:
+                self._pipe.send(request)
+                answer, result = self._pipe.recv()
+            except (EOFError, OSError) as error:
+                code = self._process.wait()
+                raise RuntimeError(
+                    f"the process of the environment ended with exit code {code}"
+                ) from error
+        if answer == "error":
+            raise result
+        if request[0] == "call":
+            # the draws made there count here
+            result, states = result
+            generators = [value for value in request[2] if isinstance(value, np.random.Generator)]
+            for generator, state in zip(generators, states, strict=True):
+                generator.bit_generator.state = state
+        return result
+
+
+class _Served:
+    """The environment in its process, and the answers to the calls of its owner."""
+
+    env: gymnasium.Env[Any, Any]
+
+    def make(self, target: str, kwargs: dict[str, Any], memory_mb: int | None) -> None:
+        if memory_mb is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * _MIB, memory_mb * _MIB))
+        self.env = environment_maker(target)(**kwargs)
+
+    def reset(self, seed: int | None, options: Any) -> Any:
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: int | str) -> Any:
+        return self.env.step(action)
+
+    def get(self, name: str) -> tuple[str, Any]:
+        try:
+            value = getattr(self.env.unwrapped, name)
+        except AttributeError:
+            return "missing", None
+        return ("method", None) if callable(value) else ("value", value)
+
+    def call(self, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        result = getattr(self.env.unwrapped, name)(*args)
+        generators = [value for value in args if isinstance(value, np.random.Generator)]
+        return result, [generator.bit_generator.state for generator in generators]
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _serve(pipe: Connection) -> None:
+    served = _Served()
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("ok", getattr(served, name)(*arguments))
+        except Exception as error:
+            answer = ("error", error)
+        _send(pipe, answer)
+        if name == "close":
+            return
+
+
+def _send(pipe: Connection, answer: tuple[str, Any]) -> None:
+    try:
+        pipe.send(answer)
+    # what cannot be pickled, an exception among it
+    except Exception as error:
+        kind, value = answer
+        text = f"{type(value).__name__}: {value}" if kind == "error" else str(error)
+        pipe.send(("error", RuntimeError(text)))
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
