@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Environment of `make test-vllm`.
 VLLM_VENV ?= .venv-vllm
+# Environment of `make test-worlds`, and the extras in it.
+WORLDS_VENV ?= .venv-worlds
+WORLDS := metaworld,minigrid,miniwob,miniworld,reasoning,textarena,textworld
 ARGS ?=
 PYTEST_ARGS ?=
 # Processes of the test run; each uses one thread.
@@ -11,7 +14,7 @@ PY := $(VENV)/bin/python
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit test soak test-gpu test-vllm lint format clean
+.PHONY: help fit test soak test-gpu test-vllm test-worlds lint format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -31,6 +34,9 @@ test-gpu: $(VENV)/.installed-dev  ## Install, then run the tests that need a CUD
 test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environment of its own, then run the tests of the engine on it
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
+test-worlds: $(WORLDS_VENV)/.installed  ## Install other libraries' environments into an environment of their own, then run the tests with them
+	$(ONE_THREAD) $(WORLDS_VENV)/bin/python -m pytest -m worlds tests/worlds $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -41,7 +47,7 @@ format: $(VENV)/.installed-dev  ## Let ruff mend and format the code
 	$(PY) -m ruff format .
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(WORLDS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -59,4 +65,9 @@ $(VENV)/.installed-dev: pyproject.toml | $(PY)
 
 $(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_environment
 	PYTHON=$(PYTHON) .ci/vllm_environment $(VLLM_VENV)
+	@touch $@
+
+$(WORLDS_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(WORLDS_VENV)
+	$(WORLDS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,$(WORLDS)]'
 	@touch $@

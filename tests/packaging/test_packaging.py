@@ -18,6 +18,9 @@ PACKAGES = ("ragen_pl", "envs", "visual_envs")
 IMPORTED_AS = {"annotated-types": "annotated_types", "hydra-core": "hydra", "pillow": "PIL"}
 # Optional: imported in one file, behind an extra.
 OPTIONAL = {"openai", "peft", "vllm"}
+# Extras with environments of other libraries.
+WORLDS = {"metaworld", "minigrid", "miniwob", "miniworld", "reasoning", "textarena", "textworld"}
+OPTIONAL |= WORLDS | {"reasoning_gym"}
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +54,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    assert set(extras) == {"dev", "gguf", "lora", "openai"}
+    assert set(extras) == {"dev", "gguf", "lora", "openai"} | WORLDS
 
 
 def test_top_level_import_is_light() -> None:
