@@ -79,7 +79,9 @@ class Reinforce(pl.LightningModule):
 
     def rollout_engine(self) -> TransformersEngine:
         """Return an engine that samples from the current policy."""
-        return TransformersEngine(self.policy)
+        engine = TransformersEngine(self.policy)
+        engine.load_weights(self.global_step)
+        return engine
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Set the advantage of every sampled token to the return of its episode minus the mean return."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,28 @@ def gather_over_ranks(value: T) -> list[T]:
     gathered: list[T | None] = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered  # type: ignore[return-value]
+
+
+def all_ranks_do(work: Callable[[], T]) -> T:
+    """Return a function's result; raise on all ranks what it raises on one. All ranks must call it."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    for other in gather_over_ranks(None if error is None else _sent(error)):
+        if other is not None:
+            raise error or other
+    return result
+
+
+def _sent(error: Exception) -> Exception:
+    """Return an error as other ranks can read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def whole(tensor: Tensor) -> Tensor:

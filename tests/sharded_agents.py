@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import played_agents
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.distributed import max_over_ranks, sum_over_ranks, whole
-from ragen_pl.models.adapters import choose_trained_weights
+from ragen_pl.models.adapters import choose_trained_weights, merge_adapters
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.checkpoint_weights import checkpoint_weights
+from ragen_pl.modules import sharding
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import FrozenCopy, MovingAverage
+from ragen_pl.rollout.agreement import check_agreement
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import EnginePolicy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
@@ -39,6 +49,8 @@ class Case:
     images_of_one: bool = False
     # weights in bfloat16 drift apart by rounding
     iterations: int = 2
+    # the engine has weights of its own
+    copies: bool = False
 
 
 CASES = {
@@ -52,8 +64,50 @@ CASES = {
     ),
     "adapters, adapters off as reference": Case(lora={"r": 2}, dtype=torch.bfloat16),
     "importance masks": Case(agent={"masks": Masks(importance=Importance(loss=0.5))}),
-    "adapters, frozen copy": Case(lora={"r": 2}, kl={"reference": FrozenCopy()}),
+    "adapters, frozen copy": Case(lora={"r": 2}, kl={"reference": FrozenCopy()}, copies=True),
 }
+
+
+class Fault(Exception):
+    """An error that other ranks can't be sent."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class CopyingEngine(TransformersEngine):
+    """Samples with a copy of the policy, and takes over its weights.
+
+    Args:
+        policy: the policy.
+        bundle: the copy.
+    """
+
+    in_place = False
+
+    def __init__(self, policy: EnginePolicy, bundle: ModelBundle, **settings):
+        super().__init__(PolicyModule(bundle), **settings)
+        self.policy = policy
+        # number of the weight at which it fails
+        self.fails_at: int | None = None
+
+    def load_weights(self, version: int) -> None:
+        if self.fails_at == 0:
+            raise Fault("no", "room")
+        own = dict(checkpoint_weights(self.bundle.model))
+        for number, (name, weight) in enumerate(self.policy.weights(), start=1):
+            if number == self.fails_at:
+                raise Fault("no", "room")
+            own.pop(name).copy_(weight)
+        assert not own
+        super().load_weights(version)
+
+
+def copied(bundle: ModelBundle) -> ModelBundle:
+    """Return a bundle with weights of its own, adapters merged."""
+    model = copy.deepcopy(bundle.model).eval()
+    merge_adapters(model)
+    return bundle.with_model(model)
 
 
 def build(case: Case, models: list[Any] | None = None) -> AgentModule:
@@ -67,6 +121,8 @@ def build(case: Case, models: list[Any] | None = None) -> AgentModule:
     def engine(policy, **settings):
         if models is not None:
             models.append(policy.bundle.model)
+        if case.copies:
+            return CopyingEngine(policy, own, **settings)
         return TransformersEngine(policy, **settings)
 
     def change(bundle: ModelBundle) -> None:
@@ -89,6 +145,7 @@ def build(case: Case, models: list[Any] | None = None) -> AgentModule:
         for weight in agent.policy.parameters():
             if weight.requires_grad:
                 weight.add_(0.05 * torch.randn_like(weight))
+    own = copied(agent.policy.bundle)
     return agent
 
 
@@ -168,14 +225,20 @@ def difference(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     )
 
 
-def compare(rank: int, folder: str, names: list[str]) -> None:
-    """Write what both ways find on this rank."""
+def run(rank: int, folder: str) -> None:
+    """Write what this rank finds."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    results = {"learned": learn(rank, mesh), "pushed": push(rank, mesh)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def learn(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return what both ways find on this rank."""
     results = {}
-    for name in names:
-        case = CASES[name]
+    for name, case in CASES.items():
         expected = iterate(case, build(case), rank=rank)
         models: list[Any] = []
         agent = build(case, models)
@@ -205,5 +268,74 @@ def compare(rank: int, folder: str, names: list[str]) -> None:
             "same fingerprints": agent.fingerprints == fingerprints,
             "rollout weights are freed": next(model.parameters()).is_meta,
         }
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return results
+
+
+class GatheredBytes:
+    """Counts the bytes of gathered weights that are alive."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self.peak = 0
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a weight."""
+        gathered = whole(tensor)
+        self.alive.add(gathered)
+        self.peak = max(self.peak, sum(each.nbytes for each in self.alive))
+        return gathered
+
+
+PUSHED = {
+    "text": Case(copies=True),
+    "text and images": Case(agent={"images": True}, copies=True),
+    "adapters": Case(lora={"r": 2, "use_dora": True}, copies=True),
+}
+
+
+def push(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return what an engine with weights of its own gets from a sharded policy on this rank."""
+    results = {}
+    for name, case in PUSHED.items():
+        agent = build(case)
+        agent._device_mesh = mesh
+        bundle = agent.policy.bundle
+        expected = dict(checkpoint_weights(copied(bundle).model))
+        layers = [sum(weight.nbytes for weight in part.parameters()) for part in bundle.layers]
+        largest = max(weight.nbytes for weight in bundle.model.parameters())
+        agent.configure_model()
+        with mock.patch.object(sharding, "whole", (count := GatheredBytes()).whole):
+            engine = agent.rollout_engine()
+        with torch.no_grad():
+            for weight in engine.bundle.model.parameters():
+                weight.zero_()
+        errors = []
+        for fails_at in (0, 3):
+            engine.fails_at = fails_at if rank else None
+            try:
+                agent.rollout_engine()
+            except (Fault, RuntimeError) as error:
+                errors.append(str(error))
+        engine.fails_at = None
+        agent.rollout_engine()
+        got = dict(checkpoint_weights(engine.bundle.model))
+        results[name] = {
+            "equal": got.keys() == expected.keys()
+            and all(got[name].equal(expected[name]) for name in got),
+            "errors": errors,
+            "peak": count.peak,
+            "alive": len(count.alive),
+            "layer": max(layers),
+            "weight": largest,
+            "all": sum(weight.nbytes for weight in expected.values()),
+            "policy is left sharded": all(
+                isinstance(weight, DTensor) for weight in agent.policy.parameters()
+            ),
+            "agreement": check_agreement(
+                ContextManager(bundle),
+                engine,
+                image_size=(48, 64) if bundle.images else None,
+                policy=engine.policy,
+            ),
+        }
+    return results

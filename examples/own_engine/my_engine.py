@@ -35,7 +35,7 @@ class Draw(LogitsProcessor):
 class GenerateEngine:
     """Rollout engine that computes every prompt from its first token."""
 
-    exact = True  # it runs the trainer's own model
+    exact = in_place = True  # it runs the trainer's own model
     continuous = False  # all responses of a call are sampled together
 
     def __init__(self, policy, *, forward_context=nullcontext):

@@ -36,7 +36,7 @@ class RollsOut(Protocol):
         ...
 
     def rollout_engine(self) -> RolloutEngine:
-        """Return the engine that samples with the policy's weights."""
+        """Return the engine, with the policy's present weights as version `global_step`. All ranks call it."""
         ...
 
     def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -140,7 +140,6 @@ class RolloutDataModule(MinibatchDataModule):
         """
         engine = module.rollout_engine()
         version = module.global_step
-        engine.load_weights(version)
         trajectories: list[Trajectory] = []
         for attempt in range(1 + self.group_filter.resample):
             trajectories += self._play(

@@ -71,7 +71,7 @@ class ValidationSet:
         episode_specs: Sequence[EpisodeSpec] | None = None,
         seed_key: Sequence[int | str] = (VALIDATION_PURPOSE,),
     ) -> list[Trajectory]:
-        """Play episodes with the present weights of an engine's policy.
+        """Play episodes with the weights that an engine has.
 
         Args:
             engine: samples the responses.
@@ -79,7 +79,7 @@ class ValidationSet:
             episode_specs: some of the set's episodes; None for all.
             seed_key: counters that the seeds of sampled responses start with.
         """
-        engine.load_weights(version)
+        engine.release()
         responder = EngineResponder(
             engine=engine, context=self.proxy.context, greedy=self.greedy, version=version
         )

@@ -175,6 +175,7 @@ class Evaluator:
         """Return the model's episodes with its present weights."""
         assert self.engine is not None
         validation_set = self.validation_set(settings, blank=blank)
+        self.engine.load_weights(0)
         return validation_set.play(self.engine, version=0, seed_key=("evaluate", self.cfg.seed))
 
     def _asked(self, settings: ValidationSettings, endpoint: ChatEndpoint) -> list[Trajectory]:

@@ -33,7 +33,7 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
-from ragen_pl.modules.sharding import GatheredModel, is_sharded
+from ragen_pl.modules.sharding import GatheredPolicy, is_sharded, load_engine
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer, parameter_groups
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 
@@ -109,7 +109,7 @@ class AgentModule(SavesTrainedWeights):
         self.engine_factory = engine
         self._engine: RolloutEngine | None = None
         # the policy for the engine, where its own weights are sharded
-        self._gathered: GatheredModel | None = None
+        self._gathered: GatheredPolicy | None = None
 
     def train(self, mode: bool = True) -> AgentModule:
         """Set the mode of policy and critic; the reference stays in eval mode."""
@@ -150,7 +150,7 @@ class AgentModule(SavesTrainedWeights):
         if self.device_mesh is None or is_sharded(self.policy):
             return
         mesh = self.device_mesh["data_parallel"]
-        self._gathered = GatheredModel(self.policy.bundle)
+        self._gathered = GatheredPolicy(self.policy)
         if isinstance(self.reference, PolicyModule):
             # before the policy: they may share frozen weights
             self.reference.shard(mesh, keep_head=self.reads_reference_head)
@@ -179,25 +179,20 @@ class AgentModule(SavesTrainedWeights):
     # ---- rollout phase
 
     def rollout_engine(self) -> RolloutEngine:
-        """Return the rollout engine, which is built on the first call.
-
-        Sharded weights are gathered for it until the rollout or validation ends: all ranks must make its first call.
-        """
-        if self._gathered is not None and self._gathered.is_empty:
-            self._gathered.gather(self.policy.model)
+        """Return the rollout engine with the present weights. All ranks must call it."""
+        policy = self._gathered or self.policy
         if self._engine is None:
-            self._engine = self.engine_factory(
-                self._gathered or self.policy, forward_context=self._forward_context
-            )
+            self._engine = self.engine_factory(policy, forward_context=self._forward_context)
             if self.computes_in_float32 and self.correction is not None and rank() == 0:
                 log.info(_CORRECTED, "the rollout engine rounds otherwise")
+        load_engine(self._engine, policy, version=self.global_step)
         return self._engine
 
     def _end_rollout(self) -> None:
         """Free what only a rollout needs."""
         if self._engine is not None:
             self._engine.sleep()
-        if self._gathered is not None:
+        if self._gathered is not None and not self._gathered.is_empty:
             self._gathered.release()
 
     def teardown(self, stage: str) -> None:
@@ -306,7 +301,7 @@ class AgentModule(SavesTrainedWeights):
         self._log(metrics, self.trainer.current_epoch + 1)
 
     def on_validation_epoch_start(self) -> None:
-        """Gather sharded weights once, for ranks may play different numbers of chunks."""
+        """Load the engine's weights once, for ranks may play different numbers of chunks."""
         self.rollout_engine()
 
     def validation_step(
@@ -317,8 +312,9 @@ class AgentModule(SavesTrainedWeights):
         if validation_set.name not in self.validation_statistics:
             self.validation_statistics[validation_set.name] = RolloutStatistics().to(self.device)
         if batch.episode_specs:
+            assert self._engine is not None
             trajectories = validation_set.play(
-                self.rollout_engine(),
+                self._engine,
                 version=self.trainer.global_step,
                 episode_specs=batch.episode_specs,
             )

@@ -5,10 +5,10 @@ In a plain `Trainer` it learns conversations by cross-entropy. Inside the agent 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ragen_pl.constraints import Positive, checked
 from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
     Readout,
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.modules.critic import CriticModule
+
+
+T = TypeVar("T")
 
 
 class TokenScores(NamedTuple):
@@ -92,6 +96,17 @@ class PolicyModule(pl.LightningModule):
         """
         kept = self.model.get_output_embeddings().parameters() if keep_head else ()
         shard(self, mesh, layers=self.bundle.layers, kept=kept)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the present weights under the names of their checkpoint, adapters merged."""
+        return checkpoint_weights(self.model)
+
+    def compute(self, work: Callable[[ModelBundle], T]) -> T:
+        """Return what a function computes with the present weights; all ranks must call it if they are sharded."""
+        if not is_sharded(self):
+            return work(self.bundle)
+        result: T = self(None, (), microbatches=((),), readout=lambda bundle, *_: work(bundle))
+        return result
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""

@@ -1,4 +1,4 @@
-"""FSDP2: policy, critic and reference sharded over ranks, and the whole policy gathered for rollouts.
+"""FSDP2: policy, critic and reference sharded over ranks, and the policy's weights gathered for rollouts.
 
 A module's layers are gathered one at a time, in their own forward pass. All else of it (embeddings, the head, an image
 encoder) is gathered for a whole call of the module, so within a call ranks may differ in chunks of the head and in
@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ragen_pl.distributed import whole
-from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.distributed import all_ranks_do, whole
+from ragen_pl.models.checkpoint_weights import checkpoint_weights
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.modules.policy import PolicyModule
+    from ragen_pl.rollout.engine import EnginePolicy, RolloutEngine
+
+T = TypeVar("T")
 
 
 def is_sharded(module: nn.Module | None) -> bool:
@@ -71,16 +79,19 @@ def gradients_inside(module: nn.Module) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-class GatheredModel:
-    """A sharded model's copy with whole weights, which ranks may run independently of each other.
+class GatheredPolicy:
+    """What a rollout engine reads from a sharded policy.
 
-    It is made before the model is sharded and has no weights between `gather` and `release`.
+    Its model is a copy, which ranks may run independently of each other. It is made before the policy is sharded, and
+    has weights only between `gather` and `release`.
 
     Args:
-        bundle: Model that will be sharded.
+        policy: Policy that will be sharded.
     """
 
-    def __init__(self, bundle: ModelBundle) -> None:
+    def __init__(self, policy: PolicyModule) -> None:
+        self._policy, bundle = policy, policy.bundle
+        self._taken: Iterator[tuple[str, Tensor]] | None = None
         weights = bundle.model.parameters()
         model = copy.deepcopy(
             bundle.model, memo={id(weight): _without_data(weight) for weight in weights}
@@ -99,12 +110,35 @@ class GatheredModel:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def gather(self, model: nn.Module) -> None:
-        """Take over the sharded model's present weights. All ranks must call it."""
-        weights = dict(model.named_parameters())
+    def gather(self) -> None:
+        """Take over the policy's present weights. All ranks must call it."""
+        weights = dict(self._policy.model.named_parameters())
         self._replace(lambda name: whole(weights[name].detach()))
         # the buffers
         nn.Module.to(self.bundle.model, self.bundle.device)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the present weights, gathered one layer at a time; see `EnginePolicy`."""
+        state = self._policy.model.state_dict()
+        self._taken = checkpoint_weights(
+            self.bundle.model, value=lambda name: whole(state[name].detach())
+        )
+        return self._taken
+
+    @contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """Gather to the end what an engine takes of `weights`, also where it fails: the other ranks gather on."""
+        self._taken = None
+        try:
+            yield
+        finally:
+            for _ in self._taken or self.weights():
+                pass
+            self._taken = None
+
+    def compute(self, work: Callable[[ModelBundle], T]) -> T:
+        """Return what a function computes with the present weights; see `EnginePolicy`."""
+        return self._policy.compute(work) if self.is_empty else work(self.bundle)
 
     def release(self) -> None:
         """Free the weights."""
@@ -116,6 +150,33 @@ class GatheredModel:
             weight = nn.Parameter(values(name), requires_grad=False)
             for part, attribute in places:
                 part._parameters[attribute] = weight
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def load_engine(engine: RolloutEngine, policy: EnginePolicy, *, version: int) -> None:
+    """Have an engine use a policy's present weights. All ranks must call it.
+
+    Args:
+        engine: Engine.
+        policy: Policy that it was built with.
+        version: Number of optimizer steps that the weights have taken.
+
+    Raises:
+        Exception: What the engine raises, on all ranks where it fails on one.
+    """
+    handing_over: AbstractContextManager[None] = nullcontext()
+    if isinstance(policy, GatheredPolicy):
+        if engine.in_place:
+            policy.gather()
+        else:
+            handing_over = policy.handing_over()
+
+    def load() -> None:
+        with handing_over:
+            engine.load_weights(version)
+
+    all_ranks_do(load)
 
 
 def _without_data(weight: nn.Parameter) -> nn.Parameter:

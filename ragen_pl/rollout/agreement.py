@@ -7,6 +7,7 @@ anything is trained.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.distributed import all_ranks_do
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.inputs import run_decoder, whole_inputs
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine, generate
+from ragen_pl.rollout.engine import (
+    EnginePolicy,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    RolloutEngine,
+    generate,
+)
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Observation
 
@@ -56,14 +65,19 @@ class _Response:
 
 
 def check_agreement(
-    context: ContextManager, engine: RolloutEngine, *, image_size: tuple[int, int] | None
+    context: ContextManager,
+    engine: RolloutEngine,
+    *,
+    image_size: tuple[int, int] | None,
+    policy: EnginePolicy | None = None,
 ) -> float:
-    """Compare the log-probs of a few sampled tokens three ways.
+    """Compare the log-probs of a few sampled tokens three ways. All ranks must call it.
 
     Args:
         context: Context of the run's prompts.
         engine: Rollout engine of the same model.
         image_size: Height and width of the environment's images; None for an environment of text.
+        policy: Policy that the engine was built with, where its weights may be sharded; None for the context's model.
 
     Returns:
         The largest difference from the model's own forward, in nats.
@@ -71,15 +85,34 @@ def check_agreement(
     Raises:
         ValueError: Engine or trainer differ from the model's own forward.
     """
-    bundle = context.bundle
-    responses = _converse(context, engine, image_size=image_size)
+    responses = all_ranks_do(lambda: _converse(context, engine, image_size=image_size))
+
+    def computed(bundle: ModelBundle) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (_own_logprobs(bundle, each), _trainer_logprobs(bundle, each)) for each in responses
+        ]
+
+    # no inference mode, in which sharded weights can't be gathered
+    with torch.no_grad():
+        both = computed(context.bundle) if policy is None else policy.compute(computed)
+    return all_ranks_do(lambda: _largest_difference(context.bundle, engine, responses, both))
+
+
+def _largest_difference(
+    bundle: ModelBundle,
+    engine: RolloutEngine,
+    responses: Sequence[_Response],
+    computed: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> float:
+    """Return the largest difference of the engine's or the trainer's log-probs from the model's own.
+
+    Raises:
+        ValueError: It is too large.
+    """
     differences: dict[str, list[np.ndarray]] = {"rollout engine": [], "trainer": []}
-    with torch.inference_mode():
-        for response in responses:
-            own = _own_logprobs(bundle, response)
-            engine_logprobs = response.generation.logprobs
-            differences["rollout engine"].append(np.abs(engine_logprobs - own))
-            differences["trainer"].append(np.abs(_trainer_logprobs(bundle, response) - own))
+    for response, (own, trainer) in zip(responses, computed, strict=True):
+        differences["rollout engine"].append(np.abs(response.generation.logprobs - own))
+        differences["trainer"].append(np.abs(trainer - own))
     full_precision = bundle.model.dtype == engine.dtype == torch.float32
     largest = 0.0
     for name, parts in differences.items():
@@ -96,7 +129,11 @@ def check_agreement(
 
 
 def check_servers(
-    context: ContextManager, engine: VLLMServerEngine, *, image_size: tuple[int, int] | None
+    context: ContextManager,
+    engine: VLLMServerEngine,
+    *,
+    image_size: tuple[int, int] | None,
+    policy: EnginePolicy | None = None,
 ) -> None:
     """Check each server of an engine by itself; see `check_agreement`.
 
@@ -106,7 +143,7 @@ def check_servers(
     for url in engine.urls:
         with engine.only(url):
             try:
-                check_agreement(context, engine, image_size=image_size)
+                check_agreement(context, engine, image_size=image_size, policy=policy)
             except RolloutError:
                 raise  # it does not answer
             except ValueError as error:

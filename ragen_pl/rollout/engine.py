@@ -5,17 +5,20 @@ Another engine is one module with a class that follows `RolloutEngine` and one f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from ragen_pl.models.bundle import ModelBundle
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,6 +76,11 @@ class RolloutEngine(Protocol):
         ...
 
     @property
+    def in_place(self) -> bool:
+        """Whether it samples with the policy's own model. Otherwise it copies `EnginePolicy.weights`."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type that it computes in."""
         ...
@@ -101,7 +109,7 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, version: int) -> None:
-        """Use the policy's present weights and drop every cache.
+        """Use the policy's present weights and drop every cache. All ranks call it together.
 
         Args:
             version: Number of optimizer steps that the weights have taken. It labels the generations. An engine
@@ -123,11 +131,29 @@ class RolloutEngine(Protocol):
 
 
 class EnginePolicy(Protocol):
-    """What an engine reads from a policy module."""
+    """What an engine reads from a policy module.
+
+    Where the policy is sharded, its model has whole weights only for an engine that is `in_place`, and only between
+    `load_weights` and `sleep`.
+    """
 
     @property
     def bundle(self) -> ModelBundle:
         """Model, tokenizer and processor."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the present weights under the names of their checkpoint, adapters merged.
+
+        Sharded ones are gathered one layer at a time, with all ranks. Each rank takes them once in `load_weights`.
+        """
+        ...
+
+    def compute(self, work: Callable[[ModelBundle], T]) -> T:
+        """Return what a function computes with the present weights.
+
+        All ranks call it together where the policy is sharded, and have to run its layers equally often.
+        """
         ...
 
 

@@ -51,6 +51,7 @@ class TransformersEngine:
     """
 
     exact = True
+    in_place = True
     continuous = False
 
     @checked

@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 
 from ragen_pl.constraints import Count, Fraction, Open, checked
-from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ class VLLMEngine:
     """
 
     exact = False
+    in_place = False
     continuous = True
 
     @checked
@@ -79,7 +79,7 @@ class VLLMEngine:
                 "rollout/engine=transformers"
             )
         check_weights(policy.bundle, engine="vllm")
-        self.bundle = policy.bundle
+        self.bundle, self._policy = policy.bundle, policy
         self.max_tokens = max_tokens
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
@@ -153,7 +153,7 @@ class VLLMEngine:
         with self._isolated():
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
-            weights = checkpoint_weights(self.bundle.model)
+            weights = self._policy.weights()
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])

@@ -11,16 +11,17 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.checkpoint_weights import write_checkpoint_weights
+from ragen_pl.models.checkpoint_weights import write_weights
 from ragen_pl.rollout.vllm_engine import CPU_CACHE_BYTES, model_arguments, save_without_weights
 
 MISSING = (
@@ -53,7 +54,8 @@ class ServerProcess:
     Its log and its model's files are in a temporary folder.
 
     Args:
-        bundle: Model that it serves.
+        bundle: Model that it serves; its weights are not read.
+        weights: Names and weights of its checkpoint.
         max_tokens: Longest prompt plus response.
         dtype: Type that it computes in.
         timeout_s: Longest wait until it answers, in seconds.
@@ -67,6 +69,7 @@ class ServerProcess:
     def __init__(
         self,
         bundle: ModelBundle,
+        weights: Iterable[tuple[str, Tensor]],
         *,
         max_tokens: int,
         dtype: torch.dtype,
@@ -78,7 +81,7 @@ class ServerProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="vllm_server_")
         folder = Path(self._folder.name)
         save_without_weights(bundle, folder / "model")
-        write_checkpoint_weights(bundle.model, folder / "model")
+        write_weights(weights, folder / "model")
         on_gpu = torch.cuda.is_available()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 import aiohttp
 import numpy as np
 import torch
+from torch import Tensor
 
 from ragen_pl.constraints import (
     Contains,
@@ -36,9 +37,9 @@ from ragen_pl.constraints import (
     Positive,
     checked,
 )
-from ragen_pl.distributed import gather_over_ranks, rank
+from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.checkpoint_weights import write_checkpoint_weights
+from ragen_pl.models.checkpoint_weights import write_weights
 from ragen_pl.rollout.endpoint import data_url
 from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
 from ragen_pl.rollout.errors import RolloutError
@@ -95,6 +96,7 @@ class VLLMServerEngine:
     """
 
     exact = False
+    in_place = False
     continuous = True
 
     @checked
@@ -112,7 +114,7 @@ class VLLMServerEngine:
         weights_folder: Annotated[str, ExistingPath()] | None = None,
         settings: Annotated[dict[str, Any], Open()] | None = None,
     ) -> None:
-        self.bundle = policy.bundle
+        self.bundle, self._policy = policy.bundle, policy
         check_weights(self.bundle, engine="vllm_server")
         self.max_tokens, self.retries, self.timeout_s = max_tokens, retries, timeout_s
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -136,15 +138,22 @@ class VLLMServerEngine:
         self._thread.start()
         self._call(self._open(concurrency))
         try:
-            self.urls = self._first_rank_does(lambda: self._start(urls, weights_folder, settings))
+            weights = iter(()) if urls else policy.weights()
+            self.urls = self._first_rank_does(
+                lambda: self._start(urls, weights, weights_folder, settings), weights
+            )
             self._servers = [_Server(url, self._session, self.timeout_s) for url in self.urls]
-            self._all_ranks_do(lambda: self._call(self._check_all()))
+            all_ranks_do(lambda: self._call(self._check_all()))
         except BaseException:
             self.close()
             raise
 
     def _start(
-        self, urls: Sequence[str], weights_folder: str | None, settings: Json | None
+        self,
+        urls: Sequence[str],
+        weights: Iterator[tuple[str, Tensor]],
+        weights_folder: str | None,
+        settings: Json | None,
     ) -> list[str]:
         """Make the folder of weights on the first rank, and a server where there is none; return the addresses."""
         place = weights_folder or _room_for(self.bundle)
@@ -154,6 +163,7 @@ class VLLMServerEngine:
         if not urls:
             self._process = ServerProcess(
                 self.bundle,
+                weights,
                 max_tokens=self.max_tokens,
                 dtype=self.dtype,
                 timeout_s=self.timeout_s,
@@ -176,29 +186,24 @@ class VLLMServerEngine:
 
     # ---- ranks
 
-    def _first_rank_does(self, work: Callable[[], Any]) -> Any:
-        """Return the first rank's result on all ranks; an error there is raised on all."""
-        outcome: tuple[Any, Exception | None] = (None, None)
-        if rank() == 0:
-            try:
-                outcome = (work(), None)
-            except Exception as error:
-                outcome = (None, error)
-        result, problem = gather_over_ranks(outcome)[0]
-        if problem is not None:
-            raise problem
-        return result
+    def _first_rank_does(
+        self, work: Callable[[], Any], weights: Iterator[tuple[str, Tensor]]
+    ) -> Any:
+        """Return the first rank's result on all ranks; an error there is raised on all.
 
-    def _all_ranks_do(self, work: Callable[[], None]) -> None:
-        """Raise on all ranks what one of them raises."""
-        error: Exception | None = None
-        try:
-            work()
-        except Exception as caught:
-            error = caught
-        for other in gather_over_ranks(error):
-            if other is not None:
-                raise other
+        Args:
+            work: What it does.
+            weights: Weights that it uses, and that other ranks may have to gather with it.
+        """
+
+        def own() -> Any:
+            try:
+                return work() if rank() == 0 else None
+            finally:
+                for _ in weights:
+                    pass
+
+        return gather_over_ranks(all_ranks_do(own))[0]
 
     # ---- weights
 
@@ -212,21 +217,26 @@ class VLLMServerEngine:
         self._call(self._stop_checks())
         # no rank samples any more
         gather_over_ranks(None)
-        self._weights, self._label, ready = self._first_rank_does(lambda: self._hand_over(version))
+        weights = self._policy.weights()
+        self._weights, self._label, ready = self._first_rank_does(
+            lambda: self._hand_over(version, weights), weights
+        )
         for server in self._servers:
             server.ready = server.url in ready
             server.has_had_weights |= server.ready
         self.version = version
         self._call(self._watch_lost())
 
-    def _hand_over(self, version: int) -> tuple[str, str, list[str]]:
+    def _hand_over(
+        self, version: int, weights: Iterator[tuple[str, Tensor]]
+    ) -> tuple[str, str, list[str]]:
         """Write the weights and have all servers load them; return the folder, the label and the servers that did."""
         assert self._folder is not None
         folder = Path(self._folder.name) / str(self._loads)
         shutil.rmtree(Path(self._folder.name) / str(self._loads - 1), ignore_errors=True)
         self._loads += 1
         try:
-            write_checkpoint_weights(self.bundle.model, folder)
+            write_weights(weights, folder)
         except OSError as error:
             raise RolloutError(
                 f"rollout.engine.weights_folder: weights can't be written to {folder} ({error}); set another folder, "

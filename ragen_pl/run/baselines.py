@@ -8,17 +8,23 @@ from omegaconf import DictConfig
 
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.run.build import RunComponents, build_validation_set
 
 
 def baseline_metrics(
-    components: RunComponents, agent: AgentModule, *, device: torch.device
+    components: RunComponents,
+    agent: AgentModule,
+    *,
+    engine: RolloutEngine | None,
+    device: torch.device,
 ) -> dict[str, dict[str, float]]:
     """Return the validation set's metrics of each of the config's baselines, by its name.
 
     Args:
         components: objects of the run.
         agent: agent to play with blank images.
+        engine: its rollout engine, with the weights to play with; None without blank images.
         device: device to play on. Lightning has moved the agent to the CPU.
     """
     validation = components.cfg.validation
@@ -27,8 +33,8 @@ def baseline_metrics(
         for name, policy in (validation.baselines or {}).items()
         if policy
     }
-    if validation.blank:
-        metrics["blank images"] = blank_image_metrics(components, agent.to(device))
+    if engine is not None:
+        metrics["blank images"] = blank_image_metrics(components, agent.to(device), engine)
         agent.cpu()
     return metrics
 
@@ -41,9 +47,11 @@ def scripted_metrics(
     return rollout_metrics(validation_set.play_scripted(instantiate(baseline), name=name))
 
 
-def blank_image_metrics(components: RunComponents, agent: AgentModule) -> dict[str, float]:
+def blank_image_metrics(
+    components: RunComponents, agent: AgentModule, engine: RolloutEngine
+) -> dict[str, float]:
     """Return the validation set's metrics of the agent with blank images."""
     validation_set = build_validation_set(components.cfg, components.proxy, blank_images=True)
     agent.eval()
-    trajectories = validation_set.play(agent.rollout_engine(), version=agent.global_step)
+    trajectories = validation_set.play(engine, version=agent.global_step)
     return rollout_metrics(trajectories)

@@ -20,6 +20,7 @@ from ragen_pl.data.validation import HELD_OUT, ValidationSet
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.sharding import load_engine
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.agreement import check_agreement, check_servers
@@ -146,14 +147,14 @@ def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) 
 
     def build(policy: EnginePolicy, **settings: Any) -> RolloutEngine:
         engine = factory(policy, **settings)
-        engine.load_weights(0)
+        load_engine(engine, policy, version=0)
         context = ContextManager(policy.bundle, **plain(cfg.context))
         size = image_size(proxy.environments)
         with config_errors("rollout.engine"):
             if isinstance(engine, VLLMServerEngine):
-                check_servers(context, engine, image_size=size)
+                check_servers(context, engine, image_size=size, policy=policy)
             else:
-                check_agreement(context, engine, image_size=size)
+                check_agreement(context, engine, image_size=size, policy=policy)
         return engine
 
     return build

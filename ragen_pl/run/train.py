@@ -210,11 +210,11 @@ def reinforce(
         logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     metrics = final_metrics(trainer, agent, datamodule)
-    if cfg.validation.blank:
-        # the first rank plays alone, with weights of all ranks
-        agent.rollout_engine()
+    # the first rank plays alone, with weights of all ranks
+    engine = agent.rollout_engine() if cfg.validation.blank else None
     if trainer.is_global_zero:
-        baselines = baseline_metrics(components, agent, device=trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        baselines = baseline_metrics(components, agent, engine=engine, device=device)
         for name, column in baselines.items():
             metrics |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
         metrics["time/total_s"] = time.perf_counter() - start

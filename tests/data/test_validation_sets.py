@@ -36,6 +36,7 @@ class Module:
         self.engine = TransformersEngine(PolicyModule(bundle))
 
     def rollout_engine(self):
+        self.engine.load_weights(self.global_step)
         return self.engine
 
     def prepare(self, batch):

@@ -11,6 +11,7 @@ from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops import rollout_update
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
 class HookRecorder(RolloutCallback):
@@ -109,6 +110,20 @@ def test_a_validation_set_in_the_environments_of_training_keeps_its_episodes(set
     datamodule.setup("fit")
     assert validation_set.state_keys() == before
     assert datamodule.proxy.environments.held_out == frozenset(before)
+
+
+def test_weights_are_loaded_once_for_a_rollout_and_once_for_a_validation(setup_of, monkeypatch):
+    """However many batches a validation has: with sharded weights all ranks load together."""
+    versions = []
+    load = TransformersEngine.load_weights
+
+    def noted(engine, version):
+        versions.append(version)
+        load(engine, version)
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", noted)
+    setup_of().fit(max_epochs=1)
+    assert versions == [0, 0, 4]
 
 
 def test_the_logged_learning_rate_is_that_of_the_iteration(setup_of):

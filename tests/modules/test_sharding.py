@@ -9,13 +9,21 @@ import sharded_agents
 import torch
 import torch.multiprocessing as mp
 
-from ragen_pl.modules.sharding import GatheredModel, is_sharded
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.sharding import GatheredPolicy, is_sharded
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What both ranks find."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(sharded_agents.run, args=(str(folder),), nprocs=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.slow
-def test_two_ranks_with_sharded_weights_learn_as_with_whole_ones(tmp_path):
-    mp.spawn(sharded_agents.compare, args=(str(tmp_path), list(sharded_agents.CASES)), nprocs=2)
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+def test_two_ranks_with_sharded_weights_learn_as_with_whole_ones(ranks):
+    results = [found["learned"] for found in ranks]
     # a step of several parts
     assert results[0]["full divergence, own critic"]["microbatches"] > 2
     for name, case in sharded_agents.CASES.items():
@@ -37,12 +45,25 @@ def check_case(figures, *, rounds: bool) -> None:
     assert figures["own share"] < 0.65 + figures["shared with the reference"] / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sharded_agents.PUSHED)
+def test_an_engine_gets_sharded_weights_layer_by_layer(ranks, name):
+    for rank, figures in enumerate(found["pushed"][name] for found in ranks):
+        assert figures["equal"] and figures["agreement"] < 1e-4
+        # the second one fails before it takes a weight, then in the middle
+        assert figures["errors"] == 2 * [("Fault: no room", "no room")[rank]]
+        # a layer, and the weight that the engine got last
+        assert figures["peak"] < 1.1 * (figures["layer"] + figures["weight"])
+        assert figures["peak"] < 0.8 * figures["all"]
+        assert figures["alive"] == 0 and figures["policy is left sharded"]
+
+
 def test_a_gathered_copy_has_the_models_weights_until_they_are_released(lm, vlm):
     for bundle in (lm, vlm):
-        copy = GatheredModel(bundle)
+        copy = GatheredPolicy(PolicyModule(bundle))
         model = copy.bundle.model
         assert copy.is_empty and all(weight.is_meta for weight in model.parameters())
-        copy.gather(bundle.model)
+        copy.gather()
         assert not copy.is_empty and not model.training
         ids = torch.arange(6)[None]
         with torch.no_grad():
@@ -59,12 +80,12 @@ def test_a_gathered_copy_has_the_models_weights_until_they_are_released(lm, vlm)
 
 def test_a_gathered_copy_takes_over_present_weights(make):
     bundle = make.bundle()
-    copy = GatheredModel(bundle)
-    copy.gather(bundle.model)
+    copy = GatheredPolicy(PolicyModule(bundle))
+    copy.gather()
     with torch.no_grad():
         bundle.model.get_input_embeddings().weight.add_(1.0)
     copy.release()
-    copy.gather(bundle.model)
+    copy.gather()
     words = copy.bundle.model.get_input_embeddings().weight
     assert words.equal(bundle.model.get_input_embeddings().weight)
 

@@ -374,7 +374,9 @@ def test_a_response_of_other_weights_is_refused(lm):
     proxy = proxy_of(lm, window=1)
     played = ValidationSet("held_out", proxy, episodes=2)
     engine = Behind(PolicyModule(lm))
+    engine.load_weights(1)
     assert len(played.play(engine, version=1)) == 2
+    engine.load_weights(2)
     with pytest.raises(RolloutError, match="weights of step 1, expected step 2"):
         played.play(engine, version=2)
 

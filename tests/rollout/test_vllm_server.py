@@ -221,10 +221,13 @@ def connect(lm) -> Iterator:
     """Return a function that builds an engine on servers."""
     engines: list[VLLMServerEngine] = []
 
-    def make(*servers: Server | str, version: int | None = 0, **settings) -> VLLMServerEngine:
+    def make(
+        *servers: Server | str, version: int | None = 0, bundle: ModelBundle = lm, **settings
+    ) -> VLLMServerEngine:
         urls = [server if isinstance(server, str) else server.url for server in servers]
         engine = VLLMServerEngine(
-            PolicyModule(lm), **({"urls": urls, "max_tokens": 256, "timeout_s": 10.0} | settings)
+            PolicyModule(bundle),
+            **({"urls": urls, "max_tokens": 256, "timeout_s": 10.0} | settings),
         )
         engines.append(engine)
         if version is not None:
@@ -310,8 +313,7 @@ def test_released_requests_are_forgotten(start, connect) -> None:
 
 def test_every_server_gets_the_weights_before_each_rollout(start, connect, fresh_lm) -> None:
     servers = [start(), start()]
-    engine = connect(*servers, version=None)
-    engine.bundle = fresh_lm
+    engine = connect(*servers, version=None, bundle=fresh_lm)
     for version in range(2):
         for weight in fresh_lm.model.parameters():
             weight.data.add_(1.0)

@@ -75,8 +75,16 @@ def test_sharded_weights_are_copied_whole(tmp_path):
     assert metrics["rollout/logprob_mismatch_max"] < 1e-4
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_ranks_share_a_server(tmp_path, strategy):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("trainer.strategy=ddp",),
+        # one rank has two batches of a validation, the other one has one
+        ("trainer.strategy=fsdp2", "model.build.lora={r: 4}", "rollout.num_envs=4"),
+    ],
+    ids=["ddp", "fsdp2 and adapters"],
+)
+def test_two_ranks_share_a_server(tmp_path, settings):
     metrics, log = fit(
         tmp_path,
         "text",
@@ -84,8 +92,9 @@ def test_two_ranks_share_a_server(tmp_path, strategy):
         "rollout.engine.settings={kv_cache_memory_bytes: 67108864}",
         "rollout.engine.timeout_s=600",
         "trainer.devices=2",
-        f"trainer.strategy={strategy}",
+        "validation.episodes=9",
+        *settings,
     )
     assert metrics["rollout/logprob_mismatch_max"] < 1e-4
-    assert metrics["rollout/episodes"] == 16 and metrics["val/episodes"] == 8
+    assert metrics["rollout/episodes"] == 16 and metrics["val/episodes"] == 9
     assert "since the rollout engine rounds otherwise" in log
