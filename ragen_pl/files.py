@@ -1,10 +1,52 @@
-"""Write files that are complete whenever they exist."""
+"""Files that are complete whenever they exist, and temporary folders that a killed process does not leave for good."""
 
 from __future__ import annotations
 
+import fcntl
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_LOCK = "lock"
+
+
+class OwnFolder:
+    """A temporary folder of this process.
+
+    It holds a lock on a file of the folder, which ends with the process however that ends. Folders of the same place
+    and prefix without a process are removed first.
+
+    Args:
+        prefix: First part of its name.
+        place: Folder that it is made in; None for that of temporary files.
+    """
+
+    def __init__(self, prefix: str, *, place: str | Path | None = None) -> None:
+        place = Path(place or tempfile.gettempdir())
+        for folder in place.glob(f"{prefix}*"):
+            _remove_if_left(folder)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        unlocked = self.path / "unlocked"
+        self._lock = unlocked.open("w")
+        # a file system without locks keeps folders
+        with suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            # only a locked file has the name that others look for
+            unlocked.replace(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Remove it with all that it contains."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder that no process holds; leave it where that is unknown."""
+    with suppress(OSError), (folder / _LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

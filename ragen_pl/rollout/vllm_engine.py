@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ import torch
 from PIL import Image
 
 from ragen_pl.constraints import Count, Fraction, Open, checked
+from ragen_pl.files import OwnFolder
 from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ class VLLMEngine:
         self._on_gpu = not current_platform.is_cpu()
         if cache_bytes is None and not self._on_gpu:
             cache_bytes = CPU_CACHE_BYTES
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm")
-        save_without_weights(self.bundle, self._folder.name)
+        self._folder = OwnFolder("ragen_vllm_model_")
+        save_without_weights(self.bundle, self._folder.path)
         arguments = {
-            "model": self._folder.name,
+            "model": str(self._folder.path),
             "load_format": "dummy",
             "kv_cache_memory_bytes": cache_bytes,
             "gpu_memory_utilization": memory_share,
@@ -119,7 +119,7 @@ class VLLMEngine:
             try:
                 self._llm = LLM(**arguments)
             except (ValueError, TypeError, NotImplementedError) as error:
-                self._folder.cleanup()
+                self._folder.remove()
                 raise ValueError(
                     f"rollout/engine=vllm: vLLM can't run this {self.bundle.facts.family} model "
                     f"({_reason(error)}); set rollout/engine=transformers, or other settings of rollout.engine"
@@ -184,7 +184,7 @@ class VLLMEngine:
         with self._isolated(), groups_kept:
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-        self._folder.cleanup()
+        self._folder.remove()
 
     # ---- responses
 

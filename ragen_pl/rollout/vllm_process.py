@@ -8,18 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragen_pl.files import OwnFolder
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_weights
 from ragen_pl.rollout.vllm_engine import CPU_CACHE_BYTES, model_arguments, save_without_weights
@@ -78,8 +77,8 @@ class ServerProcess:
     ) -> None:
         if find_spec("vllm") is None:
             raise ModuleNotFoundError(MISSING)
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm_server_")
-        folder = Path(self._folder.name)
+        self._folder = OwnFolder("ragen_vllm_server_")
+        folder = self._folder.path
         save_without_weights(bundle, folder / "model")
         write_weights(weights, folder / "model")
         on_gpu = torch.cuda.is_available()
@@ -149,7 +148,7 @@ class ServerProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def is_healthy(url: str) -> bool:

@@ -38,6 +38,7 @@ from ragen_pl.constraints import (
     checked,
 )
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank
+from ragen_pl.files import OwnFolder
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_weights
 from ragen_pl.rollout.endpoint import data_url
@@ -121,7 +122,7 @@ class VLLMServerEngine:
         self.version = -1
         self.sampled_tokens = 0
         self.resent = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: OwnFolder | None = None
         self._run, self._weights, self._label, self._loads = "", "", "", 0
         self._process: ServerProcess | None = None
         self._only: str | None = None
@@ -158,7 +159,7 @@ class VLLMServerEngine:
         """Make the folder of weights on the first rank, and a server where there is none; return the addresses."""
         place = weights_folder or _room_for(self.bundle)
         # not world-readable: the servers are run by the same user
-        self._folder = tempfile.TemporaryDirectory(prefix="weights_", dir=place)
+        self._folder = OwnFolder("ragen_weights_", place=place)
         self._run = uuid.uuid4().hex[:12]
         if not urls:
             self._process = ServerProcess(
@@ -232,8 +233,8 @@ class VLLMServerEngine:
     ) -> tuple[str, str, list[str]]:
         """Write the weights and have all servers load them; return the folder, the label and the servers that did."""
         assert self._folder is not None
-        folder = Path(self._folder.name) / str(self._loads)
-        shutil.rmtree(Path(self._folder.name) / str(self._loads - 1), ignore_errors=True)
+        folder = self._folder.path / str(self._loads)
+        shutil.rmtree(self._folder.path / str(self._loads - 1), ignore_errors=True)
         self._loads += 1
         try:
             write_weights(weights, folder)
@@ -598,7 +599,7 @@ class VLLMServerEngine:
         if self._process is not None:
             self._process.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     async def _cancel(self, futures: list[Future[None]]) -> None:
         for future in futures:

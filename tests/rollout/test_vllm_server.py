@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -332,6 +334,24 @@ def test_weights_are_removed_at_the_end(start, connect, tmp_path) -> None:
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     engine.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_a_killed_run_are_removed_by_the_next_one(start, connect, tmp_path) -> None:
+    code = (
+        "import os, signal, sys; from ragen_pl.files import OwnFolder; "
+        "folder = OwnFolder('ragen_weights_', place=sys.argv[1]).path; "
+        "(folder / 'model.safetensors').write_bytes(b'0'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    first = connect(start(), weights_folder=str(tmp_path))
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    (tmp_path / "ragen_weights_of_a_user").mkdir()
+    (own,) = tmp_path.glob("*/0")
+    assert len(list(tmp_path.iterdir())) == 3 and len(list(tmp_path.glob("*/*.safetensors"))) == 1
+    connect(start(), weights_folder=str(tmp_path))
+    # those of runs that are alive, and what is of none
+    assert len(list(tmp_path.iterdir())) == 3 and not list(tmp_path.glob("*/*.safetensors"))
+    assert own.exists()
+    first.load_weights(1)
 
 
 def test_a_response_of_other_weights_is_sampled_again(start, connect) -> None:
