@@ -63,6 +63,7 @@ class Environment(TypedDict, total=False):
 
     name: str
     visual: bool
+    words: list[str]
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target")]
 
 

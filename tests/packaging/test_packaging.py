@@ -20,7 +20,7 @@ IMPORTED_AS = {"annotated-types": "annotated_types", "hydra-core": "hydra", "pil
 OPTIONAL = {"openai", "peft", "vllm"}
 # Extras with environments of other libraries.
 WORLDS = {"metaworld", "minigrid", "miniwob", "miniworld", "reasoning", "textarena", "textworld"}
-OPTIONAL |= WORLDS | {"reasoning_gym"}
+OPTIONAL |= WORLDS | {"reasoning_gym", "resvg_py"}
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    assert set(extras) == {"dev", "gguf", "lora", "openai"} | WORLDS
+    assert set(extras) == {"dev", "gguf", "lora", "openai", "svg"} | WORLDS
 
 
 def test_top_level_import_is_light() -> None:
