@@ -13,6 +13,7 @@ ENVIRONMENT_IDS = (
     "ragen/Sokoban-v0",
     "ragen/Bandit-v0",
     "ragen/BanditMemory-v0",
+    "ragen/SupportDesk-v0",
 )
 
 register(id="ragen/FrozenLake-v0", entry_point="envs.frozen_lake:FrozenLake")
@@ -24,3 +25,4 @@ register(
 register(id="ragen/Sokoban-v0", entry_point="envs.sokoban:Sokoban")
 register(id="ragen/Bandit-v0", entry_point="envs.bandit:Bandit")
 register(id="ragen/BanditMemory-v0", entry_point="envs.bandit_memory:BanditMemory")
+register(id="ragen/SupportDesk-v0", entry_point="envs.support_desk:SupportDesk")

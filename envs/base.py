@@ -31,6 +31,7 @@ MOVES = ("Up", "Down", "Left", "Right")
 # A text observation of a larger grid is too long to be useful.
 MAX_GRID = 16
 
+PRINTABLE = frozenset(string.printable)
 TEXT_CHARSET = frozenset(string.ascii_letters + string.digits + " ,.\n#_*")
 
 

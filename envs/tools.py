@@ -6,6 +6,7 @@ tools; their signatures say which arguments they take.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from envs.base import Environment, Observation
+from envs.base import PRINTABLE, Environment, Observation
 
 Method = TypeVar("Method", bound=Callable[..., str])
 _MARK = "_is_tool"
@@ -73,8 +74,10 @@ class ToolEnvironment(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        self.action_space = spaces.Text(max_action_length)
-        self.observation_space = spaces.Text(max_observation_length)
+        self.action_space = spaces.Text(max_action_length, charset=PRINTABLE)
+        self.observation_space = spaces.Text(
+            max_observation_length, min_length=0, charset=PRINTABLE
+        )
         self.max_observation_length = max_observation_length
         self.instructions = f"{self.rules} {self._tool_list()}".strip()
         self._success = False
@@ -113,6 +116,10 @@ class ToolEnvironment(Environment):
         self._over, self._success = True, success
         self.reward(**parts)
 
+    def render(self) -> str:
+        """Return a description of the present state (`render_mode="ansi"`)."""
+        return self.describe()
+
     def random_action(self, rng: np.random.Generator) -> str:
         """Return a call of any tool; texts are drawn from `argument_values`."""
         names = sorted(self.tools)
@@ -128,7 +135,7 @@ class ToolEnvironment(Environment):
         return ["none"]
 
     def _draw(self, argument: str, annotation: Any, rng: np.random.Generator) -> Any:
-        schema = TypeAdapter(annotation).json_schema()
+        schema = _schema(annotation)
         if "enum" in schema:
             values = schema["enum"]
         elif schema.get("type") == "boolean":
@@ -195,8 +202,13 @@ def _arguments(method: Callable[..., str]) -> type[BaseModel]:
     return create_model(method.__name__, __config__=config, **fields)
 
 
+@functools.cache
+def _schema(annotation: Any) -> dict[str, Any]:
+    return TypeAdapter(annotation).json_schema()
+
+
 def _type_name(annotation: Any) -> str:
-    schema = TypeAdapter(annotation).json_schema()
+    schema = _schema(annotation)
     if "enum" in schema:
         return " or ".join(json.dumps(value) for value in schema["enum"])
     names = {

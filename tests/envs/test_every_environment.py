@@ -10,11 +10,19 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
+from hostile import hostile_answers
 
 import envs
 import visual_envs
-from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy, ScriptedPolicy
+from envs.policies import (
+    NoisyPolicy,
+    OptimalPolicy,
+    RandomPolicy,
+    ScriptedPolicy,
+    random_action,
+)
 from visual_envs.frozen_lake import FrozenLakeVisual
 from visual_envs.sokoban import SokobanVisual
 
@@ -57,7 +65,7 @@ def play(env: gymnasium.Env[Any, Any], *, seed: int) -> list[Any]:
     outcomes = [observation, info, environment.state_key(), environment.difficulty()]
     rng = np.random.default_rng(seed)
     for _ in range(LIMIT):
-        observation, reward, terminated, truncated, info = env.step(int(rng.integers(2)))
+        observation, reward, terminated, truncated, info = env.step(random_action(env, rng))
         outcomes += [observation, reward, terminated, truncated, info, environment.state_key()]
         if terminated:
             break
@@ -89,7 +97,8 @@ def test_pickled_environment_continues_identically(env: gymnasium.Env[Any, Any])
     env.reset(seed=3)
     copy = pickle.loads(pickle.dumps(env.unwrapped))
     assert copy.state_key() == env.unwrapped.state_key()
-    left, right = env.unwrapped.step(0), copy.step(0)
+    action = random_action(env, np.random.default_rng(0))
+    left, right = env.unwrapped.step(action), copy.step(action)
     assert all(same(value, other) for value, other in zip(left, right, strict=True))
 
 
@@ -109,17 +118,14 @@ def test_observations_are_in_the_space_and_protocol_members_work(
     for seed in range(30):
         observation, _ = env.reset(seed=seed)
         assert environment.difficulty() >= 1
-        assert (
-            len(set(environment.action_names))
-            == len(environment.action_names)
-            == env.action_space.n
-        )
-        assert not any("|" in name or "<" in name for name in environment.action_names)
+        names = environment.action_names
+        assert len(set(names)) == len(names) == getattr(env.action_space, "n", 0)
+        assert not any("|" in name or "<" in name for name in names)
         for _ in range(LIMIT):
             assert observation in env.observation_space
             assert 0 < len(environment.describe()) < 200 and "\n" not in environment.describe()
             before = environment.state_key()
-            observation, _, terminated, _, info = env.step(int(rng.integers(env.action_space.n)))
+            observation, _, terminated, _, info = env.step(random_action(env, rng))
             assert type(info["success"]) is bool and type(info["action_is_effective"]) is bool
             assert info["action_is_effective"] == (environment.state_key() != before)
             if terminated:
@@ -127,16 +133,34 @@ def test_observations_are_in_the_space_and_protocol_members_work(
         assert observation in env.observation_space
 
 
+def test_hostile_answers_are_judged_in_an_episode_that_goes_on(
+    env: gymnasium.Env[Any, Any],
+) -> None:
+    if not isinstance(env.action_space, spaces.Text):
+        pytest.skip("its actions are named")
+    over, longest = True, env.action_space.max_length
+    for number, answer in enumerate(hostile_answers(np.random.default_rng(0), 1000)):
+        if len(answer) > longest:  # the trainer refuses it
+            continue
+        if over:
+            env.reset(seed=number)
+        observation, reward, over, _, info = env.step(answer)
+        assert type(info["action_is_valid"]) is bool and np.isfinite(reward)
+        assert not info["success"] and len(observation) <= env.observation_space.max_length
+        # an invalid answer never pays
+        assert info["action_is_valid"] or reward <= 0
+
+
 def test_step_after_the_end_and_invalid_action_raise(env: gymnasium.Env[Any, Any]) -> None:
     environment = env.unwrapped
     environment.reset(seed=0)
-    with pytest.raises(ValueError, match="found action 9"):
+    with pytest.raises((TypeError, ValueError), match="found action 9"):
         environment.step(9)
     rng = np.random.default_rng(0)
     while not environment.step(environment.optimal_action(rng))[2]:
         pass
     with pytest.raises(RuntimeError, match="has ended"):
-        environment.step(0)
+        environment.step("" if isinstance(env.action_space, spaces.Text) else 0)
 
 
 def test_unknown_options_and_render_modes_raise(env_id: str) -> None:

@@ -1,0 +1,394 @@
+"""Support desk: a scripted customer asks for a refund or a new address, and a policy says what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Interval
+
+from envs.base import Probability, checked_arguments
+from envs.tools import ToolEnvironment, ToolError, call_text, tool
+
+ITEMS = ("lamp", "desk", "chair", "book", "shirt", "food")
+CUSTOMERS = ("Kim", "Lee", "Ana", "Bob", "Eve", "Max")
+CITIES = ("Rome", "Oslo", "Bern", "Lima")
+REFUNDED, MOVED, REFUSED = "refunded", "moved", "refused"
+MAX_DAY = 9
+# draws of an order until its verdict is the wanted one; some policies forbid nothing
+_DRAWS = 30
+
+
+class Rule(StrEnum):
+    """Rule of a policy, by the reason of a refusal."""
+
+    LATE = "late"
+    PRICE = "price"
+    KIND = "kind"
+    GIFT = "gift"
+    CODE = "code"
+    SENT = "sent"
+    USED = "used"
+
+
+_TEXTS = {
+    Rule.LATE: "Refund until day {}.",
+    Rule.PRICE: "Refund at most {}.",
+    Rule.KIND: "No refund of {}.",
+    Rule.GIFT: "No refund of gifts.",
+    Rule.CODE: "First ask for the code.",
+    Rule.SENT: "No move once sent.",
+    Rule.USED: "Half for used.",
+}
+# a reason that may be given; half the price is no refusal
+_REASONS = frozenset(Rule) - {Rule.USED}
+
+
+@dataclass(slots=True)
+class Order:
+    """Row of the orders. `day` counts from the delivery."""
+
+    id: str
+    customer: str
+    item: str
+    price: int
+    day: int
+    used: bool
+    sent: bool
+    gift: bool
+    code: int
+
+    def __str__(self) -> str:
+        words = [self.id, self.customer, self.item, str(self.price), f"day {self.day}"]
+        words += [word for word in ("used", "sent", "gift") if getattr(self, word)]
+        return " ".join([*words, f"code {self.code}"])
+
+
+@dataclass(slots=True)
+class Request:
+    """What the customer wants, and what has happened about it. `city` is None for a refund."""
+
+    item: str
+    city: str | None
+    code: int
+    insists: bool
+    day: int | None
+    found: bool = False
+    heard_code: bool = False
+
+
+@dataclass(slots=True)
+class Tables:
+    """Changes in the database: the amount of a refund and the new city, by order."""
+
+    refunds: dict[str, int] = field(default_factory=dict)
+    cities: dict[str, str] = field(default_factory=dict)
+
+    def entries(self) -> set[tuple[str, str, int | str]]:
+        """Return all changes."""
+        refunds = {("refund", order, amount) for order, amount in self.refunds.items()}
+        return refunds | {("city", order, city) for order, city in self.cities.items()}
+
+
+class SupportDesk(ToolEnvironment):
+    """Find the order, follow the policy, change the database, and tell the customer the outcome.
+
+    ## Rewards
+    A request is worth 1 / `requests`. `database`: half of it if the database is right when the customer has been told
+    an outcome; minus half for each wrong change, when it is made. `said`: half of it if the outcome told is the right
+    one and true, minus half if it is not.
+
+    ## Episode End
+    Terminated when the customer has been told the outcome of the last request.
+
+    ## Arguments
+    - `rules`: largest number of rules in the policy, from 1 to 7; the number is drawn.
+    - `requests`: number of requests. `orders`: number of customers with an order of the same item.
+    - `move_share`: share of requests for a new address. `grant_share`: share of requests that are allowed.
+    - `insist_share`: share of requests whose first refusal the customer does not accept.
+    - `lie_share`: share of requests in which the customer gives a day, which may be wrong.
+    """
+
+    rules = (
+        "You work at a support desk. The policy comes first, then the customer's request. Find the order, check "
+        "the policy, and change the database only as it allows. Then tell the customer the outcome with say: the "
+        "word refunded and the amount, the word moved and the city, or the word refused and one reason out of "
+        "late, price, kind, gift, code and sent. These words count wherever they occur. A refund is the full "
+        "price, or half of it for a used item where the policy says so. Late is an order delivered more days ago "
+        "than the policy allows. Where the policy asks for the code, say code to the customer, and compare it "
+        "with the order's before you change anything. Rules about refunds do not concern a move, nor the rule "
+        "about sent orders a refund. What the database says is true. Wrong changes cost reward."
+    )
+
+    @checked_arguments
+    def __init__(
+        self,
+        *,
+        rules: Annotated[int, Interval(ge=1, le=7)] = 3,
+        requests: Annotated[int, Interval(ge=1, le=6)] = 1,
+        orders: Annotated[int, Interval(ge=1, le=6)] = 1,
+        move_share: Probability = 0.25,
+        grant_share: Probability = 0.5,
+        insist_share: Probability = 0.0,
+        lie_share: Probability = 0.0,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(max_observation_length=1000, render_mode=render_mode)
+        self.most_rules, self.request_count, self.order_count = rules, requests, orders
+        self.move_share, self.grant_share = move_share, grant_share
+        self.insist_share, self.lie_share = insist_share, lie_share
+        self.policy: dict[Rule, int | str | None] = {}
+        self.orders: dict[str, Order] = {}
+        self.requests: list[Request] = []
+        self.tables = Tables()
+        self.at = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Draw a policy, the database and the customer's requests."""
+        self._begin(seed=seed, options=options)
+        draw = self.np_random
+        self.policy = self._draw_policy()
+        self.customer = str(draw.choice(CUSTOMERS))
+        self.orders, self.requests, self.tables = {}, [], Tables()
+        self.at, self._calls, self._harm, self._all_right = 0, 0, 0, True
+        self._unchecked: set[int] = set()
+        for item in draw.choice(ITEMS, self.request_count, replace=False):
+            self._draw_request(str(item))
+        policy = " ".join(_TEXTS[rule].format(value) for rule, value in self.policy.items())
+        return f"policy: {policy} {self._opening()}", {}
+
+    @tool
+    def find(self, item: str) -> str:
+        """List the orders of an item: order, customer, item, price, days since delivery, state and code."""
+        orders = [str(order) for order in self.orders.values() if order.item == item]
+        if not orders:
+            raise ToolError("no such item")
+        self._calls += 1
+        if item == self._request.item:
+            self._request.found = True
+        return ", ".join(orders)
+
+    @tool
+    def refund(self, order: str, amount: int) -> str:
+        """Pay an amount back for an order; this cannot be undone."""
+        row = self._order(order)
+        if not 0 < amount <= row.price:
+            raise ToolError(f"amount from 1 to {row.price}")
+        if order in self.tables.refunds:
+            raise ToolError("has a refund")
+        self.tables.refunds[order] = amount
+        self._changed()
+        return f"paid {amount}"
+
+    @tool
+    def move(self, order: str, city: str) -> str:
+        """Change the city that an order goes to."""
+        self._order(order)
+        if city not in CITIES:
+            raise ToolError("no such city")
+        if self.tables.cities.get(order) == city:
+            raise ToolError("goes there")
+        self.tables.cities[order] = city
+        self._changed()
+        return f"goes to {city}"
+
+    @tool
+    def say(self, text: str) -> str:
+        """Speak to the customer: ask for the code, or tell the outcome."""
+        self._calls += 1
+        words = re.findall(r"[^\W_]+", text.casefold())
+        outcomes = {word for word in words if word in (REFUNDED, MOVED, REFUSED)}
+        request = self._request
+        if not outcomes:
+            if Rule.CODE in words:
+                request.heard_code = True
+                return f"{self.customer}: code {request.code}"
+            return f"{self.customer}: and my {request.item}?"
+        if outcomes == {REFUSED} and request.insists:
+            request.insists = False
+            return f"{self.customer}: please make an exception."
+        return self._decide(outcomes, words)
+
+    def describe(self) -> str:
+        """Describe what is known about the request: the order, and what the policy says about it."""
+        request = self._request
+        if not request.found:
+            return f"{'move' if request.city else 'refund'} {request.item}"
+        order = self._own(request)
+        if broken := self._broken(request, known=True):
+            return f"{order.id} {broken[0]}"
+        if Rule.CODE in self.policy and not request.heard_code:
+            return f"{order.id} code unknown"
+        if self._wanted(request) in self.tables.entries():
+            return f"{order.id} done"
+        return f"{order.id} fine {request.city or self._amount(order)}"
+
+    def state_key(self) -> str:
+        """Return the policy, the database, the requests and the number of calls."""
+        orders = [astuple(order) for order in self.orders.values()]
+        requests = [astuple(request) for request in self.requests]
+        return f"{self.policy} {orders} {requests} {self.tables} {self.at} {self._calls}"
+
+    def difficulty(self) -> int:
+        """Return the number of rules of the policy."""
+        return len(self.policy)
+
+    def optimal_action(self, rng: np.random.Generator) -> str:
+        """Return the next step of a clerk who follows the policy."""
+        request = self._request
+        if not request.found:
+            return call_text("find", item=request.item)
+        order = self._own(request)
+        if broken := self._broken(request, known=True):
+            return call_text("say", text=f"{REFUSED} {broken[0]}")
+        if Rule.CODE in self.policy and not request.heard_code:
+            return call_text("say", text=str(Rule.CODE))
+        amount = self._amount(order)
+        if self._wanted(request) in self.tables.entries():
+            told = f"{MOVED} {request.city}" if request.city else f"{REFUNDED} {amount}"
+            return call_text("say", text=told)
+        if request.city:
+            return call_text("move", order=order.id, city=request.city)
+        return call_text("refund", order=order.id, amount=amount)
+
+    def argument_values(self, argument: str) -> list[Any]:
+        """Return items, orders, amounts, cities and things to say."""
+        told = [f"{REFUSED} {reason}" for reason in sorted(_REASONS)]
+        told += [f"{MOVED} {city}" for city in CITIES] + [f"{REFUNDED} 20", str(Rule.CODE)]
+        values: dict[str, list[Any]] = {
+            "item": list(ITEMS),
+            "order": list(self.orders),
+            "amount": [10, 20, 30, 40],
+            "city": list(CITIES),
+            "text": told,
+        }
+        return values[argument]
+
+    @property
+    def _request(self) -> Request:
+        return self.requests[min(self.at, len(self.requests) - 1)]
+
+    def _opening(self) -> str:
+        request = self._request
+        wish = f"move my {request.item} to {request.city}" if request.city else ""
+        wish = wish or f"refund my {request.item}"
+        claim = f", it is day {request.day}" if request.day is not None else ""
+        return f"{self.customer}: {wish}{claim}"
+
+    def _order(self, name: str) -> Order:
+        if name not in self.orders:
+            raise ToolError("no such order")
+        return self.orders[name]
+
+    def _own(self, request: Request) -> Order:
+        """Return the customer's order that a request is about."""
+        orders = self.orders.values()
+        return next(o for o in orders if o.item == request.item and o.customer == self.customer)
+
+    def _amount(self, order: Order) -> int:
+        half = Rule.USED in self.policy and order.used
+        return order.price // 2 if half else order.price
+
+    def _wanted(self, request: Request) -> tuple[str, str, int | str]:
+        """Return the change that the customer asks for, with the amount that the policy allows."""
+        order = self._own(request)
+        if request.city:
+            return ("city", order.id, request.city)
+        return ("refund", order.id, self._amount(order))
+
+    def _broken(self, request: Request, *, known: bool = False) -> list[Rule]:
+        """Return the rules that forbid a request, of those the clerk can know so far or of all."""
+        order, policy = self._own(request), self.policy
+        broken = {
+            Rule.CODE: request.code != order.code and (request.heard_code or not known),
+        }
+        if request.city:
+            broken[Rule.SENT] = order.sent
+        else:
+            # The default never forbids.
+            broken[Rule.LATE] = order.day > int(policy.get(Rule.LATE) or MAX_DAY)
+            broken[Rule.PRICE] = order.price > int(policy.get(Rule.PRICE) or order.price)
+            broken[Rule.KIND] = order.item == policy.get(Rule.KIND)
+            broken[Rule.GIFT] = order.gift
+        return [rule for rule in policy if broken.get(rule)]
+
+    def _changed(self) -> None:
+        """Charge for wrong changes as soon as they are made: a player who never ends pays too."""
+        self._calls += 1
+        if Rule.CODE in self.policy and not self._request.heard_code:
+            self._unchecked.add(self.at)
+        allowed = {self._wanted(request) for request in self.requests if not self._broken(request)}
+        harm = len(self.tables.entries() - allowed) + len(self._unchecked)
+        self.reward(database=0.5 * (self._harm - harm) / self.request_count)
+        self._harm = harm
+
+    def _decide(self, outcomes: set[str], words: list[str]) -> str:
+        request, half = self._request, 0.5 / self.request_count
+        broken, order = self._broken(request), self._own(request)
+        done = {entry for entry in self.tables.entries() if entry[1] == order.id}
+        right = done == (set() if broken else {self._wanted(request)})
+        right = right and self.at not in self._unchecked
+        reasons = {word for word in words if word in _REASONS}
+        if broken:
+            known = set(self._broken(request, known=True))
+            true = outcomes == {REFUSED} and len(reasons) == 1 and reasons <= known
+        elif request.city:
+            cities = {city for city in CITIES if city.casefold() in words}
+            true = outcomes == {MOVED} and cities == {request.city}
+        else:
+            amounts = {word for word in words if word.isdigit()}
+            true = outcomes == {REFUNDED} and amounts == {str(self._amount(order))}
+        true = true and right
+        self._all_right &= true
+        self.reward(database=half if right else 0.0, said=half if true else -half)
+        self.at += 1
+        if self.at < self.request_count:
+            return self._opening()
+        self.end(success=bool(self._all_right and not self._harm))
+        return f"{self.customer}: bye"
+
+    def _draw_policy(self) -> dict[Rule, int | str | None]:
+        draw = self.np_random
+        count = int(draw.integers(1, self.most_rules + 1))
+        values: dict[Rule, int | str] = {
+            Rule.LATE: int(draw.integers(3, MAX_DAY)),
+            Rule.PRICE: int(draw.integers(2, 8)) * 10,
+            Rule.KIND: str(draw.choice(ITEMS)),
+        }
+        chosen = draw.choice(list(Rule), count, replace=False)
+        return {Rule(rule): values.get(Rule(rule)) for rule in chosen}
+
+    def _draw_request(self, item: str) -> None:
+        draw = self.np_random
+        city = str(draw.choice(CITIES)) if draw.random() < self.move_share else None
+        granted = bool(draw.random() < self.grant_share)
+        others = [name for name in CUSTOMERS if name != self.customer]
+        names = [self.customer, *draw.choice(others, self.order_count - 1, replace=False)]
+        first = len(self.orders)
+        ids = [f"A{number}" for number in range(first + 1, first + self.order_count + 1)]
+        own, *rest = draw.permutation(ids).tolist()
+        for name, customer in zip(rest, names[1:], strict=True):
+            self.orders[name] = self._draw_order(name, str(customer), item)
+        for _ in range(_DRAWS):
+            self.orders[own] = order = self._draw_order(own, self.customer, item)
+            code = order.code if draw.random() < 0.7 else int(draw.integers(1, 10))
+            request = Request(item, city, code, False, None)
+            if bool(self._broken(request)) != granted:
+                break
+        request.insists = bool(draw.random() < self.insist_share)
+        if draw.random() < self.lie_share:
+            request.day = int(draw.integers(1, order.day + 1))
+        self.requests.append(request)
+        self.orders = dict(sorted(self.orders.items()))
+
+    def _draw_order(self, name: str, customer: str, item: str) -> Order:
+        draw = self.np_random
+        price, day, code = (int(draw.integers(1, 10)) for _ in range(3))
+        used, sent, gift = (bool(draw.random() < share) for share in (0.5, 0.5, 0.3))
+        return Order(name, customer, item, price * 10, day, used, sent, gift, code)

@@ -1,0 +1,210 @@
+"""The support desk: what the database and what is said are worth, and what trivial players earn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from envs.support_desk import Rule, SupportDesk
+from envs.tools import call_text
+
+LARGE = {
+    "rules": 7,
+    "requests": 3,
+    "orders": 4,
+    "insist_share": 0.5,
+    "lie_share": 0.5,
+    "move_share": 0.5,
+}
+
+
+def play(desk: SupportDesk, choose: Callable[[SupportDesk], str], *, limit: int = 40):
+    """Return the sum of the rewards, their parts and the success of an episode that has begun."""
+    total, parts = 0.0, Counter()
+    for _ in range(limit):
+        _, reward, over, _, info = desk.step(choose(desk))
+        total += reward
+        parts.update(info["reward_parts"])
+        if over:
+            return total, dict(parts), info["success"]
+    return total, dict(parts), False
+
+
+def begin(wanted: Callable[[SupportDesk], bool], **settings) -> SupportDesk:
+    """Return a desk at the start of the first episode of a kind."""
+    desk = SupportDesk(**settings)
+    for seed in range(1000):
+        desk.reset(seed=seed)
+        if wanted(desk):
+            return desk
+    raise AssertionError("no such episode")
+
+
+def say(text: str) -> Callable[[SupportDesk], str]:
+    return lambda _: call_text("say", text=text)
+
+
+def calls(*texts: str) -> Callable[[SupportDesk], str]:
+    rest = iter(texts)
+    return lambda _: next(rest)
+
+
+def granted(desk: SupportDesk) -> bool:
+    """Tell whether the episode is a plain refund of the full price without a code."""
+    plain = not {Rule.CODE, Rule.USED} & set(desk.policy) and desk.requests[0].city is None
+    return plain and not desk._broken(desk.requests[0])
+
+
+def late(desk: SupportDesk) -> bool:
+    return desk._broken(desk.requests[0]) == [Rule.LATE] and Rule.CODE not in desk.policy
+
+
+@pytest.mark.parametrize("settings", [{}, LARGE], ids=["small", "large"])
+def test_the_clerk_who_follows_the_policy_earns_all(settings):
+    desk, rng = SupportDesk(**settings), np.random.default_rng(0)
+    difficulties = set()
+    for seed in range(300):
+        desk.reset(seed=seed)
+        difficulties.add(desk.difficulty())
+        total, parts, success = play(desk, lambda desk: desk.optimal_action(rng))
+        assert success and total == pytest.approx(1.0)
+        assert parts == pytest.approx({"database": 0.5, "said": 0.5})
+    assert difficulties == set(range(1, desk.most_rules + 1))
+
+
+def test_every_rule_forbids_something_and_half_is_granted():
+    desk, reasons, moves = SupportDesk(rules=7), Counter(), 0
+    for seed in range(600):
+        desk.reset(seed=seed)
+        reasons.update(map(str, desk._broken(desk.requests[0])[:1] or ["none"]))
+        moves += desk.requests[0].city is not None
+    assert set(reasons) == set(map(str, set(Rule) - {Rule.USED})) | {"none"}
+    assert 0.4 < reasons["none"] / 600 < 0.6 and 0.2 < moves / 600 < 0.3
+
+
+def always_refund(desk: SupportDesk) -> str:
+    """Pay the full price without a look at the policy."""
+    order = desk._own(desk.requests[0])
+    if not desk.tables.refunds:
+        return call_text("refund", order=order.id, amount=order.price)
+    return call_text("say", text=f"refunded {order.price}")
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        *(say(f"refused {reason}") for reason in Rule),
+        say("refused"),
+        say("refused late price kind gift code sent"),
+        say("refunded refused moved"),
+        say("refunded 10 20 30 40 50 60 70 80 90"),
+        say("hello"),
+        say("code"),
+        always_refund,
+        lambda _: "null",
+    ],
+)
+def test_trivial_players_earn_little(choose):
+    desk, totals, successes = SupportDesk(), [], 0
+    for seed in range(300):
+        desk.reset(seed=seed)
+        total, _, success = play(desk, choose, limit=6)
+        totals.append(total)
+        successes += success
+    assert np.mean(totals) < 0.1 and successes / 300 < 0.35
+
+
+def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
+    desk = begin(late)
+    order = desk._own(desk.requests[0])
+    _, reward, over, _, info = desk.step(call_text("refund", order=order.id, amount=order.price))
+    assert (reward, over) == (-0.5, False) and info["reward_parts"] == {"database": -0.5}
+    total, parts, success = play(desk, say("refused late"))
+    assert (total, parts, success) == (-0.5, {"database": 0.0, "said": -0.5}, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("I am sorry: refused, it is late.", 0.5),
+        ("REFUSED LATE", 0.5),
+        ("refused", -0.5),
+        ("refused late price", -0.5),
+        ("refused gift", -0.5),
+        ("refunded 20, not refused late", -0.5),
+    ],
+)
+def test_a_refusal_names_one_true_reason(text, said):
+    _, parts, success = play(begin(late), say(text))
+    assert parts == {"database": 0.5, "said": said} and success == (said > 0)
+
+
+def test_saying_that_money_was_paid_does_not_pay_it():
+    desk = begin(granted)
+    amount = desk._own(desk.requests[0]).price
+    assert play(desk, say(f"refunded {amount}"))[0] == -0.5
+    desk = begin(granted)
+    order = desk._own(desk.requests[0])
+    pay = call_text("refund", order=order.id, amount=amount)
+    for told, total in ((f"I refunded {amount}.", 1.0), ("refunded 7", 0.0), ("refunded", 0.0)):
+        desk = begin(granted)
+        assert play(desk, calls(pay, call_text("say", text=told)))[0] == total
+
+
+def test_changes_before_the_code_are_wrong():
+    def coded(desk):
+        return Rule.CODE in desk.policy and not desk._broken(desk.requests[0])
+
+    desk, rng = begin(coded), np.random.default_rng(0)
+    desk.requests[0].heard_code = desk.requests[0].found = True
+    hasty = desk.optimal_action(rng)
+    desk.requests[0].heard_code = False
+    assert desk.step(hasty)[1] == -0.5
+    assert not play(desk, lambda desk: desk.optimal_action(rng))[2]
+
+
+def test_a_wrong_address_can_be_corrected():
+    def moves(desk):
+        request = desk.requests[0]
+        return request.city == "Rome" and not desk._broken(request) and Rule.CODE not in desk.policy
+
+    desk = begin(moves)
+    order = desk._own(desk.requests[0]).id
+    wrong, right = (call_text("move", order=order, city=city) for city in ("Oslo", "Rome"))
+    rewards = [
+        desk.step(call)[1] for call in (wrong, right, call_text("say", text="moved to Rome"))
+    ]
+    assert rewards == [-0.5, 0.5, 1.0]
+
+
+def test_a_customer_who_insists_gets_the_same_answer():
+    desk = begin(late, insist_share=1.0)
+    refuse = call_text("say", text="refused late")
+    assert "exception" in desk.step(refuse)[0]
+    assert desk.step(refuse)[2]
+
+
+def test_calls_that_cannot_be_carried_out_change_nothing():
+    desk = begin(granted)
+    order = desk._own(desk.requests[0])
+    for call in (
+        call_text("refund", order="A9", amount=1),
+        call_text("refund", order=order.id, amount=order.price + 1),
+        call_text("move", order=order.id, city="Atlantis"),
+        call_text("find", item="yacht"),
+    ):
+        before = desk.state_key()
+        text, reward, over, _, info = desk.step(call)
+        assert text.startswith("error: ") and not over and reward == 0 and info["action_is_valid"]
+        assert not info["action_is_effective"] and desk.state_key() == before
+    for call in ('{"name": "refund", "arguments": {"order": "A1", "amount": "20"}}', "refund A1"):
+        assert not desk.step(call)[4]["action_is_valid"]
+
+
+@pytest.mark.parametrize("setting", [{"rules": 8}, {"rules": 0}, {"requests": 7}, {"orders": 1.5}])
+def test_settings_out_of_range_raise(setting):
+    with pytest.raises((TypeError, ValueError), match=next(iter(setting))):
+        SupportDesk(**setting)
