@@ -84,9 +84,13 @@ class Environment(gymnasium.Env[Observation, Any]):
         raise NotImplementedError
 
     def random_action(self, rng: np.random.Generator) -> int | str:
-        """Return a valid action of a player who knows the rules but not the task."""
+        """Return a valid action of a player who knows the rules but not the task.
+
+        Raises:
+            NotImplementedError: Actions are free text and the environment draws none.
+        """
         if not self.action_names:
-            raise NotImplementedError
+            raise NotImplementedError(f"{type(self).__name__}: write a random_action(rng)")
         return int(rng.integers(len(self.action_names)))
 
     def _begin(self, *, seed: int | None, options: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class EpisodeSpec:
 class EnvironmentMembers:
     """Members of an environment beyond gymnasium's interface; all but `action_names` are optional.
 
-    A missing method reads as one that returns None.
+    A method that is missing or not implemented reads as one that returns None.
 
     Args:
         env: the environment, with any wrappers.
@@ -107,10 +107,9 @@ class EnvironmentMembers:
         Raises:
             TypeError: actions are free text, and the environment has no `random_action`.
         """
-        draw = getattr(self._environment, "random_action", None)
-        if draw is not None:
-            action: int | str = draw(rng)
-            return action
+        drawn: int | str | None = self._call("random_action", rng)
+        if drawn is not None:
+            return drawn
         if self.action_names is None:
             raise TypeError("actions are free text and it has no random_action(rng); write one")
         return int(rng.integers(len(self.action_names)))
@@ -123,9 +122,12 @@ class EnvironmentMembers:
         """Return the positions of things relative to the player."""
         return self._call("relations")
 
-    def _call(self, name: str) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         method = getattr(self._environment, name, None)
-        return None if method is None else method()
+        try:
+            return None if method is None else method(*arguments)
+        except NotImplementedError:
+            return None
 
 
 @dataclass(kw_only=True, slots=True)
