@@ -84,12 +84,14 @@ def with_lively_weights(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedM
 
 
 def build(kind: str) -> ModelBundle:
-    """Return a tiny Qwen2 or Qwen2.5-VL; a tenth of its tokens end a response."""
-    family = FAMILIES["qwen2_5" if kind == "text" else "qwen2_5_vl"]
+    """Return a tiny Qwen2, also with tied embeddings, or Qwen2.5-VL; a tenth of its tokens end a response."""
+    family = FAMILIES["qwen2_5_vl" if kind == "images" else "qwen2_5"]
     tokenizer = family.tokenizer()
     processor = None
-    if kind == "text":
-        model = Qwen2ForCausalLM(Qwen2Config(**TEXT, **vocabulary(tokenizer)))
+    if kind != "images":
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**TEXT, **vocabulary(tokenizer), tie_word_embeddings=kind == "tied")
+        )
     else:
         marks = {key: tokenizer.convert_tokens_to_ids(token) for key, token in MARKS.items()}
         config = Qwen2_5_VLConfig(

@@ -155,6 +155,8 @@ class VLLMEngine:
                 self._llm.wake_up(tags=["weights"])
             weights = self._policy.weights()
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if not self._on_gpu:
+                self._llm.apply_model(_prepare_head)
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
                 self._asleep = False
@@ -279,6 +281,16 @@ class VLLMEngine:
             torch.set_num_threads = set_num_threads
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
+
+
+def _prepare_head(model: torch.nn.Module) -> None:
+    """Prepare the language-model head for CPU kernels again: after new weights vLLM leaves out a tied one (0.32)."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from vllm_models import KINDS, build, start
+from vllm_models import build, start
 
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.rollout.vllm_engine import VLLMEngine
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=("tied", "images"))
 def engine(request):
     """An engine that the tests of a module share; they restore the weights that they change."""
     built = start(build(request.param))

@@ -16,7 +16,7 @@ from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.seeding import derive_seed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-only_text = pytest.mark.parametrize("engine", ["text"], indirect=True)
+only_text = pytest.mark.parametrize("engine", ["tied"], indirect=True)
 
 
 # ---- log-probs
