@@ -14,6 +14,7 @@ ENVIRONMENT_IDS = (
     "ragen/Bandit-v0",
     "ragen/BanditMemory-v0",
     "ragen/SupportDesk-v0",
+    "ragen/KnowledgeBase-v0",
 )
 
 register(id="ragen/FrozenLake-v0", entry_point="envs.frozen_lake:FrozenLake")
@@ -26,3 +27,4 @@ register(id="ragen/Sokoban-v0", entry_point="envs.sokoban:Sokoban")
 register(id="ragen/Bandit-v0", entry_point="envs.bandit:Bandit")
 register(id="ragen/BanditMemory-v0", entry_point="envs.bandit_memory:BanditMemory")
 register(id="ragen/SupportDesk-v0", entry_point="envs.support_desk:SupportDesk")
+register(id="ragen/KnowledgeBase-v0", entry_point="envs.knowledge_base:KnowledgeBase")
