@@ -154,6 +154,10 @@ def _fsdp2(get: _Get) -> str | None:
     return None
 
 
+# arguments by which vLLM splits a model or its requests over processes
+_SPLITS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
 def _vllm(get: _Get) -> str | None:
     """What vLLM needs, and what it can't do."""
     engine = str(get("rollout.engine._target_")).rpartition(".")[2]
@@ -178,6 +182,13 @@ def _vllm(get: _Get) -> str | None:
             "rollout.engine.settings: the servers in rollout.engine.urls are started already; set null, and their "
             "arguments where they are started"
         )
+    if engine == "VLLMEngine":
+        for key in _SPLITS:
+            if (parts := get(f"rollout.engine.settings.{key}")) not in (None, 1):
+                return (
+                    f"rollout.engine.settings.{key}={parts}: each rank has an engine of its own, and one that ranks "
+                    "share needs the same prompts on all of them; leave it out, or set rollout/engine=vllm_server"
+                )
     if str(get("model.build._target_")).endswith(".build_small_vlm"):
         return (
             "model=small_vlm: vLLM does not know this architecture; set rollout/engine=transformers, or a pretrained "

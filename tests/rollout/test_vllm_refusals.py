@@ -54,6 +54,10 @@ def test_a_missing_vllm_is_named_before_a_model_is_built(lm, monkeypatch):
         ),
         (["env=frozenlake", "rollout.engine.memory_share=2"], r"memory_share=2: expected"),
         (["env=frozenlake", "rollout.engine.dtype=int8"], r"dtype=int8: expected"),
+        (
+            ["env=frozenlake", "rollout.engine.settings={tensor_parallel_size: 2}"],
+            r"tensor_parallel_size=2: each rank has an engine of its own, .*engine=vllm_server",
+        ),
     ],
 )
 def test_settings_that_vllm_cannot_serve_are_refused(installed, overrides, message):
@@ -64,7 +68,7 @@ def test_settings_that_vllm_cannot_serve_are_refused(installed, overrides, messa
 
 
 def test_the_shipped_settings_pass(installed):
-    check("env=frozenlake", "rollout.engine.settings={max_num_seqs: 64}")
+    check("env=frozenlake", "rollout.engine.settings={max_num_seqs: 64, tensor_parallel_size: 1}")
 
 
 @pytest.mark.parametrize(
