@@ -134,6 +134,22 @@ def test_each_server_agrees_with_the_trainer(engine):
     check_servers(ContextManager(engine.bundle), engine, image_size=(56, 56))
 
 
+def test_a_server_may_split_its_model_over_processes(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    bundle = build("text")
+    settings = SETTINGS | {"tensor_parallel_size": 2}
+    engine = VLLMServerEngine(
+        PolicyModule(bundle), max_tokens=2048, timeout_s=600.0, settings=settings
+    )
+    try:
+        for version in range(2):
+            change_weights(bundle, seed=version)
+            engine.load_weights(version)
+            assert gap(bundle, play(engine)) < 1e-4
+    finally:
+        engine.close()
+
+
 def test_its_server_ends_with_the_process(tmp_path):
     """Even one that is killed."""
     code = (
