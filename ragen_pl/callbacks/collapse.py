@@ -12,11 +12,12 @@ from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
 
-from ragen_pl.callbacks.access import callbacks_of, mlflow_loggers, run_folder
+from ragen_pl.callbacks.access import callbacks_of, datamodule_of, mlflow_loggers, run_folder
 from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, RunFacts, checked, shown
+from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.files import atomic_write
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
@@ -282,6 +283,9 @@ class CollapseMonitor(pl.Callback):
             group["lr"] = rate
         for callback in callbacks_of(trainer, BestCheckpoint):
             callback.forget()
+        datamodule = datamodule_of(trainer)
+        if isinstance(datamodule, RolloutDataModule):
+            datamodule.drop_ahead()
         self.rollbacks += 1
         return f"rolled weights and optimizer back to iteration {self.good}"
 

@@ -15,6 +15,7 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _response_and_context,
         _left_out_patches,
         _left_out_turns,
+        _left_out_ahead,
         _ranks,
         _size,
         _float16,
@@ -89,6 +90,17 @@ def _left_out_turns(get: _Get) -> str | None:
         return (
             f"context.leave_out.turns={turns}: of the old turns in context.window={window} that is none; "
             "set context.window=all, or turns=0"
+        )
+    return None
+
+
+def _left_out_ahead(get: _Get) -> str | None:
+    if get("rollout.iterations_ahead") and (
+        get("context.leave_out.patches") or get("context.leave_out.turns")
+    ):
+        return (
+            "rollout.iterations_ahead=1: the scores of context.leave_out are computed on the weights that are trained; "
+            "set context.leave_out.patches=0 context.leave_out.turns=0, or rollout.iterations_ahead=0"
         )
     return None
 

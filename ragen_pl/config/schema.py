@@ -254,7 +254,10 @@ class Settings(TypedDict, total=False):
         Arguments(
             "ragen_pl.rollout.proxy.AgentProxy", ("temperature", "max_response_tokens", "num_envs")
         ),
-        Arguments("ragen_pl.data.datamodule.RolloutDataModule", ("groups", "group_size")),
+        Arguments(
+            "ragen_pl.data.datamodule.RolloutDataModule",
+            ("groups", "group_size", "iterations_ahead"),
+        ),
     ]
     update: Annotated[
         Update,

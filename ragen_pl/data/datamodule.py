@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.constraints import Count, checked
+from ragen_pl.data.ahead import IterationsAhead, PlayedRollout, RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
@@ -17,6 +18,7 @@ from ragen_pl.data.validation import ValidationLoader, ValidationSet
 from ragen_pl.distributed import gather_over_ranks, rank, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.rewards.shaping import RewardFunction
+from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.environments import EpisodeSpec
@@ -43,6 +45,30 @@ class RollsOut(Protocol):
         """Fill in masks, values, advantages and returns."""
 
 
+@runtime_checkable
+class LendsEngine(RollsOut, Protocol):
+    """Module whose engine can sample a rollout while the module trains."""
+
+    def lend_engine(self, *, take_back: Callable[[], None]) -> RolloutEngine:
+        """Return the engine with the policy's present weights, for a rollout in another thread.
+
+        Args:
+            take_back: Waits for the end of that rollout. The module calls it before it uses the engine again.
+
+        Raises:
+            ValueError: The engine can't sample while the policy trains, or the loss corrects for no older weights.
+        """
+        ...
+
+    def prepare(self, batch: TrajectoryBatch, *, stale: bool = False) -> TrajectoryBatch:
+        """Fill in what `RollsOut.prepare` does.
+
+        Args:
+            batch: Samples of an iteration.
+            stale: Whether older weights have sampled some of them, which the loss then corrects for.
+        """
+
+
 class RolloutDataModule(MinibatchDataModule):
     """Collect trajectories and serve them as minibatches.
 
@@ -51,6 +77,8 @@ class RolloutDataModule(MinibatchDataModule):
         validation_sets: validation sets, the main one first.
         groups: number of groups of an iteration over all ranks.
         group_size: number of episodes of a group, all from the same initial state.
+        iterations_ahead: 1 to sample an iteration's rollout while the iteration before it trains, with weights one
+            update older; 0 to sample it with present weights. The module has to follow `LendsEngine`.
         epochs: passes over an iteration's samples in its update.
         minibatches: optimizer steps of a pass.
         tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
@@ -71,6 +99,7 @@ class RolloutDataModule(MinibatchDataModule):
         validation_sets: Sequence[ValidationSet] = (),
         groups: Count = 128,
         group_size: Count = 1,
+        iterations_ahead: IterationsAhead = 0,
         epochs: Count = 2,
         minibatches: Count = 4,
         tokens_per_microbatch: Count | None = None,
@@ -83,6 +112,11 @@ class RolloutDataModule(MinibatchDataModule):
         observations: bool = False,
     ) -> None:
         super().__init__(tokens_per_microbatch=tokens_per_microbatch, length_buckets=length_buckets)
+        if iterations_ahead and proxy.context.leave_out:
+            raise ValueError(
+                f"iterations_ahead={iterations_ahead}: leave_out scores prompts with the weights that are trained; "
+                "set iterations_ahead=0, or a context without leave_out"
+            )
         self.proxy, self.validation_sets = proxy, list(validation_sets)
         self.groups, self.group_size = groups, group_size
         self.epochs, self.minibatches = epochs, minibatches
@@ -95,6 +129,7 @@ class RolloutDataModule(MinibatchDataModule):
         self.buffer: TrajectoryBatch | None = None
         self.metrics: dict[str, float] = {}
         self._iteration = -1
+        self._ahead = RolloutAhead(iterations_ahead, self._reward)
 
     def setup(self, stage: str) -> None:
         """Exclude the initial states of the first validation set from training."""
@@ -136,15 +171,18 @@ class RolloutDataModule(MinibatchDataModule):
     ) -> list[Trajectory]:
         """Roll out this rank's share of an iteration and fill the buffer; return the trajectories.
 
-        Trajectories that the filter drops are returned and counted too, but not trained on.
+        Trajectories that the filter drops are returned and counted too, but not trained on. With `iterations_ahead`
+        the rollout of the next iteration begins here, and goes on while this one trains.
+
+        Raises:
+            RolloutError: every episode failed.
         """
-        engine = module.rollout_engine()
-        version = module.global_step
+        played = self._ahead.played(iteration, progress=progress)
         trajectories: list[Trajectory] = []
-        for attempt in range(1 + self.group_filter.resample):
-            trajectories += self._play(
-                engine, version, iteration, attempt=attempt, progress=progress
-            )
+        attempts = 0
+        for rollout in self._rollouts(module, iteration, played=played, progress=progress):
+            attempts += 1
+            trajectories += rollout
             self._measure(trajectories)
             selection = select_groups(
                 trajectories,
@@ -155,33 +193,106 @@ class RolloutDataModule(MinibatchDataModule):
             if selection.groups >= self.groups:
                 break
         if self.group_filter != GroupFilter():
-            self.metrics |= selection.metrics | {"attempts": attempt + 1.0}
+            self.metrics |= selection.metrics | {"attempts": float(attempts)}
         if self.curriculum is not None:
             self.curriculum.observe(self.metrics["success"], iteration=iteration)
-        self.buffer = module.prepare(self._collated(selection))
+        batch = self._collated(selection)
+        if self._ahead.most:
+            staleness = 0 if played is None else played.staleness
+            self.metrics["staleness"] = staleness / attempts
+            self.buffer = self._prepare_and_begin_next(
+                module, batch, iteration, stale=staleness > 0
+            )
+        else:
+            self.buffer = module.prepare(batch)
         self._iteration = iteration
         return trajectories
 
-    def _play(
+    def _rollouts(
         self,
-        engine: RolloutEngine,
-        version: int,
+        module: RollsOut,
         iteration: int,
         *,
-        attempt: int,
+        played: PlayedRollout | None,
         progress: Progress | None,
-    ) -> list[Trajectory]:
-        specs = self.episode_specs(iteration, attempt=attempt)
-        seed_key = (self.seed, "sample", iteration)
-        trajectories = self.proxy.rollout(
-            EngineResponder(engine=engine, context=self.proxy.context, version=version),
-            specs,
-            seed_key=seed_key,
-            progress=progress,
-        )
+    ) -> Iterator[list[Trajectory]]:
+        """Yield the rollouts of an iteration, later ones if the filter asks for them.
+
+        Args:
+            module: Module whose present weights sample.
+            iteration: Number of the iteration.
+            played: The first one, if it has been played ahead.
+            progress: See `AgentProxy.rollout`.
+        """
+        responder: EngineResponder | None = None
+        for attempt in range(1 + self.group_filter.resample):
+            if played is not None and attempt == 0:
+                yield played.trajectories
+                continue
+            if responder is None:
+                responder = self._responder(module.rollout_engine(), module.global_step)
+            trajectories = self.proxy.rollout(
+                responder,
+                self.episode_specs(iteration, attempt=attempt),
+                seed_key=self._seed_key(iteration),
+                progress=progress,
+            )
+            self._reward(trajectories)
+            yield trajectories
+
+    def _prepare_and_begin_next(
+        self, module: RollsOut, batch: TrajectoryBatch, iteration: int, *, stale: bool
+    ) -> TrajectoryBatch:
+        """Prepare a batch while the rollout of the next iteration begins."""
+        if not isinstance(module, LendsEngine):
+            raise TypeError(
+                f"rollout.iterations_ahead={self._ahead.most}: {type(module).__name__} has no lend_engine; give it one "
+                "(ragen_pl.data.datamodule.LendsEngine), or set iterations_ahead=0"
+            )
+        self._ahead.drop()
+        if not self._is_last(iteration):
+            engine = module.lend_engine(take_back=self._ahead.settle)
+            rollout = BackgroundRollout(
+                self.proxy,
+                self._responder(engine, module.global_step),
+                self.episode_specs(iteration + 1),
+                seed_key=self._seed_key(iteration + 1),
+            )
+            self._ahead.begin(iteration + 1, rollout, weights_of=iteration)
+        return module.prepare(batch, stale=stale)
+
+    def _is_last(self, iteration: int) -> bool:
+        """Return whether the Trainer's limits end the run with this iteration."""
+        trainer = self.trainer
+        if trainer is None:
+            return False
+        steps = trainer.global_step + self.epochs * self.minibatches
+        by_steps = trainer.max_steps != -1 and steps >= trainer.max_steps
+        by_iterations = trainer.max_epochs not in (None, -1) and iteration + 1 >= trainer.max_epochs
+        return by_steps or by_iterations
+
+    def _responder(self, engine: RolloutEngine, version: int) -> EngineResponder:
+        return EngineResponder(engine=engine, context=self.proxy.context, version=version)
+
+    def _seed_key(self, iteration: int) -> tuple[int | str, ...]:
+        return (self.seed, "sample", iteration)
+
+    def _reward(self, trajectories: list[Trajectory]) -> None:
         for reward in self.rewards:
             reward(trajectories, gather=gather_over_ranks)
-        return trajectories
+
+    def drop_ahead(self) -> None:
+        """Forget the rollout ahead, whose weights are not the policy's last ones any more. All ranks must call it."""
+        self._ahead.drop()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Stop the rollout ahead."""
+        self._ahead.drop()
+
+    def teardown(self, stage: str) -> None:
+        """Stop the rollout ahead."""
+        super().teardown(stage)
+        self._ahead.drop()
 
     def _measure(self, trajectories: list[Trajectory]) -> None:
         statistics = RolloutStatistics()
@@ -227,17 +338,22 @@ class RolloutDataModule(MinibatchDataModule):
         return [ValidationLoader(validation_set) for validation_set in self.validation_sets]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that an exact resume needs. All ranks must call it: each has its own buffer."""
+        """Return the state that an exact resume needs, after the end of a rollout ahead.
+
+        All ranks must call it: each has its own buffer.
+        """
         return {
             "iteration": self._iteration,
             "metrics": self.metrics,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
             "buffers": gather_over_ranks(None if self.buffer is None else self.buffer.state_dict()),
+            "ahead": self._ahead.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`; the buffer only if the number of ranks is the same."""
         self._iteration, self.metrics = state_dict["iteration"], state_dict["metrics"]
+        self._ahead.load_state_dict(state_dict.get("ahead"))
         if self.curriculum is not None and state_dict["curriculum"] is not None:
             self.curriculum.load_state_dict(state_dict["curriculum"])
         buffers = state_dict["buffers"]

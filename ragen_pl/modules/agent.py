@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.modules.sharding import GatheredPolicy, is_sharded, load_engine
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer, parameter_groups
-from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
+from ragen_pl.rollout.engine import EngineFactory, RolloutEngine, check_asynchronous
 
 log = logging.getLogger(__name__)
 _CORRECTED = (
@@ -108,6 +108,8 @@ class AgentModule(SavesTrainedWeights):
         self.gradient_norms: dict[str, float] = {}
         self.engine_factory = engine
         self._engine: RolloutEngine | None = None
+        # ends the rollout for which the engine is lent
+        self._take_back: Callable[[], None] | None = None
         # the policy for the engine, where its own weights are sharded
         self._gathered: GatheredPolicy | None = None
 
@@ -179,7 +181,13 @@ class AgentModule(SavesTrainedWeights):
     # ---- rollout phase
 
     def rollout_engine(self) -> RolloutEngine:
-        """Return the rollout engine with the present weights. All ranks must call it."""
+        """Return the rollout engine with the present weights. All ranks must call it.
+
+        A rollout that the engine is lent for is waited for.
+        """
+        if self._take_back is not None:
+            self._take_back()
+            self._take_back = None
         policy = self._gathered or self.policy
         if self._engine is None:
             self._engine = self.engine_factory(policy, forward_context=self._forward_context)
@@ -188,9 +196,24 @@ class AgentModule(SavesTrainedWeights):
         load_engine(self._engine, policy, version=self.global_step)
         return self._engine
 
+    def lend_engine(self, *, take_back: Callable[[], None]) -> RolloutEngine:
+        """Return the engine with the policy's present weights; see `LendsEngine`. It is kept awake for the rollout.
+
+        Args:
+            take_back: Waits for the end of the rollout.
+
+        Raises:
+            ValueError: The engine can't sample while the policy trains, or the loss corrects for no older weights.
+        """
+        self.loss.require_correction()
+        engine = self.rollout_engine()
+        check_asynchronous(engine)
+        self._take_back = take_back
+        return engine
+
     def _end_rollout(self) -> None:
         """Free what only a rollout needs."""
-        if self._engine is not None:
+        if self._engine is not None and self._take_back is None:
             self._engine.sleep()
         if self._gathered is not None and not self._gathered.is_empty:
             self._gathered.release()
@@ -199,13 +222,24 @@ class AgentModule(SavesTrainedWeights):
         """Close the rollout engine; a later rollout builds it again."""
         if self._engine is not None:
             self._engine.close()
-            self._engine = None
+            self._engine = self._take_back = None
 
     def _forward_context(self) -> Any:
         return self.trainer.precision_plugin.forward_context()
 
-    def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Fill in a batch's masks, values, reference log-probs, advantages and returns."""
+    def prepare(self, batch: TrajectoryBatch, *, stale: bool = False) -> TrajectoryBatch:
+        """Fill in a batch's masks, values, reference log-probs, advantages and returns.
+
+        Args:
+            batch: Samples of an iteration.
+            stale: Whether older weights have sampled some of them. `mismatch=auto` is then `TruncatedWeights`.
+
+        Raises:
+            ValueError: Older weights have sampled them, and the loss does not correct for it.
+        """
+        if stale:
+            self.loss.require_correction()
+        correction = self.correction or (TruncatedWeights() if stale else None)
         self._end_rollout()
         self.statistics.reset()
         self.gradient_norms = {}
@@ -223,7 +257,7 @@ class AgentModule(SavesTrainedWeights):
                 tokens_per_forward=self.tokens_per_forward,
                 normalizer=self.normalizer,
                 importance=self.importance,
-                correction=self.correction,
+                correction=correction,
             )
         return move_data_to_device(batch, torch.device("cpu"))
 

@@ -82,7 +82,7 @@ class UpdateLoss:
         entropy_target: entropy in nats at which the bonus reaches 0; None for a constant bonus.
         whiten: whiten advantages over all trained tokens of the iteration.
         mismatch: correction of the engine's distribution to the trainer's; None for none, auto for `TruncatedWeights`
-            unless compute is in float32, where both agree.
+            unless compute is in float32 and the weights are the same, where both agree.
     """
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
@@ -149,6 +149,18 @@ class UpdateLoss:
             raise ValueError(
                 f"{key}={coefficient:g}: this run keeps no reference policy; "
                 "set algorithm.loss.kl.coefficient=0.0 instead of algorithm.loss.kl=null"
+            )
+
+    def require_correction(self) -> None:
+        """Check that samples of older weights are corrected for.
+
+        Raises:
+            ValueError: `mismatch` is None.
+        """
+        if self.mismatch is None:
+            raise ValueError(
+                "algorithm.loss.mismatch=null: with rollout.iterations_ahead the weights that sample are older than "
+                "those that are trained, which has to be corrected; set auto, or rollout.iterations_ahead=0"
             )
 
     def _adjustable(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -86,6 +86,15 @@ class RolloutEngine(Protocol):
         ...
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether it can sample in another thread while the policy trains.
+
+        It then has weights of its own, which only `load_weights` changes, and leaves alone what is global to the
+        process, such as random generators.
+        """
+        ...
+
+    @property
     def continuous(self) -> bool:
         """Whether requests join those under way. Otherwise the responses of a `submit` are sampled together."""
         ...
@@ -128,6 +137,27 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End the engine and free what it holds. It is not used again."""
         ...
+
+
+@runtime_checkable
+class DeclaresAsynchronous(Protocol):
+    """Engine, or its class, that says whether it can sample while the policy trains."""
+
+    asynchronous: bool
+
+
+def check_asynchronous(engine: RolloutEngine | type) -> None:
+    """Check that an engine, or its class, can sample while the policy trains.
+
+    Raises:
+        ValueError: It can't, or does not say so.
+    """
+    if not isinstance(engine, DeclaresAsynchronous) or not engine.asynchronous:
+        name = engine.__name__ if isinstance(engine, type) else type(engine).__name__
+        raise ValueError(
+            f"rollout.iterations_ahead=1: {name} can't sample while the policy trains; set "
+            "rollout/engine=vllm_server, or rollout.iterations_ahead=0"
+        )
 
 
 class EnginePolicy(Protocol):

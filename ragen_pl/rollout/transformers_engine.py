@@ -52,6 +52,7 @@ class TransformersEngine:
 
     exact = True
     in_place = True
+    asynchronous = False  # the weights that are trained
     continuous = False
 
     @checked

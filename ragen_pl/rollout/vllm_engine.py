@@ -58,6 +58,7 @@ class VLLMEngine:
 
     exact = False
     in_place = False
+    asynchronous = False  # vLLM uses the global generators
     continuous = True
 
     @checked

@@ -98,6 +98,7 @@ class VLLMServerEngine:
 
     exact = False
     in_place = False
+    asynchronous = True
     continuous = True
 
     @checked

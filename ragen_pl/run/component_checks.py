@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 import lightning.pytorch as pl
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -22,6 +22,7 @@ from ragen_pl.constraints import ChecksRun, ChecksSettings, RunFacts
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.rewards.shaping import RewardFunction
+from ragen_pl.rollout.engine import check_asynchronous
 from ragen_pl.rollout.formats import PromptFormat
 from ragen_pl.run.build import build_callbacks, build_rewards
 
@@ -56,6 +57,7 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         _check_states(components.estimator, environment)
         _check_groups(cfg, components)
         _check_normalizer(components)
+        _check_ahead(cfg, components.loss)
         facts = run_facts(cfg, environment, callbacks=components.callbacks)
         for component in (
             components.masks,
@@ -160,6 +162,17 @@ def _check_groups(cfg: DictConfig, components: Components) -> None:
                 f"rollout.group_size=1: {type(component).__name__} compares the episodes of a group; "
                 f"set at least 2, or change {key}"
             )
+
+
+def _check_ahead(cfg: DictConfig, loss: UpdateLoss) -> None:
+    """Check that the engine can sample while the policy trains, and that the loss corrects for older weights."""
+    if not cfg.rollout.iterations_ahead:
+        return
+    engine = get_object(cfg.rollout.engine._target_)
+    # what a function builds is checked when it is there
+    if isinstance(engine, type):
+        check_asynchronous(engine)
+    loss.require_correction()
 
 
 def _check_normalizer(components: Components) -> None:

@@ -93,6 +93,8 @@ def fit_config(root: Path, *overrides: str) -> DictConfig:
 
 WEIGHT = "algorithm.rewards.world_model.grounding_weight=0.5"
 ALARM = "callbacks.collapse.alarms.entropy"
+AHEAD = "rollout.iterations_ahead=1"
+SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,17 @@ ALARM = "callbacks.collapse.alarms.entropy"
             "+curriculum.options.min_distance=5 +curriculum.options.max_distance=3",
             "curriculum.options={'min_detour': 2, 'min_distance': 5, 'max_distance': 3}: max_distance",
         ),
+        (f"{AHEAD} {SERVER}", None),
+        (
+            AHEAD,
+            f"{AHEAD}: TransformersEngine can't sample while the .*; set rollout/engine=vllm_s",
+        ),
+        (f"{AHEAD} {SERVER} algorithm.loss.mismatch=null", "mismatch=null: .*; set auto, or roll"),
+        (
+            f"{AHEAD} {SERVER} context.window=all context.leave_out.turns=0.5",
+            f"{AHEAD}: the scores of context.leave_out .*; set context.leave_out.patches=0",
+        ),
+        ("rollout.iterations_ahead=2", "rollout.iterations_ahead=2: expected one of 0, 1"),
     ],
 )
 def test_components_are_checked_against_the_run(

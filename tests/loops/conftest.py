@@ -79,6 +79,11 @@ class Setup:
     lora: dict[str, Any] | None = None
     tokens_per_microbatch: int | None = None
     group_size: int = 2
+    iterations_ahead: int = 0
+    engine: Any = TransformersEngine
+    mismatch: Any = "auto"
+    learning_rate: float = 3e-3
+    rewards: tuple[Any, ...] = ()
     frozenlake: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
 
@@ -112,21 +117,25 @@ class Setup:
             CriticModule(bundle.hidden_size, backbone=own) if needs_critic else None,
             estimator=self.estimator,
             masks=Masks(advantage=until_action),
-            loss=UpdateLoss(kl=ReferenceKL(**({"coefficient": 0.1} | self.kl))),
+            loss=UpdateLoss(
+                kl=ReferenceKL(**({"coefficient": 0.1} | self.kl)), mismatch=self.mismatch
+            ),
             normalizer=None if self.normalizer is None else self.normalizer(),
-            optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
-            engine=TransformersEngine,
+            optimizer=functools.partial(torch.optim.AdamW, lr=self.learning_rate),
+            engine=self.engine,
         )
         datamodule = RolloutDataModule(
             proxy,
             validation_sets=[ValidationSet("held_out", validation_proxy, episodes=4)],
             groups=6,
             group_size=self.group_size,
+            iterations_ahead=self.iterations_ahead,
             epochs=2,
             minibatches=2,
             tokens_per_microbatch=self.tokens_per_microbatch,
             curriculum=Curriculum(above=0.01, share=0.5, options={"min_distance": 2}, window=1),
             group_filter=self.group_filter,
+            rewards=self.rewards,
         )
         return agent, datamodule
 

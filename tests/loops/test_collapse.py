@@ -13,6 +13,7 @@ from ragen_pl.callbacks.collapse import Alarm, CollapseMonitor
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.constraints import declared_names
+from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.loggers import RunLogger
@@ -158,7 +159,9 @@ def test_stop_ends_the_run_after_the_iteration(setup_of, tmp_path):
     assert trainer.current_epoch == 3
 
 
-def test_rollback_restores_weights_and_optimizer_and_continues(setup_of, tmp_path):
+def test_rollback_restores_weights_and_optimizer_and_continues(setup_of, tmp_path, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(RolloutDataModule, "drop_ahead", lambda self: dropped.append(self))
     broken, after = Break(), Break(iteration=-1)
     watch = monitor("rollback")
     agent, _, trainer = run(
@@ -166,6 +169,7 @@ def test_rollback_restores_weights_and_optimizer_and_continues(setup_of, tmp_pat
     )
     assert watch.good is not None and watch.rollbacks == 1
     assert "rolled weights and optimizer back to iteration 2" in watch.events[0]["done"]
+    assert len(dropped) == 1
     assert broken.valid[2] == 0.0 and broken.valid[1] > 0.05
     # In each iteration, `broken` is called before the monitor and `after` after it.
     assert not same(broken.weights[2], broken.weights[1])

@@ -7,12 +7,14 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from copy_engine import CopyEngine
 
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.reference import MovingAverage
+from ragen_pl.rewards.shaping import WeightTerms
 
 POINTS = (
     "on_train_start",
@@ -113,6 +115,17 @@ def test_resuming_between_microbatches_is_exact(setup_of, tmp_path):
     """Their number differs between iterations, and the Trainer's accumulation with it."""
     setup = setup_of(tokens_per_microbatch=150, dropout=0.1)
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) >= 6
+
+
+def test_resuming_with_a_rollout_ahead_is_exact(setup_of, tmp_path):
+    """Also where more groups are sampled with present weights, and rewards are changed in place."""
+    setup = setup_of(
+        iterations_ahead=1,
+        engine=CopyEngine,
+        group_filter=GroupFilter(keep=AboveDeviation(), resample=1, reweight=0.5),
+        rewards=(WeightTerms(turn=0.5, final=0.5),),
+    )
+    assert resume_everywhere(setup, tmp_path, POINTS, every=11) >= 6
 
 
 @pytest.mark.parametrize(

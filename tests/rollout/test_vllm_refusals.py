@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from ragen_pl.config import ConfigError, check_config, config_dir, relations
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout import vllm_engine
+from ragen_pl.rollout.engine import check_asynchronous
 from ragen_pl.rollout.vllm_engine import VLLMEngine
 
 MISSING = (
@@ -77,6 +78,12 @@ def test_the_shipped_settings_pass(installed):
 @pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
 def test_presets_for_pretrained_models_take_any_engine(installed, preset, engine):
     check("env=frozenlake_visual", f"experiment={preset}", f"rollout/engine={engine}")
+
+
+def test_vllm_in_process_is_refused_for_rollouts_ahead():
+    """It uses the global generators, which the update's dropout draws from."""
+    with pytest.raises(ValueError, match=r"iterations_ahead=1: VLLMEngine can't .*=vllm_server"):
+        check_asynchronous(VLLMEngine)
 
 
 def test_quantized_weights_are_refused(installed, fresh_lm):

@@ -1,0 +1,161 @@
+"""The rollout that is sampled while the iteration before it trains."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
+from ragen_pl.rollout.background import BackgroundRollout
+from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.proxy import Progress
+from ragen_pl.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+IterationsAhead = Literal[0, 1]
+"""Most updates between the weights that sample a rollout and those that are trained on it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlayedRollout:
+    """A finished rollout.
+
+    Attributes:
+        iteration: Iteration that trains on it.
+        weights_of: Iteration before whose update the policy had the weights that sampled it.
+        trajectories: This rank's trajectories, with the rewards of the run's functions.
+    """
+
+    iteration: int
+    weights_of: int
+    trajectories: list[Trajectory]
+
+    @property
+    def staleness(self) -> int:
+        """Number of updates between the weights that sampled it and those that train on it."""
+        return self.iteration - self.weights_of
+
+
+class RolloutAhead:
+    """At most one rollout for a later iteration: under way, finished, or failed.
+
+    All ranks call each method together.
+
+    Args:
+        most: Largest staleness; 0 for no rollouts ahead.
+        reward: Applies the reward functions to trajectories. It may gather over ranks.
+    """
+
+    def __init__(self, most: IterationsAhead, reward: Callable[[list[Trajectory]], None]) -> None:
+        self.most, self._reward = most, reward
+        self._numbers = (-1, -1)
+        self._under_way: BackgroundRollout | None = None
+        self._played: PlayedRollout | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, iteration: int, rollout: BackgroundRollout, *, weights_of: int) -> None:
+        """Take over a rollout that has begun; see `PlayedRollout`."""
+        self._numbers = (iteration, weights_of)
+        self._under_way = rollout
+
+    def settle(self) -> None:
+        """Wait until no rollout is under way. What has ended one is raised by `played`."""
+        if self._under_way is None:
+            return
+        trajectories: list[Trajectory] = []
+        error: BaseException | None = None
+        try:
+            trajectories = self._under_way.result()
+        except Exception as raised:
+            # an exception of a signal handler passes, and the thread is stopped
+            self._under_way.wait()
+            error = raised
+        self._under_way = None
+        if any_over_ranks(error is not None):
+            self._error = error or RolloutError("the rollout ahead failed on another rank")
+            return
+        self._reward(trajectories)
+        iteration, weights_of = self._numbers
+        self._played = PlayedRollout(
+            iteration=iteration, weights_of=weights_of, trajectories=trajectories
+        )
+
+    def played(self, iteration: int, *, progress: Progress | None = None) -> PlayedRollout | None:
+        """Return the rollout for an iteration, None if there is none. It is kept until `drop`.
+
+        Args:
+            iteration: Present iteration.
+            progress: See `AgentProxy.rollout`.
+
+        Raises:
+            RolloutError: It is for another iteration, or sampled with older weights than allowed.
+        """
+        if self._under_way is not None:
+            self._under_way.wait(progress=progress)
+        self.settle()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._played is None:
+            return None
+        if self._played.iteration != iteration or not 0 <= self._played.staleness <= self.most:
+            raise RolloutError(
+                f"rollout.iterations_ahead={self.most}: iteration {iteration} got a rollout for iteration "
+                f"{self._played.iteration} with the weights of iteration {self._played.weights_of}; the DataModule's "
+                "collect has to be called once in each iteration"
+            )
+        if progress is not None:
+            total = len(self._played.trajectories)
+            progress(total, total)
+        return self._played
+
+    def drop(self) -> None:
+        """Stop a rollout under way and forget a finished one."""
+        if self._under_way is not None:
+            self._under_way.stop()
+        self._under_way = self._played = self._error = None
+
+    def state_dict(self) -> list[Tensor] | None:
+        """Wait for a rollout under way; return each rank's as the bytes of a pickle, None without one.
+
+        Raises:
+            RolloutError: It can't be pickled.
+        """
+        self.settle()
+        if self._played is None:
+            return None
+        try:
+            packed = pickle.dumps(self._played)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise RolloutError(
+                f"rollout.iterations_ahead={self.most}: a checkpoint holds the rollout ahead, which can't be pickled "
+                f"({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
+            ) from error
+        # a tensor, which files without other objects may hold
+        return gather_over_ranks(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+
+    def load_state_dict(self, state: list[Tensor] | None) -> None:
+        """Restore `state_dict` on any number of ranks. Without rollouts ahead the next one is sampled anew."""
+        if state is None:
+            return
+        if not self.most:
+            log.info(
+                "rollout.iterations_ahead=0: the rollout ahead in the checkpoint is sampled again, with present weights"
+            )
+            return
+        parts: list[PlayedRollout] = [pickle.loads(np.asarray(part).tobytes()) for part in state]
+        trajectories = [one for part in parts for one in part.trajectories]
+        own = [one for one in trajectories if one.group % world_size() == rank()]
+        own.sort(key=lambda one: (one.group, one.member))
+        first = parts[0]
+        self._played = PlayedRollout(
+            iteration=first.iteration, weights_of=first.weights_of, trajectories=own
+        )

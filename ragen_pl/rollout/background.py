@@ -1,0 +1,136 @@
+"""A rollout in a thread of its own, while the policy trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ragen_pl.rollout.environments import EpisodeSpec
+from ragen_pl.rollout.proxy import AgentProxy, Progress
+from ragen_pl.rollout.responders import Episode, Responder, Response
+from ragen_pl.trajectory import Trajectory
+
+THREAD_NAME = "rollout ahead"
+# seconds: between two looks at a response, at the progress, and for a stopped thread to end
+_RESPONSE_S, _PROGRESS_S, _END_S = 0.002, 0.05, 10.0
+
+
+class BackgroundRollout:
+    """A rollout that starts at once, in a thread of its own.
+
+    The thread draws from no global generator and needs no other rank. Nothing else may play with the proxy, or sample
+    with the engine of the responder, before it ends.
+
+    Args:
+        proxy: Plays the episodes.
+        responder: Answers the turns.
+        episode_specs: The episodes.
+        seed_key: Counters with which the sampling seeds start.
+    """
+
+    def __init__(
+        self,
+        proxy: AgentProxy[Any],
+        responder: Responder,
+        episode_specs: Sequence[EpisodeSpec],
+        *,
+        seed_key: Sequence[int | str],
+    ) -> None:
+        self._stopped = threading.Event()
+        self._done = (0, len(episode_specs))
+        self._trajectories: list[Trajectory] = []
+        self._error: BaseException | None = None
+        arguments = (proxy, _Stoppable(responder, self._stopped), episode_specs, seed_key)
+        # one that hangs does not keep the process alive
+        self._thread = threading.Thread(
+            target=self._play, args=arguments, name=THREAD_NAME, daemon=True
+        )
+        self._thread.start()
+
+    def _play(
+        self,
+        proxy: AgentProxy[Any],
+        responder: Responder,
+        episode_specs: Sequence[EpisodeSpec],
+        seed_key: Sequence[int | str],
+    ) -> None:
+        try:
+            # a thread has a grad mode of its own
+            with torch.no_grad():
+                self._trajectories = proxy.rollout(
+                    responder, episode_specs, seed_key=seed_key, progress=self._note
+                )
+        except BaseException as error:  # `result` raises it
+            self._error = error
+
+    def _note(self, done: int, total: int) -> None:
+        self._done = (done, total)
+
+    def wait(self, *, progress: Progress | None = None) -> None:
+        """Wait for the end.
+
+        Args:
+            progress: Called now and then, before all episodes are done. It may raise.
+        """
+        while self._thread.is_alive():
+            # in short steps, since signals are handled between them
+            self._thread.join(_PROGRESS_S)
+            done, total = self._done
+            if progress is not None and done < total:
+                progress(done, total)
+
+    def result(self) -> list[Trajectory]:
+        """Wait for the end and return the trajectories, in the order of the specs, or raise what ended the rollout."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._trajectories
+
+    def stop(self) -> None:
+        """End the rollout at its next response. A thread that hangs is left."""
+        self._stopped.set()
+        self._thread.join(_END_S)
+
+
+class _Stopped(Exception):
+    """The rollout is not wanted any more."""
+
+
+@dataclass(slots=True)
+class _Stoppable:
+    """A responder that does not block while a continuous engine samples, so that it can be stopped."""
+
+    responder: Responder
+    stopped: threading.Event
+
+    @property
+    def samples(self) -> bool:
+        return self.responder.samples
+
+    @property
+    def continuous(self) -> bool:
+        return self.responder.continuous
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        self._check()
+        self.responder.submit(episodes)
+
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
+        self._check()
+        responses = self.responder.collect(wait=wait and not self.continuous)
+        while wait and self.continuous and not responses:
+            self.stopped.wait(_RESPONSE_S)
+            self._check()
+            responses = self.responder.collect(wait=False)
+        return responses
+
+    def release(self) -> None:
+        self.responder.release()
+
+    def _check(self) -> None:
+        if self.stopped.is_set():
+            raise _Stopped
