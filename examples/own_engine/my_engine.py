@@ -36,6 +36,7 @@ class GenerateEngine:
     """Rollout engine that computes every prompt from its first token."""
 
     exact = in_place = True  # it runs the trainer's own model
+    asynchronous = False  # and can't while that is trained
     continuous = False  # all responses of a call are sampled together
 
     def __init__(self, policy, *, forward_context=nullcontext):

@@ -117,6 +117,7 @@ def test_resuming_between_microbatches_is_exact(setup_of, tmp_path):
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) >= 6
 
 
+@pytest.mark.slow
 def test_resuming_with_a_rollout_ahead_is_exact(setup_of, tmp_path):
     """Also where more groups are sampled with present weights, and rewards are changed in place."""
     setup = setup_of(

@@ -98,3 +98,21 @@ def test_two_ranks_share_a_server(tmp_path, settings):
     assert metrics["rollout/logprob_mismatch_max"] < 1e-4
     assert metrics["rollout/episodes"] == 16 and metrics["val/episodes"] == 9
     assert "since the rollout engine rounds otherwise" in log
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_samples_while_the_policy_trains(tmp_path, ranks):
+    """With weights one update older than those that are trained."""
+    settings = (
+        "rollout/engine=vllm_server",
+        "rollout.engine.settings={kv_cache_memory_bytes: 67108864}",
+        "rollout.engine.timeout_s=600",
+        "rollout.iterations_ahead=1",
+        f"trainer.devices={ranks}",
+        f"trainer.strategy={'auto' if ranks == 1 else 'fsdp2'}",
+        "trainer.max_epochs=3",
+    )
+    metrics, _ = fit(tmp_path, "text", *settings)
+    assert metrics["rollout/staleness"] == 1.0
+    assert metrics["rollout/logprob_mismatch_max"] > 1e-3
+    assert metrics["rollout/episodes"] == 16 and metrics["val/episodes"] == 8
