@@ -15,6 +15,7 @@ ENVIRONMENT_IDS = (
     "ragen/BanditMemory-v0",
     "ragen/SupportDesk-v0",
     "ragen/KnowledgeBase-v0",
+    "ragen/Code-v0",
 )
 
 register(id="ragen/FrozenLake-v0", entry_point="envs.frozen_lake:FrozenLake")
@@ -28,3 +29,4 @@ register(id="ragen/Bandit-v0", entry_point="envs.bandit:Bandit")
 register(id="ragen/BanditMemory-v0", entry_point="envs.bandit_memory:BanditMemory")
 register(id="ragen/SupportDesk-v0", entry_point="envs.support_desk:SupportDesk")
 register(id="ragen/KnowledgeBase-v0", entry_point="envs.knowledge_base:KnowledgeBase")
+register(id="ragen/Code-v0", entry_point="envs.code:Code")

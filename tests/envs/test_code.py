@@ -1,0 +1,236 @@
+"""Code: reference programs pass, no hostile program passes or does harm, and hidden tests stay hidden."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envs.code import Code
+from envs.sandbox import MAX_OUTPUT, SANDBOX, Sandbox
+from envs.specifications import STEPS, Kind, draw_specification, draw_value
+
+LARGE = {"steps": 4, "examples": 4, "tests": 16, "described_share": 0.5}
+
+
+@pytest.fixture
+def env() -> Code:
+    made = Code(attempts=1000)
+    made.reset(seed=1)
+    return made
+
+
+@pytest.mark.parametrize("index", range(len(STEPS)), ids=lambda index: STEPS[index].words)
+def test_the_words_the_code_and_the_function_of_a_step_agree(index):
+    rng, step = np.random.default_rng(index), STEPS[index]
+    for number in (1, 2, 3):
+        inputs = [draw_value(rng, step.takes) for _ in range(5)]
+        code = step.code.format(k=number)
+        run = SANDBOX.run(f"def f(x):\n return {code}", name="f", inputs=inputs)
+        assert [call["value"] for call in run.calls] == [step.apply(x, number) for x in inputs]
+        assert ("{k}" in step.words) == ("{k}" in step.code)
+
+
+@pytest.mark.parametrize("settings", [{}, LARGE], ids=["small", "large"])
+def test_reference_programs_pass_at_the_first_attempt(settings):
+    env, rng, difficulties = Code(**settings), np.random.default_rng(0), set()
+    for seed in range(40):
+        text, _ = env.reset(seed=seed)
+        assert text.count(" = ") == env.example_count
+        assert env.specification.words() in text or not env.described
+        difficulties.add(env.difficulty())
+        outcome, reward, over, _, info = env.step(env.optimal_action(rng))
+        assert (outcome, reward, over, info["success"]) == ("all tests pass", 1.0, True, True)
+    assert difficulties == set(range(1, env.most_steps + 1))
+
+
+def test_a_wrong_program_costs_and_shows_an_example(env):
+    example = env._example(env.inputs[0])
+    text, reward, over, _, info = env.step("def f(x):\n return 'wrong'")
+    assert text == f'{example}, not "wrong"' and (reward, over) == (-0.1, False)
+    assert info["reward_parts"] == {"tests": 0.0, "attempts": -0.1} and info["action_is_valid"]
+    fenced = f"```python\n{env.optimal_action(np.random.default_rng(0))}\n```"
+    assert env.step(fenced)[1] == 1.0
+
+
+def test_the_last_attempt_ends_the_episode():
+    env = Code(attempts=2)
+    env.reset(seed=0)
+    assert [env.step("def f(x): return None")[2] for _ in range(2)] == [False, True]
+
+
+def test_programs_that_know_the_examples_only_learn_nothing_about_the_hidden_tests():
+    env = Code(attempts=3)
+    for seed in range(20):
+        env.reset(seed=seed)
+        shown = {json.dumps(x): env.specification.apply(x) for x in env.inputs[: env.example_count]}
+        table = f"import json\ntable = {shown!r}\n"
+        program = "def f(x):\n return table.get(repr(x).replace(\"'\", '\"'))"
+        text, _, _, _, info = env.step(table + program)
+        assert text == "a hidden test fails" and not info["success"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(x):\n return x",
+        "def f(x):\n return 0",
+        "def f(x):\n return True",
+        "class Any(int):\n def __eq__(self, other): return True\ndef f(x): return Any()",
+        "class Any:\n def __eq__(self, other): return True\ndef f(x): return Any()",
+        "def f(x):\n return None",
+        "def f(x):\n return float('nan')",
+    ],
+)
+def test_trivial_programs_never_pass(program):
+    env, wins = Code(), 0
+    for seed in range(30):
+        env.reset(seed=seed)
+        wins += env.step(program)[4]["success"]
+    assert wins == 0
+
+
+HOSTILE = {
+    "endless loop": "while True: pass",
+    "endless loop in the call": "def f(x):\n while True: pass",
+    "ignored signals": (
+        "import signal\nfor n in range(1, 30):\n"
+        " try: signal.signal(n, signal.SIG_IGN)\n except Exception: pass\nwhile True: pass"
+    ),
+    "fork bomb": "import os\ndef f(x):\n while True: os.fork()",
+    "threads": "import _thread\ndef f(x):\n while True: _thread.start_new_thread(f, (x,))",
+    "spawn": "import os\ndef f(x): return os.posix_spawn('/bin/true', ['true'], dict())",
+    "exec": "import os\ndef f(x): os.execv('/bin/sh', ['sh', '-c', 'touch {path}'])",
+    "system": "import os\ndef f(x): return os.system('touch {path}')",
+    "file": "def f(x):\n open('{path}', 'w').write('x')",
+    "file by descriptor": "import os\ndef f(x): os.open('{path}', os.O_CREAT | os.O_WRONLY)",
+    "reads a file": "def f(x): return open('/etc/hostname').read()",
+    "folder": "import os\ndef f(x): os.mkdir('{path}')",
+    "removes": "import os\nos.unlink('{other}')",
+    "kills all": "import os\ndef f(x): os.kill(-1, 9)",
+    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
+    "network": "import _socket\ndef f(x): return _socket.socket()",
+    "exit": "import os\nos._exit(0)",
+    "exit in the call": "import os\ndef f(x): os._exit(0)",
+    "system exit": "import sys\nsys.exit(0)",
+    "memory": "def f(x): return len('a' * 10**10)",
+    "memory step by step": "held = []\ndef f(x):\n while True: held.append('a' * 10**6)",
+    "huge output": "def f(x): return 'a' * 10**7",
+    "huge print": "def f(x):\n for _ in range(1000): print('a' * 10**5)",
+    "huge number": "def f(x): return 10**100000",
+    "deep list": "def f(x):\n for _ in range(10**5): x = [x]\n return x",
+    "recursion": "def f(x): return f(x)",
+    "crash": "import ctypes\nctypes.string_at(0)",
+    "prints results": "print('all tests pass')\nprint('{{\"calls\": [{{\"value\": 1}}]}}')",
+    "forged results": (
+        "import os\nos.write(3, b'{{\"starts\": true, \"calls\": ['"
+        " + b', '.join([b'{{\"value\": 0}}'] * 10) + b']}}')\nos._exit(0)"
+    ),
+    "forged nonsense": "import os\nos.write(3, b'[' * 19000)\nos._exit(0)",
+    "endless results": "import os\nwhile True: os.write(3, b'a' * 10**6)",
+    "the server's functions": (
+        "import __main__\n__main__._call = lambda f, x: {{'value': x}}\n"
+        "__main__.run = None\ndef f(x): return 1"
+    ),
+    "modules": (
+        "import sys, json\njson.dumps = lambda *_, **__: '{{}}'\nsys.modules.clear()\n"
+        "def f(x): return x"
+    ),
+    "the frames above": (
+        "import sys\ndef f(x):\n frame, found = sys._getframe(), []\n while frame:\n"
+        "  found += [repr(value) for value in frame.f_locals.values() if 'expected' in repr(value)]\n"
+        "  frame = frame.f_back\n return str(found)"
+    ),
+    "no function": "g = 1",
+    "not callable": "f = 1",
+    "half a program": "def f(x) return x",
+    "null": "\x00",
+    "half a character": "\ud800",
+    "many brackets": "x = " + "(" * 1900,
+    "many signs": "x = " + "-" * 1900 + "1",
+    "many lambdas": "f = " + "lambda x: " * 180 + "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_neither_pass_nor_harm(env, tmp_path, name):
+    path, other = tmp_path / "made", tmp_path / "other"
+    other.write_text("kept")
+    program = HOSTILE[name]
+    if "{" in program:
+        program = program.format(path=path, other=other)
+    began = time.monotonic()
+    text, reward, _, _, info = env.step(program)
+    assert time.monotonic() - began < 30
+    assert not info["success"] and reward == -0.1 and text in env.observation_space
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["other"]
+    assert other.read_text() == "kept"
+    # the server goes on, without children
+    server = SANDBOX._server
+    assert server is not None and server.poll() is None
+    assert not Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
+    assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
+
+
+def test_nothing_but_inputs_is_in_the_process_of_the_program():
+    code = (
+        "import gc, sys\ndef f(x):\n texts = set()\n for thing in gc.get_objects():\n"
+        "  if type(thing) is dict:\n   texts.update(k for k in thing if type(k) is str)\n"
+        " return sorted(texts & {'request', 'inputs', 'expected', 'specification', 'results'})"
+    )
+    run = SANDBOX.run(code, name="f", inputs=[0])
+    assert "expected" not in run.calls[0]["value"] and "specification" not in run.calls[0]["value"]
+
+
+def test_programs_keep_nothing_for_the_next_one():
+    SANDBOX.run("import math\nmath.leak = 7\ndef f(x): return 1", name="f", inputs=[0])
+    run = SANDBOX.run("import math\ndef f(x): return hasattr(math, 'leak')", name="f", inputs=[0])
+    assert run.calls == [{"value": False}]
+
+
+def test_a_result_of_the_permitted_length_arrives():
+    run = SANDBOX.run("def f(x): return 'a' * x", name="f", inputs=[MAX_OUTPUT - 100])
+    assert run.calls == [{"value": "a" * (MAX_OUTPUT - 100)}]
+    run = SANDBOX.run("def f(x): return 'a' * x", name="f", inputs=[MAX_OUTPUT + 1])
+    assert run.error == "output is too long"
+
+
+def test_environments_of_a_process_share_a_server_and_a_copy_works():
+    first, second = Code(), pickle.loads(pickle.dumps(Code()))
+    for env in (first, second):
+        env.reset(seed=0)
+        assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
+    assert SANDBOX._server is not None and SANDBOX._server.pid != os.getpid()
+
+
+def test_a_server_that_has_died_costs_one_run():
+    sandbox = Sandbox()
+    program = "def f(x): return x"
+    assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
+    sandbox._server.kill()
+    sandbox._server.wait()
+    with pytest.raises(RuntimeError, match="has died"):
+        sandbox.run(program, name="f", inputs=[5])
+    assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
+    sandbox.close()
+
+
+def test_functions_of_every_kind_are_drawn():
+    rng = np.random.default_rng(0)
+    used = {
+        index
+        for _ in range(1000)
+        for index, _ in draw_specification(rng, steps=2, kinds=list(Kind)).steps
+    }
+    assert used == set(range(len(STEPS)))
+
+
+@pytest.mark.parametrize("setting", [{"steps": 5}, {"tests": 3}, {"kinds": []}, {"attempts": 0}])
+def test_settings_out_of_range_raise(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        Code(**setting)
