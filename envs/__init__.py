@@ -16,6 +16,9 @@ ENVIRONMENT_IDS = (
     "ragen/SupportDesk-v0",
     "ragen/KnowledgeBase-v0",
     "ragen/Code-v0",
+    "ragen/Game2048-v0",
+    "ragen/Blackjack-v0",
+    "ragen/PocketCube-v0",
 )
 
 register(id="ragen/FrozenLake-v0", entry_point="envs.frozen_lake:FrozenLake")
@@ -30,3 +33,6 @@ register(id="ragen/BanditMemory-v0", entry_point="envs.bandit_memory:BanditMemor
 register(id="ragen/SupportDesk-v0", entry_point="envs.support_desk:SupportDesk")
 register(id="ragen/KnowledgeBase-v0", entry_point="envs.knowledge_base:KnowledgeBase")
 register(id="ragen/Code-v0", entry_point="envs.code:Code")
+register(id="ragen/Game2048-v0", entry_point="envs.game_2048:Game2048")
+register(id="ragen/Blackjack-v0", entry_point="envs.blackjack:Blackjack")
+register(id="ragen/PocketCube-v0", entry_point="envs.pocket_cube:PocketCube")

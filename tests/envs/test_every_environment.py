@@ -28,6 +28,8 @@ from visual_envs.sokoban import SokobanVisual
 
 IDS = envs.ENVIRONMENT_IDS + visual_envs.ENVIRONMENT_IDS
 LIMIT = 10
+# success of the optimal policy, how far the random one is below it, and the turns played
+BY_CHANCE = {"ragen/FrozenLakeSlippery-v0": (0.5, 0.25, 60), "ragen/Blackjack-v0": (0.38, 0.08, 30)}
 
 
 @pytest.fixture(params=IDS)
@@ -179,20 +181,23 @@ def test_unknown_options_and_render_modes_raise(env_id: str) -> None:
 def test_optimal_policy_succeeds_more_often_than_random(
     env: gymnasium.Env[Any, Any], env_id: str
 ) -> None:
-    slippery = "Slippery" in env_id
+    least, margin, limit = BY_CHANCE.get(env_id, (1.0, 0.25, 30))
     episodes = _episodes(env, 200)
-    best = success(env, OptimalPolicy(), episodes=episodes, limit=60 if slippery else 30)
+    best = success(env, OptimalPolicy(), episodes=episodes, limit=limit)
     random = success(env, RandomPolicy(), episodes=episodes, limit=LIMIT)
-    assert best > 0.5 if slippery else best == 1.0
-    assert random < best - 0.25
+    assert best >= least
+    assert random < best - margin
 
 
-def test_demonstrator_is_between_random_and_optimal(env: gymnasium.Env[Any, Any]) -> None:
+def test_demonstrator_is_between_random_and_optimal(
+    env: gymnasium.Env[Any, Any], env_id: str
+) -> None:
     base = "blind" if hasattr(env.unwrapped, "blind_action") else "optimal"
-    episodes = _episodes(env, 300)
-    random = success(env, RandomPolicy(), episodes=episodes, limit=LIMIT)
-    noisy = success(env, NoisyPolicy(noise=0.5, base=base), episodes=episodes, limit=LIMIT)
-    best = success(env, OptimalPolicy(), episodes=episodes, limit=LIMIT)
+    # the target number of 2048 takes 20 moves, and its player thinks for 2 ms
+    episodes, limit = (60, 22) if "2048" in env_id else (_episodes(env, 300), LIMIT)
+    random = success(env, RandomPolicy(), episodes=episodes, limit=limit)
+    noisy = success(env, NoisyPolicy(noise=0.5, base=base), episodes=episodes, limit=limit)
+    best = success(env, OptimalPolicy(), episodes=episodes, limit=limit)
     assert random < noisy < best
 
 

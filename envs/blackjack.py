@@ -1,0 +1,169 @@
+"""Blackjack for one hand: hit or stand against a dealer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from envs.base import TEXT_CHARSET, Environment, Observation, checked_arguments
+
+HIT, STAND = 0, 1
+# an endless deck: ace to nine once in thirteen each, ten four times
+CARDS = (*range(1, 10), 10, 10, 10, 10)
+_MOST, _DEALER_STANDS = 21, 17
+
+
+class Blackjack(Environment):
+    """Draw cards up to 21 and come closer to it than the dealer.
+
+    ## Description
+    Cards count their number, pictures 10, an ace 11 or 1. The dealer shows one card and draws up to 17. Cards come
+    from an endless deck. A hand of two cards has no bonus.
+
+    ## Action Space
+    `Discrete(2)`: Hit, Stand.
+
+    ## Observation Space
+    `Text`: `you 15 hard dealer 10`, after Stand `you 15 hard dealer draws 20`. A hand with an ace that counts 11 is
+    soft.
+
+    ## Rewards
+    1 for a win, 0 for a draw, -1 for a loss.
+
+    ## Episode End
+    Terminated by Stand, or above 21.
+
+    ## Information
+    `success`: a win. `action_is_effective`: always true.
+
+    ## Version History
+    - v0: first version.
+    """
+
+    action_names = ("Hit", "Stand")
+    instructions = (
+        "You play blackjack. Cards count their number, pictures 10, an ace 11 or 1. You hold the sum of your cards; "
+        "it is soft while an ace in it counts 11. Hit draws a card, above 21 you lose. Stand ends your hand: then the "
+        "dealer, of whom you see one card, draws up to 17. The sum that is closer to 21 wins."
+    )
+
+    @checked_arguments
+    def __init__(self, *, render_mode: str | None = None) -> None:
+        super().__init__(render_mode=render_mode)
+        self.action_space = spaces.Discrete(2)
+        self.observation_space = spaces.Text(max_length=40, charset=TEXT_CHARSET)
+        # sum of the cards with aces as 1, and whether there is an ace
+        self._sum, self._ace, self._shown = 12, False, 10
+        # the dealer's final sum
+        self._dealt: int | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Deal two cards to the player and one to the dealer."""
+        self._begin(seed=seed, options=options)
+        self._dealt = None
+        cards = [self._card(), self._card()]
+        self._sum, self._ace, self._shown = sum(cards), 1 in cards, self._card()
+        return self._observation(), {}
+
+    def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Draw a card, or let the dealer draw."""
+        if self._take(action) == HIT:
+            card = self._card()
+            self._sum, self._ace = self._sum + card, self._ace or card == 1
+            self._over = self._sum > _MOST
+            reward = -1.0 if self._over else 0.0
+        else:
+            self._over = True
+            self._dealt, own = self._dealer(), total(self._sum, self._ace)
+            reward = 1.0 if self._dealt > _MOST else float(np.sign(own - self._dealt))
+        info = {"success": reward > 0, "action_is_effective": True}
+        return self._observation(), reward, self._over, False, info
+
+    def state_key(self) -> str:
+        """Return what the player sees."""
+        return self._observation()
+
+    def describe(self) -> str:
+        """Return how many of the thirteen cards would lose the hand: `10 of 13 lose`."""
+        return f"{sum(self._sum + card > _MOST for card in CARDS)} of 13 lose"
+
+    def difficulty(self) -> int:
+        """Return the dealer's card, 1 for an ace."""
+        return self._shown
+
+    def optimal_action(self, rng: np.random.Generator) -> int:
+        """Return the action with the higher expected reward."""
+        hit, stand = action_values(self._sum, self._ace, self._shown)
+        return HIT if hit > stand else STAND
+
+    def render(self) -> str:
+        """Return the last observation (`render_mode="ansi"`)."""
+        return self._observation()
+
+    def _observation(self) -> str:
+        own = total(self._sum, self._ace)
+        soft = "soft" if own != self._sum else "hard"
+        dealer = "ace" if self._shown == 1 else str(self._shown)
+        return (
+            f"you {own} {soft} dealer {dealer if self._dealt is None else f'draws {self._dealt}'}"
+        )
+
+    def _card(self) -> int:
+        return CARDS[int(self.np_random.integers(len(CARDS)))]
+
+    def _dealer(self) -> int:
+        hand, ace = self._shown, self._shown == 1
+        while total(hand, ace) < _DEALER_STANDS:
+            card = self._card()
+            hand, ace = hand + card, ace or card == 1
+        return total(hand, ace)
+
+
+def total(hand: int, ace: bool) -> int:
+    """Return the value of a hand whose aces count 1 in `hand`.
+
+    >>> [total(7, True), total(12, True)]
+    [17, 12]
+    """
+    return hand + 10 if ace and hand + 10 <= _MOST else hand
+
+
+@cache
+def _dealer_totals(hand: int, ace: bool) -> dict[int, float]:
+    """Return the probability of each final value of the dealer."""
+    value = total(hand, ace)
+    if value >= _DEALER_STANDS:
+        return {value: 1.0}
+    totals: dict[int, float] = {}
+    for card in CARDS:
+        for final, chance in _dealer_totals(hand + card, ace or card == 1).items():
+            totals[final] = totals.get(final, 0.0) + chance / len(CARDS)
+    return totals
+
+
+@cache
+def action_values(hand: int, ace: bool, shown: int) -> tuple[float, float]:
+    """Return the expected rewards of Hit and Stand, by dynamic programming over the endless deck.
+
+    Args:
+        hand: Sum of the player's cards, aces as 1.
+        ace: Whether there is an ace among them.
+        shown: The dealer's card.
+    """
+    own = total(hand, ace)
+    stand = sum(
+        chance * (1.0 if final > _MOST else float(np.sign(own - final)))
+        for final, chance in _dealer_totals(shown, shown == 1).items()
+    )
+    hit = 0.0
+    for card in CARDS:
+        after = hand + card
+        value = -1.0 if after > _MOST else max(action_values(after, ace or card == 1, shown))
+        hit += value / len(CARDS)
+    return hit, stand
