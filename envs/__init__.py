@@ -19,6 +19,7 @@ ENVIRONMENT_IDS = (
     "ragen/Game2048-v0",
     "ragen/Blackjack-v0",
     "ragen/PocketCube-v0",
+    "ragen/Invoice-v0",
 )
 
 register(id="ragen/FrozenLake-v0", entry_point="envs.frozen_lake:FrozenLake")
@@ -36,3 +37,4 @@ register(id="ragen/Code-v0", entry_point="envs.code:Code")
 register(id="ragen/Game2048-v0", entry_point="envs.game_2048:Game2048")
 register(id="ragen/Blackjack-v0", entry_point="envs.blackjack:Blackjack")
 register(id="ragen/PocketCube-v0", entry_point="envs.pocket_cube:PocketCube")
+register(id="ragen/Invoice-v0", entry_point="envs.invoice:Invoice")

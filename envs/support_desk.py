@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, checked_arguments
+from envs.base import Probability, Reward, checked_arguments
 from envs.tools import ToolEnvironment, ToolError, call_text, tool
 
 ITEMS = ("lamp", "desk", "chair", "book", "shirt", "food")
@@ -99,8 +99,9 @@ class SupportDesk(ToolEnvironment):
 
     ## Rewards
     A request is worth 1 / `requests`. `database`: half of it if the database is right when the customer has been told
-    an outcome; minus half for each wrong change, when it is made. `said`: half of it if the outcome told is the right
-    one and true, minus half if it is not.
+    an outcome, but for a refusal only with a true reason: who does nothing leaves the database right too. Minus
+    `wrong_cost` of it for each wrong change, when it is made. `said`: half of it if the outcome told is the right one
+    and true, minus `wrong_cost` of it if it is not.
 
     ## Episode End
     Terminated when the customer has been told the outcome of the last request.
@@ -110,6 +111,7 @@ class SupportDesk(ToolEnvironment):
     - `requests`: number of requests. `orders`: number of customers with an order of the same item.
     - `move_share`: share of requests for a new address. `grant_share`: share of requests that are allowed.
     - `insist_share`: share of requests whose first refusal the customer does not accept.
+    - `wrong_cost`: see Rewards.
     - `lie_share`: share of requests in which the customer gives a day, which may be wrong.
     """
 
@@ -135,12 +137,14 @@ class SupportDesk(ToolEnvironment):
         grant_share: Probability = 0.5,
         insist_share: Probability = 0.0,
         lie_share: Probability = 0.0,
+        wrong_cost: Reward = 0.5,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
         self.most_rules, self.request_count, self.order_count = rules, requests, orders
         self.move_share, self.grant_share = move_share, grant_share
         self.insist_share, self.lie_share = insist_share, lie_share
+        self.wrong_cost = wrong_cost
         self.policy: dict[Rule, int | str | None] = {}
         self.orders: dict[str, Order] = {}
         self.requests: list[Request] = []
@@ -325,7 +329,7 @@ class SupportDesk(ToolEnvironment):
             self._unchecked.add(self.at)
         allowed = {self._wanted(request) for request in self.requests if not self._broken(request)}
         harm = len(self.tables.entries() - allowed) + len(self._unchecked)
-        self.reward(database=0.5 * (self._harm - harm) / self.request_count)
+        self.reward(database=self.wrong_cost * (self._harm - harm) / self.request_count)
         self._harm = harm
 
     def _decide(self, outcomes: set[str], words: list[str]) -> str:
@@ -346,7 +350,9 @@ class SupportDesk(ToolEnvironment):
             true = outcomes == {REFUNDED} and amounts == {str(self._amount(order))}
         true = true and right
         self._all_right &= true
-        self.reward(database=half if right else 0.0, said=half if true else -half)
+        earned = half * (right and (true or not broken))
+        loss = self.wrong_cost / self.request_count
+        self.reward(database=earned, said=half if true else -loss)
         self.at += 1
         if self.at < self.request_count:
             return self._opening()

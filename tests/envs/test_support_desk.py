@@ -107,14 +107,15 @@ def always_refund(desk: SupportDesk) -> str:
         lambda _: "null",
     ],
 )
-def test_trivial_players_earn_little(choose):
-    desk, totals, successes = SupportDesk(), [], 0
+@pytest.mark.parametrize(("wrong_cost", "most"), [(0.5, 0.0), (0.1, 0.2)])
+def test_trivial_players_earn_little(choose, wrong_cost, most):
+    desk, totals, successes = SupportDesk(wrong_cost=wrong_cost), [], 0
     for seed in range(300):
         desk.reset(seed=seed)
         total, _, success = play(desk, choose, limit=6)
         totals.append(total)
         successes += success
-    assert np.mean(totals) < 0.1 and successes / 300 < 0.35
+    assert np.mean(totals) <= most and successes / 300 < 0.3
 
 
 def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
@@ -139,7 +140,7 @@ def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
 )
 def test_a_refusal_names_one_true_reason(text, said):
     _, parts, success = play(begin(late), say(text))
-    assert parts == {"database": 0.5, "said": said} and success == (said > 0)
+    assert parts == {"database": max(said, 0), "said": said} and success == (said > 0)
 
 
 def test_saying_that_money_was_paid_does_not_pay_it():
