@@ -56,11 +56,13 @@ def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
         if env.get("process"):
             return ProcessEnvironment(env.target, kwargs, memory_mb=env.get("memory_mb"))
         return make(**kwargs)
-    except (Error, ImportError) as error:
+    except (Error, ModuleNotFoundError) as error:
         raise ConfigError(
             f"env.target={env.target}: {in_one_line(error)}; give a gymnasium id such as "
             "envs:ragen/FrozenLake-v0, or a class path such as my_package.my_module.MyEnv"
         ) from error
+    except ImportError as error:  # an adapter names the extra that installs its library
+        raise ConfigError(f"env.target={env.target}: {in_one_line(error)}") from error
     except Exception as error:  # an environment's constructor may raise anything
         text = str(error).split(" was raised from the environment creator")[0]
         raise ConfigError(f"env.kwargs of {env.target}: {text}") from error

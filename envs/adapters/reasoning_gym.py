@@ -1,0 +1,256 @@
+"""Questions of the library reasoning-gym as an environment: one question an episode, answered in free text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from envs.adapters.expressions import evaluate
+from envs.adapters.optional import optional_import
+from envs.base import Count, Environment, Observation, Probability, checked_arguments
+
+_DATA_SEED = 0
+# Their scorers run the answer as a program. Only an answer equal to the known one is right.
+RUN_BY_SCORER = frozenset(
+    {
+        "binary_matrix",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+# A scorer that takes one of these as right does not read the answer.
+_NONSENSE = ("", "?", "no answer")
+# keys of the metadata that hold an answer where the item itself has none
+_EXAMPLES = ("example_correct_answer", "possible_answer", "example_answer")
+_DRAWS = 20
+
+
+class ReasoningGym(Environment):
+    """Answer a question of a reasoning-gym data set.
+
+    ## Description
+    An episode is one item of a data set. A right answer ends it; after a wrong one it goes on while tries are left.
+    Only a right answer is rewarded, not one that the library's scorer finds partly right. Countdown and the game
+    of 24 are checked exactly: right numbers, right value.
+
+    ## Action Space
+    `Text(max_answer_length)`: the answer.
+
+    ## Observation Space
+    `Text`: the question, then `wrong, 2 tries left`, or `right`.
+
+    ## Starting State
+    The item is uniform over the first `items` of the data set.
+
+    ## Rewards
+    `retry_discount ** n` for a right answer after n wrong ones, 0 otherwise.
+
+    ## Episode End
+    Terminated by a right answer or after `tries` answers.
+
+    ## Information
+    `success`: the answer was right. `action_is_valid`: it has the required form. An invalid answer is a wrong one.
+
+    ## Arguments
+    - `dataset`: name of the data set, such as `countdown`. `settings`: its own settings. `items`: number of its items;
+      a data set that makes them all in advance is slow with many.
+    - `tries`: answers to a question.
+    - `question`: text with fields of the item's metadata, such as `{target}`; null for the library's own text.
+    - `form`: regular expression of a valid answer; null where any text is.
+    - `rules`: instructions in full sentences; null for general ones.
+    - `difficulty_key`: number or list in the metadata that says how hard an item is; null for difficulty 1.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        settings: Mapping[str, Any] | None = None,
+        items: Count = 10_000,
+        tries: Count = 1,
+        retry_discount: Probability = 0.5,
+        question: str | None = None,
+        form: str | None = None,
+        rules: str | None = None,
+        difficulty_key: str | None = None,
+        max_answer_length: Count = 1000,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        self.dataset, self.items, self.tries = dataset, items, tries
+        self.retry_discount, self.question = retry_discount, question
+        self.difficulty_key = difficulty_key
+        self._form = re.compile(form) if form is not None else None
+        self._data = _dataset(dataset, json.dumps(dict(settings or {}), sort_keys=True), items)
+        self.action_space = spaces.Text(max_answer_length)
+        self.observation_space = spaces.Text(100_000)
+        general = "Answer the question. Give the answer alone, without any other text, in the form that is asked for."
+        again = f" You have {tries} tries; each wrong answer is called wrong." if tries > 1 else ""
+        self.instructions = (rules or general) + again
+        self.reward_range = (0.0, 1.0)
+        self._item: Mapping[str, Any] = {}
+        self._used, self._lenient = 0, False
+        self._observation = ""
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Draw a question."""
+        self._begin(seed=seed, options=options)
+        self._item = self._data[int(self.np_random.integers(self.items))]
+        self._used = 0
+        self._lenient = any(self._score(text) == 1 for text in _NONSENSE)
+        self._observation = self._question()
+        return self._observation, {}
+
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Judge an answer."""
+        text = self._take_text(action).strip()
+        valid = self._form is None or self._form.fullmatch(text) is not None
+        right = valid and self._is_right(text)
+        reward = float(right) * self.retry_discount**self._used
+        self._used += 1
+        left = self.tries - self._used
+        self._over = right or not left
+        tries = f", {left} {'try' if left == 1 else 'tries'} left" if left else ""
+        self._observation = "right" if right else f"wrong{tries}"
+        info = {"success": right, "action_is_valid": valid, "action_is_effective": True}
+        return self._observation, reward, self._over, False, info
+
+    def state_key(self) -> str:
+        """Return the question and the number of answers."""
+        return f"{self._used} {self._item['question']}"
+
+    def describe(self) -> str:
+        """Return the number of this try: `try 1 of 3`."""
+        return f"try {min(self._used + 1, self.tries)} of {self.tries}"
+
+    def difficulty(self) -> int:
+        """Return the number named by `difficulty_key`, or the length of the list."""
+        if self.difficulty_key is None:
+            return 1
+        value = self._item["metadata"][self.difficulty_key]
+        return len(value) if isinstance(value, list | tuple) else int(value)
+
+    def optimal_action(self, rng: np.random.Generator) -> str:
+        """Return the known answer.
+
+        Raises:
+            NotImplementedError: the library gives none, as in `rush_hour`.
+        """
+        answer = _known_answer(self._item)
+        if answer is None:
+            raise NotImplementedError(f"dataset={self.dataset}: the library gives no answers")
+        return answer
+
+    def random_action(self, rng: np.random.Generator) -> str:
+        """Return a random expression of the numbers, or the answer to another question."""
+        if self.dataset in _JUDGES:
+            return _random_expression(self._item["metadata"]["numbers"], rng)
+        for _ in range(_DRAWS):
+            answer = _known_answer(self._data[int(rng.integers(self.items))])
+            if answer is not None:
+                return answer
+        return "0"
+
+    def render(self) -> str:
+        """Return the current observation (`render_mode="ansi"`)."""
+        return self._observation
+
+    def _question(self) -> str:
+        if self.question is None:
+            return str(self._item["question"]).strip()
+        fields = {name: _plain(value) for name, value in self._item["metadata"].items()}
+        return self.question.format(**fields)
+
+    def _is_right(self, text: str) -> bool:
+        if self.dataset in _JUDGES:
+            return _JUDGES[self.dataset](text, self._item["metadata"])
+        if self.dataset in RUN_BY_SCORER or self._lenient:
+            return text == str(self._item["answer"]).strip()
+        return self._score(text) == 1
+
+    def _score(self, text: str) -> float:
+        """Return the library's score; its scorers raise on texts that they cannot read."""
+        if self.dataset in RUN_BY_SCORER or self.dataset in _JUDGES:
+            return 0.0
+        try:
+            return float(self._data.score_answer(text, self._item))
+        except Exception:
+            return 0.0
+
+
+@functools.cache
+def _dataset(name: str, settings: str, items: int) -> Any:
+    """Return a data set, which all environments of the process share: it does not change.
+
+    Raises:
+        ValueError: there is no such data set, or it does not take the settings.
+    """
+    library = optional_import("reasoning_gym", extra="reasoning")
+    names = sorted(set(library.factory.DATASETS) - {"composite"})
+    if name not in names:
+        raise ValueError(f"dataset: found {name!r}, expected one of {', '.join(names)}")
+    try:
+        return library.create_dataset(name, size=items, seed=_DATA_SEED, **json.loads(settings))
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"settings of {name}: {error}") from error
+
+
+def _known_answer(item: Mapping[str, Any]) -> str | None:
+    if item["answer"] is not None:
+        return str(item["answer"]).strip()
+    examples = [item["metadata"][key] for key in _EXAMPLES if key in item["metadata"]]
+    if not examples:
+        return None
+    return examples[0] if isinstance(examples[0], str) else json.dumps(examples[0])
+
+
+def _solves_countdown(text: str, metadata: Mapping[str, Any]) -> bool:
+    """Return whether an expression of all the numbers, each once, has the target as its value."""
+    return _has_value(text, numbers=metadata["numbers"], value=metadata["target"])
+
+
+def _solves_24(text: str, metadata: Mapping[str, Any]) -> bool:
+    return _has_value(text, numbers=metadata["numbers"], value=24)
+
+
+def _has_value(text: str, *, numbers: list[int], value: int) -> bool:
+    try:
+        found, used = evaluate(text)
+    except ValueError:
+        return False
+    return found == value and used == sorted(numbers)
+
+
+_JUDGES: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "countdown": _solves_countdown,
+    "puzzle24": _solves_24,
+}
+
+
+def _random_expression(numbers: list[int], rng: np.random.Generator) -> str:
+    shuffled = [int(number) for number in rng.permutation(numbers)]
+    signs = [str(sign) for sign in rng.choice(list("+-*/"), size=len(numbers) - 1)]
+    return str(shuffled[0]) + "".join(
+        f" {sign} {number}" for sign, number in zip(signs, shuffled[1:], strict=True)
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a list as text, a list of lists line by line."""
+    if not isinstance(value, list | tuple):
+        return value
+    nested = any(isinstance(element, list | tuple) for element in value)
+    return ("\n" if nested else " ").join(str(_plain(element)) for element in value)
