@@ -54,7 +54,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    assert set(extras) == {"dev", "gguf", "lora", "openai", "svg"} | WORLDS
+    assert set(extras) == {"dev", "gguf", "gym", "lora", "openai", "svg"} | WORLDS
 
 
 def test_top_level_import_is_light() -> None:

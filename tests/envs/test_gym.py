@@ -1,0 +1,118 @@
+"""Gymnasium's own environments in words and in pictures: names, success, optimal players, seeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envs.adapters.gym import Gym
+from envs.policies import NoisyPolicy
+from visual_envs.adapters.gym import GymVisual
+
+
+def play(env: Gym, *, seed: int, noise: float, limit: int = 500) -> list[Any]:
+    policy, rng = NoisyPolicy(noise=noise, base="optimal"), np.random.default_rng(seed)
+    outcomes: list[Any] = [env.reset(seed=seed)[0]]
+    for _ in range(limit):
+        outcomes += [*env.step(policy.act(env, rng)), env.state_key(), env.describe()]
+        if outcomes[-5] or outcomes[-4]:
+            break
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("id", "settings", "share"),
+    [
+        ("FrozenLake-v1", {"is_slippery": False}, 1.0),
+        ("FrozenLake8x8-v1", {}, 0.5),
+        ("Taxi-v4", {}, 1.0),
+        ("CliffWalking-v1", {}, 1.0),
+        ("Blackjack-v1", {}, 0.3),
+        ("CartPole-v1", {}, 1.0),
+        ("MountainCar-v0", {}, 1.0),
+    ],
+)
+def test_player_succeeds_more_often_than_chance_and_seeds_repeat(
+    id: str, settings: dict[str, Any], share: float
+) -> None:
+    env, other = Gym(id=id, settings=settings), Gym(id=id, settings=settings)
+    wins = {
+        noise: [play(env, seed=seed, noise=noise)[-3]["success"] for seed in range(15)]
+        for noise in (0.0, 1.0)
+    }
+    assert np.mean(wins[0.0]) >= share and np.mean(wins[1.0]) < share - 0.05
+    for seed in range(3):
+        first, second = (play(one, seed=seed, noise=0.5, limit=30) for one in (env, other))
+        assert first == second
+    assert all("\x1b" not in text for text in first if isinstance(text, str))
+
+
+def test_blackjack_player_loses_little() -> None:
+    env, rng, total = Gym(id="Blackjack-v1"), np.random.default_rng(0), 0.0
+    for seed in range(2000):
+        env.reset(seed=seed)
+        over = False
+        while not over:
+            _, reward, over, _, _ = env.step(env.optimal_action(rng))
+        total += reward
+    # basic strategy without doubling and splitting loses about 0.05 a game, sticking at once 0.15
+    assert total / 2000 == pytest.approx(-0.05, abs=0.06)
+
+
+def test_coloured_cells_get_brackets() -> None:
+    lake = Gym(id="FrozenLake-v1", settings={"is_slippery": False})
+    assert lake.reset(seed=0)[0] == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    text, reward, over, _, info = lake.step(1)
+    assert (text, reward, over) == ("  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG", 0.0, False)
+    assert info == {"success": False, "action_is_effective": True}
+    assert not lake.step(0)[4]["action_is_effective"]
+    taxi = Gym(id="Taxi-v4")
+    town = str(taxi.reset(seed=0)[0])
+    assert "(" in town and "/" in town and "[" in town and "{" not in town
+    rng = np.random.default_rng(0)
+    while taxi.action_names[action := taxi.optimal_action(rng)] != "Pickup":
+        taxi.step(action)
+    assert "{" in taxi.step(action)[0]
+
+
+def test_known_names_and_names_by_key() -> None:
+    assert Gym(id="Taxi-v4").action_names == ("South", "North", "East", "West", "Pickup", "Dropoff")
+    named = Gym(id="CartPole-v1", actions=["A", "B"], success="terminated", rules="Choose.")
+    assert named.action_names == ("A", "B") and named.instructions == "Choose."
+    named.reset(seed=0)
+    while not (outcome := named.step(0))[2]:
+        pass
+    assert outcome[4]["success"]
+    with pytest.raises(RuntimeError, match="has ended"):
+        named.step(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"id": "Taxi-v3000"}, "id=Taxi-v3000: "),
+        ({"id": "Pendulum-v1"}, r"found actions Box\("),
+        ({"id": "CartPole-v1", "actions": ["Left"]}, "expected names of the 2 actions"),
+        (
+            {"id": "CartPole-v1", "success": "won"},
+            "success: found 'won', expected one of terminated",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Gym(**arguments)
+
+
+@pytest.mark.parametrize("id", ["CliffWalking-v1", "Taxi-v4", "CartPole-v1"])
+def test_pictures_change_with_the_game_and_repeat(id: str) -> None:
+    env, other = GymVisual(id=id, width=64), GymVisual(id=id, width=64)
+    first, _ = env.reset(seed=1)
+    assert first in env.observation_space and first["image"].shape == (96, 64, 3)
+    assert np.array_equal(first["image"], other.reset(seed=1)[0]["image"])
+    rng = np.random.default_rng(0)
+    images = [env.step(env.optimal_action(rng))[0]["image"] for _ in range(4)]
+    assert any(not np.array_equal(image, first["image"]) for image in images)
+    env.close()
