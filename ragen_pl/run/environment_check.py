@@ -97,7 +97,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
     for key, policy in _scripted_policies(cfg):
         _check_scripted_policy(first, policy, key=key)
     _check_step(manager, first, place=place)
-    _check_episodes(env, cfg, place=place)
+    _check_episodes(manager, env, cfg, place=place)
     _check_options(env, OmegaConf.select(cfg, "curriculum.options"))
     env.close()
     return env.unwrapped
@@ -243,12 +243,13 @@ def _first_action(env: gymnasium.Env[Any, Any]) -> int | str:
         return _TEXT
 
 
-def _check_episodes(env: gymnasium.Env[Any, Any], cfg: DictConfig, *, place: str) -> None:
+def _check_episodes(
+    manager: EnvironmentManager, env: gymnasium.Env[Any, Any], cfg: DictConfig, *, place: str
+) -> None:
     """Play the beginnings of random episodes twice: the second time must be equal to the first."""
-    manager = EnvironmentManager(target=str(cfg.env.target))
     images: list[np.ndarray] = []
     for seed in range(_EPISODES):
-        first, second = (_steps(manager, env, cfg, seed=seed, place=place) for _ in range(2))
+        first, second = (_steps(manager, env, seed=seed, place=place) for _ in range(2))
         for number, (step, again) in enumerate(zip(first, second, strict=False)):
             if not _same(step[0], again[0]) or step[1] != again[1]:
                 raise ConfigError(
@@ -257,7 +258,7 @@ def _check_episodes(env: gymnasium.Env[Any, Any], cfg: DictConfig, *, place: str
                 )
         images += [image for observation, _ in first for image in observation.images]
         texts = [observation.text for observation, _ in first]
-        if cfg.env.max_turns > _GROWS and OmegaConf.select(cfg, "context.window") == "all":
+        if manager.max_turns > _GROWS and OmegaConf.select(cfg, "context.window") == "all":
             _check_growth(texts, place=place)
     if images and all(image.min() == image.max() for image in images):
         raise ConfigError(
@@ -284,7 +285,6 @@ def _check_growth(texts: Sequence[str], *, place: str) -> None:
 def _steps(
     manager: EnvironmentManager,
     env: gymnasium.Env[Any, Any],
-    cfg: DictConfig,
     *,
     seed: int,
     place: str,
@@ -294,7 +294,7 @@ def _steps(
     members = EnvironmentMembers(env)
     assert slot.observation is not None
     steps = [(slot.observation, 0.0)]
-    for _ in range(min(_STEPS, cfg.env.max_turns)):
+    for _ in range(min(_STEPS, manager.max_turns)):
         try:
             action = members.random_action(rng)
         except TypeError:
