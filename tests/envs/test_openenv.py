@@ -1,0 +1,187 @@
+"""The client of OpenEnv servers, against a small server that speaks their messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from aiohttp import WSMsgType, web
+from hostile import hostile_answers
+
+from envs.adapters.openenv import OpenEnv
+
+
+class GuessServer:
+    """A number from 0 to 9 is guessed in `message`; each connection has a game of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.port = 0
+        self.received: list[dict] = []
+        ready = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self.thread.start()
+        assert ready.wait(10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+    def _run(self, ready: threading.Event) -> None:
+        async def start() -> web.AppRunner:
+            app = web.Application()
+            app.router.add_get("/ws", self._serve)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.port = site._server.sockets[0].getsockname()[1]
+            return runner
+
+        runner = self.loop.run_until_complete(start())
+        ready.set()
+        self.loop.run_forever()
+        self.loop.run_until_complete(runner.cleanup())
+        self.loop.close()
+
+    async def _serve(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        number = 0
+        async for message in socket:
+            if message.type is not WSMsgType.TEXT:
+                break
+            asked = json.loads(message.data)
+            self.received.append(asked)
+            if asked["type"] == "reset":
+                number = random.Random(asked["data"]["seed"]).randrange(10)
+                await socket.send_json(_observation("guess"))
+                continue
+            guess = asked["data"].get("message")
+            if guess == "crash":
+                await socket.close()
+            elif guess == "bug":
+                await socket.send_json(_error("it broke", "EXECUTION_ERROR"))
+            elif guess == "wait":
+                await asyncio.sleep(0.5)
+            elif not isinstance(guess, str) or not guess.isdecimal() or len(guess) > 9:
+                await socket.send_json(_error("message: expected a number", "VALIDATION_ERROR"))
+            else:
+                right = int(guess) == number
+                hint = "right" if right else "higher" if int(guess) < number else "lower"
+                await socket.send_json(_observation(hint, reward=float(right), done=right))
+        return socket
+
+
+def _observation(text: str, *, reward: float | None = None, done: bool = False) -> dict:
+    data = {"observation": {"text": text}, "reward": reward, "done": done}
+    if done:
+        data["metadata"] = {"reward_parts": {"right": reward}}
+    return {"type": "observation", "data": data}
+
+
+def _error(message: str, code: str) -> dict:
+    return {"type": "error", "data": {"message": message, "code": code}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[GuessServer]:
+    started = GuessServer()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def env(server: GuessServer) -> Iterator[OpenEnv]:
+    made = OpenEnv(url=server.url, observation_field="text", reset={"level": 2}, timeout_s=5.0)
+    yield made
+    made.close()
+
+
+def solve(env: OpenEnv, *, seed: int) -> list[object]:
+    seen: list[object] = [env.reset(seed=seed)[0]]
+    for guess in range(10):
+        seen.append(env.step(str(guess)))
+        if seen[-1][2]:
+            return seen
+    raise AssertionError("no guess was right")
+
+
+def test_episode_is_played_on_the_server_and_seeds_repeat(
+    env: OpenEnv, server: GuessServer
+) -> None:
+    lengths = set()
+    for seed in range(8):
+        played = solve(env, seed=seed)
+        assert played == solve(env, seed=seed)
+        assert played[0] == "guess"
+        assert played[-1] == (
+            "right", 1.0, True, False, {"success": True, "action_is_valid": True, "reward_parts": {"right": 1.0}}
+        )  # fmt: skip
+        lengths.add(len(played))
+    assert len(lengths) > 2
+    assert next(one for one in server.received if one["type"] == "reset")["data"]["level"] == 2
+    with pytest.raises(RuntimeError, match="has ended"):
+        env.step("1")
+
+
+def test_refused_actions_are_invalid_and_the_episode_goes_on(env: OpenEnv) -> None:
+    env.reset(seed=0)
+    outcome = env.step("seven")
+    assert outcome == (
+        "error: message: expected a number", 0.0, False, False, {"success": False, "action_is_valid": False}
+    )  # fmt: skip
+    for text in hostile_answers(np.random.default_rng(0), 1000):
+        _, reward, over, _, info = env.step(text)
+        assert reward == 0 and not over and (not info["action_is_valid"] or text.isdecimal())
+
+
+def test_whole_action_is_json(server: GuessServer) -> None:
+    env = OpenEnv(url=server.url, action_field=None, timeout_s=5.0)
+    assert env.reset(seed=0)[0] == '{"text": "guess"}'
+    for text in ("[1]", "7", "{", "[" * 100_000, "9" * 5000):
+        assert not env.step(text)[4]["action_is_valid"]
+    assert env.step('{"message": "100"}')[0] == '{"text": "lower"}'
+    env.close()
+    env.close()
+
+
+def test_errors_of_the_server_end_the_episode_only(env: OpenEnv) -> None:
+    env.reset(seed=0)
+    with pytest.raises(RuntimeError, match=r"it broke \(EXECUTION_ERROR\)"):
+        env.step("bug")
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
+        env.step("crash")
+    with pytest.raises(ConnectionError, match="has ended the session"):
+        env.step("1")
+    solve(env, seed=1)
+
+
+def test_time_limit_and_a_server_that_is_not_there(server: GuessServer) -> None:
+    slow = OpenEnv(url=server.url, timeout_s=0.1)
+    slow.reset(seed=0)
+    with pytest.raises(ConnectionError, match="TimeoutError"):
+        slow.step("wait")
+    slow.close()
+    gone = OpenEnv(url="ws://127.0.0.1:9", timeout_s=1.0)
+    with pytest.raises(ConnectionError, match=r"ws://127\.0\.0\.1:9/ws"):
+        gone.reset(seed=0)
+    gone.close()
+    with pytest.raises(ValueError, match="url: found 'localhost', expected an address"):
+        OpenEnv(url="localhost")
+
+
+def test_missing_field_is_named(server: GuessServer) -> None:
+    env = OpenEnv(url=server.url, observation_field="board", timeout_s=5.0)
+    with pytest.raises(RuntimeError, match=r"observation_field=board: found \['text'\]"):
+        env.reset(seed=0)
+    env.close()
