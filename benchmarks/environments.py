@@ -1,16 +1,19 @@
-"""Time the environments: steps, resets and images per second, and a comparison with gymnasium's images.
+"""Time the environments: steps, resets and images per second, workers, and a comparison with gymnasium's images.
 
-Steps are random and include the resets of finished episodes. Run `python benchmarks/environments.py`. The
-comparison draws the same map with this project's tiles and with gymnasium's `FrozenLake-v1`
-(`render_mode="rgb_array"`, needs pygame), in alternation.
+Steps are random and include the resets of finished episodes. Run `python benchmarks/environments.py`. The table of
+workers steps 32 environments in one thread, in eight and in processes of their own: one environment that waits 5 ms for
+another program, one that computes in Python, and one that draws. The comparison draws the same map with this project's
+tiles and with gymnasium's `FrozenLake-v1` (`render_mode="rgb_array"`, needs pygame), in alternation.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
-from itertools import cycle
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -19,6 +22,12 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 import envs
 import visual_envs
+from envs.frozen_lake import FrozenLake
+from envs.policies import RandomPolicy
+from ragen_pl.rollout.conversation import TextContext
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
 
 TARGET_RATIO = 20.0
 
@@ -53,11 +62,10 @@ def resetter(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
 def stepper(env: gymnasium.Env[Any, Any]) -> Callable[[], object]:
     """Return a function that takes a random step and resets finished episodes."""
     rng = np.random.default_rng(0)
-    actions = cycle(rng.integers(len(_environment(env).action_names), size=4096).tolist())
     env.reset(seed=0)
 
     def step() -> None:
-        if env.step(next(actions))[2]:
+        if env.step(_environment(env).random_action(rng))[2]:
             env.reset()
 
     return step
@@ -87,8 +95,50 @@ def compare_images(*, seconds: float, size: int) -> None:
     print(f" (images of {pixels[0]} and {pixels[1]} pixels a side)")
 
 
+class Waiting(FrozenLake):
+    """FrozenLake whose steps wait for another program."""
+
+    def step(self, action: int | np.int64) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Wait, then move."""
+        time.sleep(0.005)
+        return super().step(action)
+
+
+WORKED = {
+    "waits 5 ms": f"{Path(__file__).stem}.Waiting",
+    "text": "envs:ragen/FrozenLake-v0",
+    "images": "visual_envs:ragen/FrozenLakeVisual-v0",
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "one thread": {"workers": 1},
+    "eight threads": {"workers": 8},
+    "processes": {"workers": 8, "process": True},
+}
+_ENVIRONMENTS = 32
+
+
+def compare_workers() -> None:
+    """Print the turns per second of each kind of environment, by the way in which they step."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    print(f"\n{'turns/s, 32 environments':<30}" + "".join(f"{way:>16}" for way in WAYS))
+    specs = [EpisodeSpec(group=group, member=0, seed=group) for group in range(_ENVIRONMENTS)]
+    responder = ScriptedResponder(policy=RandomPolicy())
+    for name, target in WORKED.items():
+        row = f"{name:<30}"
+        for settings in WAYS.values():
+            manager = EnvironmentManager(target=target, **settings)
+            proxy = AgentProxy(environments=manager, context=TextContext())
+            play = partial(proxy.rollout, responder, specs, seed_key=(0, "benchmark"))
+            # the first time starts threads and processes
+            play()
+            start = time.perf_counter()
+            turns = sum(len(trajectory.turns) for trajectory in play())
+            row += f"{turns / (time.perf_counter() - start):>16,.0f}"
+        print(row)
+
+
 def main() -> None:
-    """Print the table and the comparison."""
+    """Print the tables and the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1.0, help="time per measurement")
     seconds = parser.parse_args().seconds
@@ -102,6 +152,7 @@ def main() -> None:
             env.reset(seed=0)
             row += f"{1 / per_call(_environment(env).render, seconds=seconds):>12,.0f}"
         print(row)
+    compare_workers()
     compare_images(seconds=seconds, size=4)
     compare_images(seconds=seconds, size=8)
 
