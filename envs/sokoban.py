@@ -24,6 +24,8 @@ from envs.base import (
 )
 from envs.sokoban_rules import Room, State, draw_start, least_pushes, move, shortest_way
 from envs.sokoban_text import (
+    SIGNS,
+    SokobanSymbols,
     coordinates_text,
     describe_state,
     grid_text,
@@ -80,6 +82,8 @@ class Sokoban(Environment):
     - `step_cost`, `box_reward`, `solved_reward`: at least 0.
     - `end_on_deadlock`: whether an unsolvable state ends the episode.
     - `render`: "coordinates" or "grid".
+    - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 crate 2 3 mark 4 4 stones 2 2`, and
+      W . * C in the grid), to test whether a policy generalizes beyond the symbols.
 
     ## Version History
     - v0: first version.
@@ -103,6 +107,7 @@ class Sokoban(Environment):
         solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
         render: TextStyle = TextStyle.COORDINATES,
+        symbols: SokobanSymbols = SokobanSymbols.PLAIN,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
@@ -112,7 +117,7 @@ class Sokoban(Environment):
         self.size, self.boxes, self.walls = size, boxes, walls
         self.step_cost, self.box_reward, self.solved_reward = step_cost, box_reward, solved_reward
         self.end_on_deadlock = end_on_deadlock
-        self.style = render
+        self.style, self.signs = render, SIGNS[symbols]
         self.min_pushes, self.max_pushes = self._pushes(min_pushes, max_pushes)
         self.instructions = rules(size, boxes=boxes, seen=self._observation_rule())
         self.action_space = spaces.Discrete(4)
@@ -193,8 +198,8 @@ class Sokoban(Environment):
 
     def _observe(self) -> Observation:
         if self.style is TextStyle.GRID:
-            return grid_text(self.room, self.state)
-        return coordinates_text(self.room, self.state)
+            return grid_text(self.room, self.state, signs=self.signs)
+        return coordinates_text(self.room, self.state, signs=self.signs)
 
     def _pushes(self, low: int, high: int | None) -> tuple[int, int]:
         high = _MAX_PUSHES if high is None else high
@@ -203,7 +208,7 @@ class Sokoban(Environment):
         return low, high
 
     def _observation_rule(self) -> str:
-        return observation_rule(self.style)
+        return observation_rule(self.style, signs=self.signs)
 
     def _observation_space(self) -> spaces.Space[Any]:
         return spaces.Text(max_length=80 + 8 * self.size**2, charset=TEXT_CHARSET)

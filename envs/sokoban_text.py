@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
 
 from envs.base import MOVES, TextStyle, bits, cells_text
 from envs.sokoban_rules import Room, State, inner_cells, shift, steps
 
-_SEEN = {
-    TextStyle.COORDINATES: (
-        "Each turn tells the row and the column of you, of the boxes, of the targets and of the "
-        "walls inside the room; row 0 is the top wall and column 0 the left one."
-    ),
-    TextStyle.GRID: (
-        "Each turn shows the room row by row: # is a wall, _ is floor, O is a target, X is a box, "
-        "B is a box on a target, P is you, S is you on a target."
-    ),
+
+class SokobanSymbols(StrEnum):
+    """Vocabulary of the observation: the one used in training, or a different one."""
+
+    PLAIN = "plain"
+    OTHER = "other"
+
+
+class Signs(NamedTuple):
+    """Words of the coordinate format and symbols of the grid format."""
+
+    you: str
+    box: str
+    target: str
+    walls: str
+    grid: str  # wall, floor, target, box, box on a target, you, you on a target
+
+
+SIGNS = {
+    SokobanSymbols.PLAIN: Signs("me", "box", "target", "walls", "#_OXBPS"),
+    SokobanSymbols.OTHER: Signs("walker", "crate", "mark", "stones", "W.*C8AE"),
 }
-_SYMBOLS = "#_OXBPS"
+_PLAIN = SIGNS[SokobanSymbols.PLAIN]
+_COORDINATES_RULE = (
+    "Each turn tells the row and the column of you, of the boxes, of the targets and of the "
+    "walls inside the room; row 0 is the top wall and column 0 the left one."
+)
 
 
 def rules(size: int, *, boxes: int, seen: str) -> str:
@@ -31,16 +49,27 @@ def rules(size: int, *, boxes: int, seen: str) -> str:
     )
 
 
-def observation_rule(style: TextStyle) -> str:
+def observation_rule(style: TextStyle, *, signs: Signs) -> str:
     """Return the sentence that explains a text observation of this style."""
-    return _SEEN[style]
+    if style is TextStyle.GRID:
+        wall, floor, target, box, done, you, there = tuple(signs.grid)
+        return (
+            f"Each turn shows the room row by row: {wall} is a wall, {floor} is floor, {target} is a target, {box} "
+            f"is a box, {done} is a box on a target, {you} is you, {there} is you on a target."
+        )
+    if signs is _PLAIN:
+        return _COORDINATES_RULE
+    return (
+        f"{_COORDINATES_RULE} You are called {signs.you}, a box {signs.box}, a target {signs.target} and the walls "
+        f"{signs.walls}."
+    )
 
 
-def coordinates_text(room: Room, state: State) -> str:
+def coordinates_text(room: Room, state: State, *, signs: Signs = _PLAIN) -> str:
     """Return the room as `me 1 2 box 2 3 target 4 4 walls 2 2, 3 1`, without the border walls."""
     inside = sum(1 << cell for cell in inner_cells(room.size))
     walls = cells_text(bits(inside & ~room.floor), size=room.size)
-    return f"{_things(room, state)} walls {walls}"
+    return f"{_things(room, state, signs)} {signs.walls} {walls}"
 
 
 def describe_state(room: Room, state: State) -> str:
@@ -50,7 +79,7 @@ def describe_state(room: Room, state: State) -> str:
         for name, by in zip(MOVES, steps(room.size), strict=True)
         if not shift(state.player, by) & room.floor
     ]
-    return f"{_things(room, state)} walls{''.join(adjacent_walls)}"
+    return f"{_things(room, state, _PLAIN)} walls{''.join(adjacent_walls)}"
 
 
 def relative_positions(room: Room, state: State) -> list[tuple[str, int, int]]:
@@ -63,10 +92,10 @@ def relative_positions(room: Room, state: State) -> list[tuple[str, int, int]]:
     ]
 
 
-def grid_text(room: Room, state: State) -> str:
+def grid_text(room: Room, state: State, *, signs: Signs = _PLAIN) -> str:
     """Return the room as rows of symbols."""
     size = room.size
-    symbols = [_SYMBOLS[code] for code in tile_codes(room, state)]
+    symbols = [signs.grid[code] for code in tile_codes(room, state)]
     return "\n".join(" ".join(symbols[row * size : (row + 1) * size]) for row in range(size))
 
 
@@ -85,7 +114,7 @@ def tile_codes(room: Room, state: State) -> list[int]:
 
 
 def read_room(rows: Sequence[str], *, size: int) -> tuple[Room, State]:
-    """Read a room and a state from rows of grid symbols. Blanks are ignored.
+    """Read a room and a state from rows of plain grid symbols. Blanks are ignored.
 
     Raises:
         ValueError: If there are not `size` rows of `size` symbols within a border of walls, not exactly one
@@ -99,9 +128,9 @@ def read_room(rows: Sequence[str], *, size: int) -> tuple[Room, State]:
     boxes, targets = _cells(text, "XB"), _cells(text, "OBS")
     closed = square and all(text[cell] == "#" for cell in border)
     balanced = 0 < boxes.bit_count() == targets.bit_count()
-    if not closed or set(text) - set(_SYMBOLS) or len(player) != 1 or not balanced:
+    if not closed or set(text) - set(_PLAIN.grid) or len(player) != 1 or not balanced:
         raise ValueError(
-            f"layout: found {rows}, expected {size} rows of {size} symbols out of {_SYMBOLS}, "
+            f"layout: found {rows}, expected {size} rows of {size} symbols out of {_PLAIN.grid}, "
             "closed by #, with one player (P or S) and as many boxes (X, B) as targets (O, B, S)"
         )
     return Room(size, _cells(text, "_OXBPS"), targets), State(boxes, 1 << player[0])
@@ -111,9 +140,9 @@ def _cells(text: str, symbols: str) -> int:
     return sum(1 << cell for cell, symbol in enumerate(text) if symbol in symbols)
 
 
-def _things(room: Room, state: State) -> str:
+def _things(room: Room, state: State, signs: Signs) -> str:
     size = room.size
     me, boxes, targets = (
         cells_text(bits(mask), size=size) for mask in (state.player, state.boxes, room.targets)
     )
-    return f"me {me} box {boxes} target {targets}"
+    return f"{signs.you} {me} {signs.box} {boxes} {signs.target} {targets}"

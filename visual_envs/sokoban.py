@@ -11,14 +11,20 @@ from numpy.typing import NDArray
 from envs.base import TEXT_CHARSET, Count, CountOrZero, Observation, Reward, checked_arguments
 from envs.sokoban import Size, Sokoban
 from envs.sokoban_text import tile_codes
-from visual_envs.sokoban_tiles import sokoban_tiles
+from visual_envs.sokoban_tiles import SokobanTheme, sokoban_tiles
 from visual_envs.tiles import TILE, lay_out
 
 _TEXT = "push the boxes onto the targets"
-_SEEN = (
-    "Each turn shows a picture of the room from above: you are the figure in blue, walls are "
-    "bricks, targets are red rings, boxes are brown crates and turn green on a target."
-)
+_SEEN = {
+    SokobanTheme.DAY: (
+        "Each turn shows a picture of the room from above: you are the figure in blue, walls are "
+        "bricks, targets are red rings, boxes are brown crates and turn green on a target."
+    ),
+    SokobanTheme.NIGHT: (
+        "Each turn shows a picture of the room from above, by night: you are the figure in white, walls are "
+        "gray bricks, targets are yellow rings, boxes are blue crates and turn pink on a target."
+    ),
+}
 
 
 class SokobanVisual(Sokoban):
@@ -47,7 +53,8 @@ class SokobanVisual(Sokoban):
     `success`, `action_is_effective`.
 
     ## Arguments
-    Those of `Sokoban` except `render`, and
+    Those of `Sokoban` except `render` and `symbols`, and
+    - `tiles`: "day", or "night" for the same shapes in different colors.
     - `image_scale`: factor of the image's height and width. Pretrained models read an image in patches of
       14 to 32 pixels, and a tile is 16 pixels wide.
 
@@ -70,10 +77,11 @@ class SokobanVisual(Sokoban):
         box_reward: Reward = 0.0,
         solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
+        tiles: SokobanTheme = SokobanTheme.DAY,
         image_scale: Count = 1,
         render_mode: str | None = None,
     ) -> None:
-        self.image_scale = image_scale
+        self.theme, self.image_scale = tiles, image_scale
         super().__init__(
             size=size,
             boxes=boxes,
@@ -96,10 +104,10 @@ class SokobanVisual(Sokoban):
 
     def _image(self) -> NDArray[np.uint8]:
         codes = np.array(tile_codes(self.room, self.state), dtype=np.intp)
-        return lay_out(sokoban_tiles(), codes, size=self.size, scale=self.image_scale)
+        return lay_out(sokoban_tiles(self.theme), codes, size=self.size, scale=self.image_scale)
 
     def _observation_rule(self) -> str:
-        return _SEEN
+        return _SEEN[self.theme]
 
     def _observation_space(self) -> spaces.Space[Any]:
         side = self.size * TILE * self.image_scale

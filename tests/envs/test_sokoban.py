@@ -164,8 +164,9 @@ def test_grid_format() -> None:
     assert str(text).replace(" ", "").split("\n") == rows
 
 
-def test_image_determines_the_state() -> None:
-    environment = SokobanVisual(boxes=2, max_pushes=3)
+@pytest.mark.parametrize("tiles", ["day", "night"])
+def test_image_determines_the_state(tiles: str) -> None:
+    environment = SokobanVisual(boxes=2, max_pushes=3, tiles=tiles)
     images: dict[bytes, str] = {}
     for seed in range(200):
         observation, _ = environment.reset(seed=seed)
@@ -214,3 +215,25 @@ def test_box_does_not_push_another_box() -> None:
     assert (
         not environment.step(RIGHT)[4]["action_is_effective"] and environment.state_key() == before
     )
+
+
+def test_other_symbols_describe_the_same_room() -> None:
+    plain, other = Sokoban(), Sokoban(symbols="other")
+    for environment in (plain, other):
+        environment.reset(seed=3)
+    texts = [environment.step(0)[0] for environment in (plain, other)]
+    words = {"me": "walker", "box": "crate", "target": "mark", "walls": "stones"}
+    assert texts[1] == " ".join(words.get(word, word) for word in texts[0].split(" "))
+    assert other.describe() == plain.describe() and other.state_key() == plain.state_key()
+    assert "a box crate, a target mark and the walls stones" in other.instructions
+    grid = Sokoban(symbols="other", render="grid")
+    text, _ = grid.reset(seed=3)
+    assert text.translate(str.maketrans("W.*C8AE", "#_OXBPS")) == grid.render()
+    assert "W is a wall, . is floor" in grid.instructions and text in grid.observation_space
+
+
+def test_night_tiles_have_other_colors() -> None:
+    day, night = SokobanVisual(), SokobanVisual(tiles="night")
+    images = [environment.reset(seed=3)[0]["image"] for environment in (day, night)]
+    assert np.abs(images[0].astype(float) - images[1]).mean() > 30
+    assert "yellow rings" in night.instructions and "red rings" in day.instructions
