@@ -95,6 +95,15 @@ def test_trivial_programs_never_pass(program):
     assert wins == 0
 
 
+@pytest.mark.parametrize("result", ["float(x)", "[x]", "str(x)", "type('Any', (int,), {})(x)"])
+def test_a_result_of_another_type_is_wrong(result):
+    env = Code(kinds=(Kind.NUMBER,))
+    env.reset(seed=0)
+    program = env.optimal_action(np.random.default_rng(0))
+    assert not env.step(program.replace("return x", f"return {result}"))[4]["success"]
+    assert env.step(program)[4]["success"]
+
+
 HOSTILE = {
     "endless loop": "while True: pass",
     "endless loop in the call": "def f(x):\n while True: pass",
