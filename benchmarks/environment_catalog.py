@@ -144,7 +144,7 @@ def library(cfg: DictConfig) -> str:
     for part, (extra, licence) in LIBRARIES.items():
         if part in target:
             return f"`pip install 'ragen_pl[{extra}]'`, {licence}"
-    return "own"
+    return "gymnasium, MIT" if ".gym." in target else "own"
 
 
 def section(cfg: DictConfig, env: Any, summary: str, play: Play) -> str:
