@@ -575,12 +575,21 @@ def validation_rollouts() -> Iterator[list[dict[str, str]]]:
 # ---- recording
 
 
+# environments that need a server or a library of `make test-worlds`
+NEEDS_MORE = (
+    *("arithmetic", "countdown", "mini_sudoku", "reasoning_gym", "word_problem"),
+    *("metaworld", "miniwob", "miniworld", "openenv", "textarena", "textworld"),
+)
+
+
 def cases() -> dict[str, tuple[str, ...]]:
     """Return the overrides of every case by its name."""
     presets: dict[str, tuple[str, ...]] = {}
     for name in _options("algorithm"):
         presets[f"algorithm/{name}"] = (f"algorithm={name}", *IMAGES)
     for name in _options("env"):
+        if name in NEEDS_MORE:
+            continue
         target = ("env.target=my_environments.GuessTheNumber",) if name == "custom" else ()
         presets[f"env/{name}"] = (f"env={name}", *target)
     for name in _options("experiment"):

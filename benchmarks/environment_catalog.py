@@ -39,7 +39,7 @@ from ragen_pl.viewing.film import save_episode
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "environment_catalog.md"
 PICTURES = ROOT / "docs" / "environments"
-LEFT_OUT = ("custom",)
+LEFT_OUT = ("custom", "openenv")  # your own one, and one on a server
 # extra and licence of the library that an environment plays, by a part of its target
 LIBRARIES = {
     "minigrid": ("minigrid", "Apache-2.0"),
