@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from ragen_pl.rollout.proxy import Progress
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
+_OF_TRAJECTORIES = (
+    "PlayedRollout", "Trajectory", "Turn", "Observation", "Statement", "EpisodeStatus", "Span",
+)  # fmt: skip
+_OF_ARRAYS = ("ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer")
 
 IterationsAhead = Literal[0, 1]
 """Most updates between the weights that sample a rollout and those that are trained on it."""
@@ -42,6 +47,27 @@ class PlayedRollout:
     def staleness(self) -> int:
         """Number of updates between the weights that sampled it and those that train on it."""
         return self.iteration - self.weights_of
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads trajectories of plain values and arrays: a file of another's must not run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class that a trajectory is made of.
+
+        Raises:
+            pickle.UnpicklingError: It is another one.
+        """
+        own = module in (Trajectory.__module__, __name__) and name in _OF_TRAJECTORIES
+        arrays = module.partition(".")[0] == "numpy" and name in _OF_ARRAYS
+        if not (own or arrays):
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a trajectory")
+        return super().find_class(module, name)
+
+
+def _unpacked(packed: bytes) -> PlayedRollout:
+    rollout: PlayedRollout = _PlainUnpickler(io.BytesIO(packed)).load()
+    return rollout
 
 
 class RolloutAhead:
@@ -134,7 +160,9 @@ class RolloutAhead:
             return None
         try:
             packed = pickle.dumps(self._played)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            # what can't be read must not be written
+            _unpacked(packed)
+        except (pickle.PickleError, TypeError, AttributeError) as error:
             raise RolloutError(
                 f"rollout.iterations_ahead={self.most}: a checkpoint holds the rollout ahead, which can't be pickled "
                 f"({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
@@ -151,7 +179,7 @@ class RolloutAhead:
                 "rollout.iterations_ahead=0: the rollout ahead in the checkpoint is sampled again, with present weights"
             )
             return
-        parts: list[PlayedRollout] = [pickle.loads(np.asarray(part).tobytes()) for part in state]
+        parts = [_unpacked(np.asarray(part).tobytes()) for part in state]
         trajectories = [one for part in parts for one in part.trajectories]
         own = [one for one in trajectories if one.group % world_size() == rank()]
         own.sort(key=lambda one: (one.group, one.member))

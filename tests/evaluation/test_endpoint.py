@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from chat_server import KEY, ChatServer, serving
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
@@ -30,117 +28,12 @@ from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.viewing.checks import check_play
 from ragen_pl.viewing.play import play
 
-KEY = "sk-a-key-of-this-test"
-
-
-class Server(ThreadingHTTPServer):
-    """Answers chat completions; `faults` are answers to the first requests: a status, or what to do."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[dict] = []
-        self.keys: set[str] = set()
-        self.faults: list[int | str] = []
-        self.fails_from: int | None = None
-        self.text: str | None = None
-        self.finish_reason = "stop"
-        self.delay = 0.0
-        self.under_way = self.most_under_way = 0
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_POST(self) -> None:
-        server = self.server
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.keys.add(self.headers["Authorization"])
-            fault = server.faults.pop(0) if server.faults else None
-            if fault is None:
-                server.requests.append(request)
-            if server.fails_from is not None and len(server.requests) > server.fails_from:
-                fault = 400
-            server.under_way += 1
-            server.most_under_way = max(server.most_under_way, server.under_way)
-        try:
-            time.sleep(server.delay)
-            with suppress(BrokenPipeError):  # the client has given up
-                self.answer(request, fault)
-        finally:
-            with server.lock:
-                server.under_way -= 1
-
-    def answer(self, request: dict, fault: int | str | None) -> None:
-        if fault == "close":
-            self.connection.close()
-            return
-        status, body = 200, completion(self.server, request)
-        if fault == "late":
-            time.sleep(1.0)
-        elif fault == "garbage":
-            body = "<html>no completion</html>"
-        elif fault is not None:
-            status, body = int(fault), {"error": {"message": f"no, {KEY}", "code": "refused"}}
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        if fault == 429:
-            self.send_header("Retry-After", "0.05")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-def completion(server: Server, request: dict) -> dict:
-    text = walk(request["messages"][-1]["content"]) if server.text is None else server.text
-    return {
-        "id": "1",
-        "object": "chat.completion",
-        "created": 1,
-        "model": request["model"],
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": server.finish_reason,
-            }
-        ],
-        "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110},
-    }
-
-
-def walk(observation: str | list) -> str:
-    """Return a move towards the goal, for observations such as `me 1 2 goal 3 0 holes 0 1`."""
-    move = "Up"
-    if isinstance(observation, str):
-        words = observation.split()
-        (row, column), (goal_row, goal_column) = (map(int, words[i : i + 2]) for i in (1, 4))
-        move = "Down" if goal_row > row else "Up" if goal_row < row else ""
-        move = move or ("Right" if goal_column > column else "Left")
-    return f"<think>on my way</think><answer>{move}</answer>"
-
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving() as server:
+        yield server
 
 
 def composed(command: str, *arguments: str) -> DictConfig:
@@ -151,20 +44,20 @@ def composed(command: str, *arguments: str) -> DictConfig:
     return cfg
 
 
-def settings(server: Server, root: Path, *more: str) -> list[str]:
+def settings(server: ChatServer, root: Path, *more: str) -> list[str]:
     return [
         "env=frozenlake", "env.kwargs.hole_share=0.0", "endpoint=openai", "endpoint.model=walker",
         f"endpoint.base_url={server.url}", "validation.episodes=12", f"paths.root={root}", *more,
     ]  # fmt: skip
 
 
-def evaluated(server: Server, root: Path, *more: str) -> Evaluation:
+def evaluated(server: ChatServer, root: Path, *more: str) -> Evaluation:
     cfg = composed("evaluate", *settings(server, root, "mlflow=false", f"to={root}/out", *more))
     check_evaluation(cfg)
     return evaluate(cfg)
 
 
-def test_its_column_stands_beside_the_others(server: Server, tmp_path: Path, caplog) -> None:
+def test_its_column_stands_beside_the_others(server: ChatServer, tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     results = evaluated(server, tmp_path, "endpoint.input_price=1.0", "endpoint.output_price=5.0")
     policies = results.validation_sets["held_out"]["policies"]
@@ -186,7 +79,7 @@ def test_its_column_stands_beside_the_others(server: Server, tmp_path: Path, cap
     assert "HTTP" not in caplog.text
 
 
-def test_its_row_stands_beside_a_model(server: Server, tmp_path: Path) -> None:
+def test_its_row_stands_beside_a_model(server: ChatServer, tmp_path: Path) -> None:
     small = ["model=small_lm", "validation.episodes=2", "env.max_turns=2"]
     results = evaluated(server, tmp_path, *small)
     (validation_set,) = results.validation_sets.values()
@@ -205,7 +98,7 @@ def test_there_is_none_by_default(tmp_path: Path) -> None:
         check_play(cfg)
 
 
-def test_answers_come_in_any_order_a_few_at_a_time(server: Server, tmp_path: Path) -> None:
+def test_answers_come_in_any_order_a_few_at_a_time(server: ChatServer, tmp_path: Path) -> None:
     server.delay = 0.02
     first = evaluated(server, tmp_path / "a", "endpoint.concurrency=3", "samples=2")
     assert server.most_under_way == 3
@@ -217,7 +110,7 @@ def test_answers_come_in_any_order_a_few_at_a_time(server: Server, tmp_path: Pat
     assert first.validation_sets == second.validation_sets
 
 
-def test_images_are_sent_as_png(server: Server, tmp_path: Path) -> None:
+def test_images_are_sent_as_png(server: ChatServer, tmp_path: Path) -> None:
     evaluated(server, tmp_path, "env=frozenlake_visual", "env.max_turns=2", "validation.episodes=1")
     image, text = server.requests[0]["messages"][1]["content"]
     kind, data = image["image_url"]["url"].split(",")
@@ -225,7 +118,7 @@ def test_images_are_sent_as_png(server: Server, tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(base64.b64decode(data))).size == (64, 64)
 
 
-def test_faults_are_retried(server: Server, tmp_path: Path) -> None:
+def test_faults_are_retried(server: ChatServer, tmp_path: Path) -> None:
     server.faults = [429, 500, "close", "late", 503]
     limits = ["endpoint.timeout_s=0.5", "endpoint.concurrency=4", "validation.episodes=4"]
     results = evaluated(server, tmp_path, *limits)
@@ -233,7 +126,7 @@ def test_faults_are_retried(server: Server, tmp_path: Path) -> None:
     assert results.first_success == 1.0
 
 
-def test_nothing_is_asked_twice_after_an_interruption(server: Server, tmp_path: Path) -> None:
+def test_nothing_is_asked_twice_after_an_interruption(server: ChatServer, tmp_path: Path) -> None:
     server.fails_from = 7
     with pytest.raises(ConfigError, match=r"goes on with the answers in .*endpoint_answers\.jsonl"):
         evaluated(server, tmp_path, "endpoint.concurrency=2")
@@ -269,7 +162,9 @@ def test_nothing_is_asked_twice_after_an_interruption(server: Server, tmp_path: 
         ("garbage", "expected a chat completion"),
     ],
 )
-def test_failures_are_reported_in_one_line(server: Server, tmp_path: Path, fault, message) -> None:
+def test_failures_are_reported_in_one_line(
+    server: ChatServer, tmp_path: Path, fault, message
+) -> None:
     server.faults = 50 * [fault]
     with pytest.raises(ConfigError, match=message) as caught:
         evaluated(server, tmp_path, "endpoint.max_retries=0")
@@ -279,27 +174,27 @@ def test_failures_are_reported_in_one_line(server: Server, tmp_path: Path, fault
     assert "\n" not in str(caught.value)
 
 
-def test_a_response_without_its_end_is_no_answer(server: Server, tmp_path: Path) -> None:
+def test_a_response_without_its_end_is_no_answer(server: ChatServer, tmp_path: Path) -> None:
     server.finish_reason = "length"
     results = evaluated(server, tmp_path, "validation.episodes=2")
     assert results.validation_sets["held_out"]["policies"]["walker"]["valid_actions"] == 0.0
 
 
 @pytest.mark.parametrize("text", ["", "\ud800 \x00 <answer>", "<answer>" * 5000, "قف \u202e{}[]"])
-def test_no_text_ends_the_evaluation(server: Server, tmp_path: Path, text: str) -> None:
+def test_no_text_ends_the_evaluation(server: ChatServer, tmp_path: Path, text: str) -> None:
     server.text = text
     results = evaluated(server, tmp_path, "validation.episodes=2")
     assert results.validation_sets["held_out"]["policies"]["walker"]["valid_actions"] == 0.0
 
 
-def test_it_plays_an_episode(server: Server, tmp_path: Path, capsys) -> None:
+def test_it_plays_an_episode(server: ChatServer, tmp_path: Path, capsys) -> None:
     more = ["policy=endpoint", f"save={tmp_path}/episode.png"]
     arguments = [each for each in settings(server, tmp_path, *more) if "episodes" not in each]
     trajectory = play(composed("play", *arguments))
     assert trajectory.success and "requests" in capsys.readouterr().out
 
 
-def test_a_key_is_needed(server: Server, tmp_path: Path, monkeypatch) -> None:
+def test_a_key_is_needed(server: ChatServer, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(ConfigError, match="api_key_variable=OPENAI_API_KEY: this environment"):
         evaluated(server, tmp_path, "endpoint.base_url=null")
@@ -307,7 +202,7 @@ def test_a_key_is_needed(server: Server, tmp_path: Path, monkeypatch) -> None:
     assert server.keys == {"Bearer none"}
 
 
-def test_settings_are_checked(server: Server, tmp_path: Path) -> None:
+def test_settings_are_checked(server: ChatServer, tmp_path: Path) -> None:
     for wrong in ("endpoint.window=0", "endpoint.timeout_s=0", "endpoint.turn_template=hello"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
             composed("evaluate", *settings(server, tmp_path, wrong))

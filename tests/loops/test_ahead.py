@@ -362,6 +362,17 @@ def test_a_rollout_is_shared_out_among_other_ranks(rollout_ahead):
     assert [(one.group, one.member) for one in ahead.played(1).trajectories] == expected
 
 
+@pytest.mark.parametrize("name", ["os system", "ragen_pl.trajectory np.fromfile", "numpy load"])
+def test_a_checkpoint_runs_no_code(rollout_ahead, name):
+    module, _, attribute = name.partition(" ")
+    # protocol 4: the two texts, STACK_GLOBAL and the end
+    texts = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, attribute))
+    packed = b"\x80\x04" + texts + b"\x93."
+    ahead = rollout_ahead(1, weights_of=0)
+    with pytest.raises(pickle.UnpicklingError, match="is no part of a trajectory"):
+        ahead.load_state_dict([torch.frombuffer(bytearray(packed), dtype=torch.uint8)])
+
+
 def test_a_rollout_that_cannot_be_saved_is_reported(rollout_ahead):
     def reward(trajectories):
         trajectories[0].error = lambda: 0

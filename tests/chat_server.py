@@ -1,0 +1,124 @@
+"""A server of the tests that answers chat completions, as an OpenAI-compatible API does."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+KEY = "sk-a-key-of-this-test"
+
+
+class ChatServer(ThreadingHTTPServer):
+    """Answers chat completions; `faults` are answers to the first requests: a status, or what to do."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[dict] = []
+        self.keys: set[str] = set()
+        self.faults: list[int | str] = []
+        self.fails_from: int | None = None
+        self.text: str | None = None
+        self.finish_reason = "stop"
+        self.delay = 0.0
+        self.under_way = self.most_under_way = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: ChatServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        server = self.server
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.keys.add(self.headers["Authorization"])
+            fault = server.faults.pop(0) if server.faults else None
+            if fault is None:
+                server.requests.append(request)
+            if server.fails_from is not None and len(server.requests) > server.fails_from:
+                fault = 400
+            server.under_way += 1
+            server.most_under_way = max(server.most_under_way, server.under_way)
+        try:
+            time.sleep(server.delay)
+            with suppress(BrokenPipeError):  # the client has given up
+                self.answer(request, fault)
+        finally:
+            with server.lock:
+                server.under_way -= 1
+
+    def answer(self, request: dict, fault: int | str | None) -> None:
+        if fault == "close":
+            self.connection.close()
+            return
+        status, body = 200, completion(self.server, request)
+        if fault == "late":
+            time.sleep(1.0)
+        elif fault == "garbage":
+            body = "<html>no completion</html>"
+        elif fault is not None:
+            status, body = int(fault), {"error": {"message": f"no, {KEY}", "code": "refused"}}
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        if fault == 429:
+            self.send_header("Retry-After", "0.05")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def completion(server: ChatServer, request: dict) -> dict:
+    text = walk(request["messages"][-1]["content"]) if server.text is None else server.text
+    return {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": request["model"],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": server.finish_reason,
+            }
+        ],
+        "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110},
+    }
+
+
+def walk(observation: str | list) -> str:
+    """Return a move towards the goal, for observations such as `me 1 2 goal 3 0 holes 0 1`."""
+    move = "Up"
+    if isinstance(observation, str):
+        words = observation.split()
+        (row, column), (goal_row, goal_column) = (map(int, words[i : i + 2]) for i in (1, 4))
+        move = "Down" if goal_row > row else "Up" if goal_row < row else ""
+        move = move or ("Right" if goal_column > column else "Left")
+    return f"<think>on my way</think><answer>{move}</answer>"
+
+
+@contextmanager
+def serving() -> Iterator[ChatServer]:
+    """Run a server."""
+    server = ChatServer()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
