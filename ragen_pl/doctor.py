@@ -8,7 +8,6 @@ changes nothing. The exit code is 0 if the run fits or the main job can run.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -28,11 +27,20 @@ from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.run.machine import free_host_memory
 from ragen_pl.run.tracking import check_reachable, tracking_uri
 
+# use and remedy of each distribution
 _OPTIONAL = {
     "peft": ("LoRA", "pip install 'ragen_pl[lora]'"),
     "gguf": ("ragen_pl.import_gguf", "pip install 'ragen_pl[gguf]'"),
+    "openai": ("endpoint=openai", "pip install 'ragen_pl[openai]'"),
     "deepspeed": ("trainer.strategy=deepspeed", "pip install deepspeed"),
-    "pygame": ("gymnasium's own FrozenLake images, in benchmarks", "pip install pygame"),
+    "minigrid": ("env=babyai", "pip install 'ragen_pl[minigrid]'"),
+    "reasoning-gym": ("env=countdown", "pip install 'ragen_pl[reasoning]'"),
+    "resvg-py": ("env=svg", "pip install 'ragen_pl[svg]'"),
+    "textarena": ("env=textarena", "pip install 'ragen_pl[textarena]'"),
+    "textworld": ("env=textworld", "pip install 'ragen_pl[textworld]'"),
+    "miniwob": ("env=miniwob", "pip install 'ragen_pl[miniwob]'"),
+    "miniworld": ("env=miniworld", "pip install 'ragen_pl[miniworld]'"),
+    "metaworld": ("env=metaworld", "pip install 'ragen_pl[metaworld]'"),
 }
 # needed by the main job
 _MEMORY_GB = 3.0
@@ -150,10 +158,10 @@ def _tracking(root: str) -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     for name, (use, hint) in _OPTIONAL.items():
-        if importlib.util.find_spec(name) is None:
-            yield Finding(name, f"not installed; for {use}", ok=False, hint=hint)
-        else:
+        try:
             yield Finding(name, version(name))
+        except PackageNotFoundError:
+            yield Finding(name, f"not installed; for {use}", ok=False, hint=hint)
 
 
 @hydra_main("fit")

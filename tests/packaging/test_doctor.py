@@ -31,6 +31,8 @@ def test_missing_requirement_is_named_with_remedy(monkeypatch, capsys, tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setattr(doctor, "free_host_memory", lambda: 500_000_000)
     monkeypatch.setitem(doctor._OPTIONAL, "no_such_package", ("dreams", "pip install dreams"))
+    # a module of that name, from no distribution of that name
+    monkeypatch.setitem(doctor._OPTIONAL, "json", ("nothing", "pip install json"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     code, output = report(monkeypatch, capsys, "--root", str(tmp_path / "file" / "runs"))
     assert code == 1
@@ -45,6 +47,7 @@ def test_missing_requirement_is_named_with_remedy(monkeypatch, capsys, tmp_path)
         "hint": "close programs, or make it smaller: rollout.groups=32 warm_start.episodes=1024",
     }  # fmt: skip
     assert results["no_such_package"]["needed"] is False
+    assert results["json"]["found"].startswith("not installed")
 
 
 def test_free_memory_is_plausible():
