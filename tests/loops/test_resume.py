@@ -160,5 +160,5 @@ def test_resuming_with_master_weights_and_adapters_is_exact(setup_of, tmp_path, 
     ids=lambda changes: next(iter(changes), "plain"),
 )
 def test_resuming_any_kind_of_run_is_exact(setup_of, tmp_path, changes):
-    """Resume from every second checkpoint. Which hooks those are depends on the number of steps."""
-    assert resume_everywhere(setup_of(**changes), tmp_path, POINTS, every=2) >= 21
+    """Resume from every fifth checkpoint. Which hooks those are depends on the number of steps."""
+    assert resume_everywhere(setup_of(**changes), tmp_path, POINTS, every=5) >= 9

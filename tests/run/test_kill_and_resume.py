@@ -23,10 +23,18 @@ TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
 @pytest.mark.parametrize(
     "checkpoints, moments",
     [
-        (EVERY_ITERATION, ["begin-1", "rollout-1-3", "step-10", "validation-1", "begin-2"]),
-        (EVERY_STEP, ["trained-1", "step-7", "validation-0", "rollout-1-3", "validation-2"]),
+        pytest.param(
+            EVERY_ITERATION,
+            ["begin-1", "rollout-1-3", "step-10", "validation-1", "begin-2"],
+            id="every iteration",
+        ),
+        pytest.param(
+            EVERY_STEP,
+            ["trained-1", "step-7", "validation-0", "rollout-1-3", "validation-2"],
+            id="every step",
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["every iteration", "every step"],
 )
 def test_a_job_killed_in_every_phase_ends_bit_identical(job, checkpoints, moments):
     reference, killed = job(), job()
