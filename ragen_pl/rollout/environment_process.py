@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -23,25 +24,33 @@ _END_S = 5.0
 _MIB = 1024 * 1024
 
 
-def environment_maker(target: str) -> Callable[..., gymnasium.Env[Any, Any]]:
+def environment_maker(
+    target: str, *, process: bool = False, memory_mb: int | None = None
+) -> Callable[..., gymnasium.Env[Any, Any]]:
     """Return the constructor of an environment.
 
     Args:
         target: gymnasium id or class path.
+        process: whether it makes the environment in a process of its own.
+        memory_mb: memory that such a process may allocate in MiB; None for no limit.
 
     Raises:
         ValueError: there is no such environment.
     """
-    if "/" in target or target in gymnasium.registry:
-        return lambda **kwargs: gymnasium.make(target, disable_env_checker=True, **kwargs)
+    made: Callable[..., gymnasium.Env[Any, Any]]
     module, _, name = target.rpartition(".")
     try:
-        made: Callable[..., gymnasium.Env[Any, Any]] = getattr(import_module(module), name)
+        if "/" in target or target in gymnasium.registry:
+            made = partial(gymnasium.make, target, disable_env_checker=True)
+        else:
+            made = getattr(import_module(module), name)
     except Exception as error:
         raise ValueError(
             f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
             "'envs.frozen_lake.FrozenLake'"
         ) from error
+    if process:
+        return lambda **kwargs: ProcessEnvironment(target, kwargs, memory_mb=memory_mb)
     return made
 
 
@@ -74,7 +83,8 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
                 env=os.environ
                 | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        self._members: dict[str, bool | None] = {}
+        # members other than values: whether each is a method, or missing
+        self._is_method: dict[str, bool] = {}
         try:
             self._ask("make", target, dict(kwargs), memory_mb)
             self.action_space = self._ask("get", "action_space")[1]
@@ -112,12 +122,12 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if self._members.get(name, False) is not None:
+        if name not in self._is_method:
             kind, value = self._ask("get", name)
             if kind == "value":
                 return value
-            self._members[name] = None if kind == "missing" else True
-        if self._members[name] is None:
+            self._is_method[name] = kind == "method"
+        if not self._is_method[name]:
             raise AttributeError(f"the environment has no {name}")
         return lambda *args: self._ask("call", name, args)
 

@@ -268,8 +268,7 @@ class EnvironmentManager:
         self.held_out = held_out
         self.record_states = record_states
         self.blank_images = blank_images
-        self.process, self.memory_mb = process, memory_mb
-        self._make = environment_maker(target)
+        self._make = environment_maker(target, process=process, memory_mb=memory_mb)
         self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)
         # sound environments with their threads, and those of them that nobody plays
         self._sound: list[_InThread] = []
@@ -281,8 +280,6 @@ class EnvironmentManager:
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Create an environment."""
-        if self.process:
-            return ProcessEnvironment(self.target, self.kwargs, memory_mb=self.memory_mb)
         return self._make(**self.kwargs)
 
     def open(self, specs: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
