@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError, config_errors, in_one_line
-from ragen_pl.rollout.environment_process import ProcessEnvironment, environment_maker
+from ragen_pl.rollout.environment_process import environment_maker
 from ragen_pl.rollout.environments import (
     EnvironmentManager,
     EnvironmentMembers,
@@ -51,10 +51,10 @@ def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
     assert isinstance(settings, dict)
     kwargs = {str(name): value for name, value in settings.items()}
     with config_errors(f"env.target={env.target}"):
-        make = environment_maker(str(env.target))
+        make = environment_maker(
+            str(env.target), process=bool(env.get("process")), memory_mb=env.get("memory_mb")
+        )
     try:
-        if env.get("process"):
-            return ProcessEnvironment(env.target, kwargs, memory_mb=env.get("memory_mb"))
         return make(**kwargs)
     except (Error, ModuleNotFoundError) as error:
         raise ConfigError(
@@ -218,7 +218,8 @@ def _check_options(env: gymnasium.Env[Any, Any], options: DictConfig | None) -> 
 
 
 def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: str) -> None:
-    action = _first_action(slot.env)
+    named = slot.action_names is not None
+    action = 0 if named else _drawn_action(slot.members, np.random.default_rng(_SEED))
     with config_errors(f"{place}: step({action!r}) raised"):
         output: Any = slot.env.step(action)
     if not (isinstance(output, tuple) and len(output) == 5 and isinstance(output[4], dict)):
@@ -232,13 +233,10 @@ def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: st
         raise ConfigError(f"{place}: {result.error.partition(': ')[2]}")
 
 
-def _first_action(env: gymnasium.Env[Any, Any]) -> int | str:
-    """Return the first named action, or a free text that the environment draws."""
-    members = EnvironmentMembers(env)
-    if members.action_names is not None:
-        return 0
+def _drawn_action(members: EnvironmentMembers, rng: np.random.Generator) -> int | str:
+    """Return an action that the environment draws; of free texts any, where it draws none."""
     try:
-        return members.random_action(np.random.default_rng(_SEED))
+        return members.random_action(rng)
     except TypeError:
         return _TEXT
 
@@ -291,14 +289,11 @@ def _steps(
 ) -> list[tuple[Observation, float]]:
     """Return observations and rewards of the beginning of a random episode."""
     slot, rng = _reset(manager, env, place=place, seed=seed), np.random.default_rng(seed)
-    members = EnvironmentMembers(env)
+    members = slot.members
     assert slot.observation is not None
     steps = [(slot.observation, 0.0)]
     for _ in range(min(_STEPS, manager.max_turns)):
-        try:
-            action = members.random_action(rng)
-        except TypeError:
-            action = _TEXT
+        action = _drawn_action(members, rng)
         with config_errors(f"{place}: step({action!r}) raised"):
             raw, reward, terminated, truncated, _ = env.step(action)
         with config_errors(place):
