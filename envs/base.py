@@ -19,9 +19,6 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 Observation = str | dict[str, Any]
 """Text, or `{"text": str, "image": uint8[height, width, 3]}`, or `"images"` with a list of these."""
 
-Action = int | np.int64 | str
-"""Index of a named action, or free text."""
-
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
 Reward = Annotated[float, Ge(0)]
@@ -33,6 +30,13 @@ MAX_GRID = 16
 
 PRINTABLE = frozenset(string.printable)
 TEXT_CHARSET = frozenset(string.ascii_letters + string.digits + " ,.\n#_*")
+
+
+class Symbols(StrEnum):
+    """Vocabulary of a text observation: the one used in training, or a different one."""
+
+    PLAIN = "plain"
+    OTHER = "other"
 
 
 class TextStyle(StrEnum):

@@ -20,6 +20,7 @@ from envs.base import (
     Observation,
     Probability,
     Reward,
+    Symbols,
     bits,
     cells_text,
     check_number,
@@ -37,7 +38,6 @@ from envs.frozen_lake_map import (
 from envs.frozen_lake_text import (
     SIGNS,
     FrozenLakeStyle,
-    FrozenLakeSymbols,
     describe_state,
     directions_text,
     grid_text,
@@ -113,7 +113,7 @@ class FrozenLake(Environment):
         step_cost: Reward = 0.0,
         random_start: bool = True,
         render: FrozenLakeStyle = FrozenLakeStyle.COORDINATES,
-        symbols: FrozenLakeSymbols = FrozenLakeSymbols.PLAIN,
+        symbols: Symbols = Symbols.PLAIN,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)

@@ -6,17 +6,10 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from envs.base import MOVES
+from envs.base import MOVES, Symbols
 from envs.frozen_lake_map import FrozenLakeMap, neighbors
 
 Grid = tuple[str, str, str, str, str, str]
-
-
-class FrozenLakeSymbols(StrEnum):
-    """Vocabulary of the observation: the one used in training, or a different one."""
-
-    PLAIN = "plain"
-    OTHER = "other"
 
 
 class FrozenLakeStyle(StrEnum):
@@ -37,8 +30,8 @@ class Signs(NamedTuple):
 
 
 SIGNS = {
-    FrozenLakeSymbols.PLAIN: Signs("me", "goal", "holes", ("P", "_", "O", "G", "X", "W")),
-    FrozenLakeSymbols.OTHER: Signs("walker", "flag", "pits", ("A", ".", "#", "F", "T", "E")),
+    Symbols.PLAIN: Signs("me", "goal", "holes", ("P", "_", "O", "G", "X", "W")),
+    Symbols.OTHER: Signs("walker", "flag", "pits", ("A", ".", "#", "F", "T", "E")),
 }
 
 
@@ -53,7 +46,7 @@ def _grid_rule(signs: Signs) -> str:
 def _coordinates_rule(signs: Signs) -> str:
     words = (
         ""
-        if signs is SIGNS[FrozenLakeSymbols.PLAIN]
+        if signs is SIGNS[Symbols.PLAIN]
         else f" You are called {signs.you}, the goal {signs.goal} and the holes {signs.holes}."
     )
     return (

@@ -18,6 +18,7 @@ from envs.base import (
     Environment,
     Observation,
     Reward,
+    Symbols,
     TextStyle,
     check_number,
     checked_arguments,
@@ -25,7 +26,6 @@ from envs.base import (
 from envs.sokoban_rules import Room, State, draw_start, least_pushes, move, shortest_way
 from envs.sokoban_text import (
     SIGNS,
-    SokobanSymbols,
     coordinates_text,
     describe_state,
     grid_text,
@@ -107,7 +107,7 @@ class Sokoban(Environment):
         solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
         render: TextStyle = TextStyle.COORDINATES,
-        symbols: SokobanSymbols = SokobanSymbols.PLAIN,
+        symbols: Symbols = Symbols.PLAIN,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import NamedTuple
 
-from envs.base import MOVES, TextStyle, bits, cells_text
+from envs.base import MOVES, Symbols, TextStyle, bits, cells_text
 from envs.sokoban_rules import Room, State, inner_cells, shift, steps
-
-
-class SokobanSymbols(StrEnum):
-    """Vocabulary of the observation: the one used in training, or a different one."""
-
-    PLAIN = "plain"
-    OTHER = "other"
 
 
 class Signs(NamedTuple):
@@ -28,10 +20,10 @@ class Signs(NamedTuple):
 
 
 SIGNS = {
-    SokobanSymbols.PLAIN: Signs("me", "box", "target", "walls", "#_OXBPS"),
-    SokobanSymbols.OTHER: Signs("walker", "crate", "mark", "stones", "W.*C8AE"),
+    Symbols.PLAIN: Signs("me", "box", "target", "walls", "#_OXBPS"),
+    Symbols.OTHER: Signs("walker", "crate", "mark", "stones", "W.*C8AE"),
 }
-_PLAIN = SIGNS[SokobanSymbols.PLAIN]
+_PLAIN = SIGNS[Symbols.PLAIN]
 _COORDINATES_RULE = (
     "Each turn tells the row and the column of you, of the boxes, of the targets and of the "
     "walls inside the room; row 0 is the top wall and column 0 the left one."

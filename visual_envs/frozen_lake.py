@@ -12,19 +12,18 @@ from envs.base import TEXT_CHARSET, Count, Observation, Probability, Reward, bit
 from envs.frozen_lake import FrozenLake, HoleShare, Size
 from visual_envs.frozen_lake_tiles import (
     WITH_PLAYER,
-    FrozenLakeTheme,
     FrozenLakeTile,
     frozen_lake_tiles,
 )
-from visual_envs.tiles import TILE, lay_out
+from visual_envs.tiles import TILE, Theme, lay_out
 
 _TEXT = "reach the goal"
 _SEEN = {
-    FrozenLakeTheme.DAY: (
+    Theme.DAY: (
         "Each turn shows a picture of the lake from above: you are the figure in red, holes are dark "
         "water, the goal is a green flag on a yellow field."
     ),
-    FrozenLakeTheme.NIGHT: (
+    Theme.NIGHT: (
         "Each turn shows a picture of the lake from above, by night: you are the figure in white, holes "
         "are black water, the goal is a blue flag on an orange field."
     ),
@@ -83,7 +82,7 @@ class FrozenLakeVisual(FrozenLake):
         step_cost: Reward = 0.0,
         random_start: bool = True,
         trail: bool = False,
-        tiles: FrozenLakeTheme = FrozenLakeTheme.DAY,
+        tiles: Theme = Theme.DAY,
         image_scale: Count = 1,
         render_mode: str | None = None,
     ) -> None:

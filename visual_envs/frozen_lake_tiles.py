@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from visual_envs.tiles import TILE, Canvas, Color, pack
-
-
-class FrozenLakeTheme(StrEnum):
-    """Color theme of the tiles."""
-
-    DAY = "day"
-    NIGHT = "night"
+from visual_envs.tiles import TILE, Canvas, Color, Theme, pack
 
 
 class _Palette(NamedTuple):
@@ -35,7 +28,7 @@ class _Palette(NamedTuple):
 
 
 _PALETTES = {
-    FrozenLakeTheme.DAY: _Palette(
+    Theme.DAY: _Palette(
         ice=(214, 236, 248),
         seam=(176, 208, 228),
         glint=(244, 251, 255),
@@ -49,7 +42,7 @@ _PALETTES = {
         skin=(250, 208, 168),
         dark=(60, 24, 28),
     ),
-    FrozenLakeTheme.NIGHT: _Palette(
+    Theme.NIGHT: _Palette(
         ice=(72, 92, 128),
         seam=(54, 70, 102),
         glint=(104, 128, 168),
@@ -80,7 +73,7 @@ WITH_PLAYER = len(FrozenLakeTile)
 
 
 @cache
-def frozen_lake_tiles(theme: FrozenLakeTheme) -> NDArray[np.int64]:
+def frozen_lake_tiles(theme: Theme) -> NDArray[np.int64]:
     """Return all tiles, packed for `lay_out`."""
     colors = _PALETTES[theme]
     draw = (_ice, _hole, _goal, _trail)

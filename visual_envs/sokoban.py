@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from envs.base import TEXT_CHARSET, Count, CountOrZero, Observation, Reward, checked_arguments
 from envs.sokoban import Size, Sokoban
 from envs.sokoban_text import tile_codes
-from visual_envs.sokoban_tiles import SokobanTheme, sokoban_tiles
-from visual_envs.tiles import TILE, lay_out
+from visual_envs.sokoban_tiles import sokoban_tiles
+from visual_envs.tiles import TILE, Theme, lay_out
 
 _TEXT = "push the boxes onto the targets"
 _SEEN = {
-    SokobanTheme.DAY: (
+    Theme.DAY: (
         "Each turn shows a picture of the room from above: you are the figure in blue, walls are "
         "bricks, targets are red rings, boxes are brown crates and turn green on a target."
     ),
-    SokobanTheme.NIGHT: (
+    Theme.NIGHT: (
         "Each turn shows a picture of the room from above, by night: you are the figure in white, walls are "
         "gray bricks, targets are yellow rings, boxes are blue crates and turn pink on a target."
     ),
@@ -77,7 +77,7 @@ class SokobanVisual(Sokoban):
         box_reward: Reward = 0.0,
         solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
-        tiles: SokobanTheme = SokobanTheme.DAY,
+        tiles: Theme = Theme.DAY,
         image_scale: Count = 1,
         render_mode: str | None = None,
     ) -> None:

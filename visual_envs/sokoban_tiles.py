@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from visual_envs.tiles import Canvas, Color, pack
-
-
-class SokobanTheme(StrEnum):
-    """Color theme of the tiles."""
-
-    DAY = "day"
-    NIGHT = "night"
+from visual_envs.tiles import Canvas, Color, Theme, pack
 
 
 class _Palette(NamedTuple):
@@ -35,7 +27,7 @@ class _Palette(NamedTuple):
 
 
 _PALETTES = {
-    SokobanTheme.DAY: _Palette(
+    Theme.DAY: _Palette(
         brick=(118, 72, 58),
         mortar=(74, 44, 38),
         floor=(236, 226, 200),
@@ -49,7 +41,7 @@ _PALETTES = {
         skin=(250, 208, 168),
         dark=(24, 28, 64),
     ),
-    SokobanTheme.NIGHT: _Palette(
+    Theme.NIGHT: _Palette(
         brick=(150, 158, 176),
         mortar=(96, 104, 124),
         floor=(34, 36, 58),
@@ -67,7 +59,7 @@ _PALETTES = {
 
 
 @cache
-def sokoban_tiles(theme: SokobanTheme) -> NDArray[np.int64]:
+def sokoban_tiles(theme: Theme) -> NDArray[np.int64]:
     """Return the packed tiles: wall, floor, target, box, box on target, player, player on target."""
     colors = _PALETTES[theme]
     canvases = [

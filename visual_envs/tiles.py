@@ -7,6 +7,7 @@ Tiles are drawn at a larger scale and reduced, which smooths their edges. The ti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Self
 
 import numpy as np
@@ -20,6 +21,13 @@ _SCALE = 8
 
 Color = tuple[int, int, int]
 Box = tuple[float, float, float, float]
+
+
+class Theme(StrEnum):
+    """Color theme of tiles: the one used in training, or the same shapes in other colors."""
+
+    DAY = "day"
+    NIGHT = "night"
 
 
 class Canvas:

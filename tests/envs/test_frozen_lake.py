@@ -16,7 +16,8 @@ from envs.frozen_lake import FrozenLake
 from envs.frozen_lake_map import draw_map, walk_distance
 from envs.policies import OptimalPolicy, RandomPolicy
 from visual_envs.frozen_lake import FrozenLakeVisual
-from visual_envs.frozen_lake_tiles import FrozenLakeTheme, frozen_lake_tiles
+from visual_envs.frozen_lake_tiles import frozen_lake_tiles
+from visual_envs.tiles import Theme
 
 GYMNASIUM_ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 ROWS = ["SFFF", "FHFH", "FFFH", "HFFG"]
@@ -288,8 +289,8 @@ def test_night_theme_changes_only_colors() -> None:
         FrozenLakeVisual(tiles="dawn")
 
 
-@pytest.mark.parametrize("theme", list(FrozenLakeTheme))
-def test_tiles_differ_clearly(theme: FrozenLakeTheme) -> None:
+@pytest.mark.parametrize("theme", list(Theme))
+def test_tiles_differ_clearly(theme: Theme) -> None:
     tiles = frozen_lake_tiles(theme).view(np.uint8).reshape(8, -1).astype(float)
     for first in range(8):
         for second in range(first):
