@@ -10,6 +10,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
+from envs.adapters.optional import optional_import
 from envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
 from visual_envs.svg_pictures import (
     Drawing,
@@ -108,7 +109,7 @@ class Svg(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        _check_library()
+        optional_import("resvg_py", extra="svg")
         _check_counts(min_shapes, max_shapes, size=size)
         self.size, self.min_shapes, self.max_shapes = size, min_shapes, max_shapes
         self.side = size * _CELL * image_scale
@@ -231,12 +232,3 @@ def _check_counts(low: int, high: int, *, size: int) -> None:
         raise ValueError(
             f"min_shapes={low}, max_shapes={high}: expected 1 <= min_shapes <= max_shapes <= {most} for size={size}"
         )
-
-
-def _check_library() -> None:
-    try:
-        import resvg_py  # noqa: F401
-    except ImportError:
-        raise ImportError(
-            "visual_envs.svg renders with resvg-py: pip install 'ragen_pl[svg]'"
-        ) from None

@@ -137,13 +137,11 @@ class Gym(Environment):
 
     ## Action Space
     `Discrete(n)`: `actions`. The names of FrozenLake, CliffWalking, Taxi, Blackjack, CartPole, MountainCar and
-    Acrobot are
-    known.
+    Acrobot are known.
 
     ## Observation Space
     `Text`: the text rendering where the id has one (`ansi`), with brackets for coloured cells; otherwise the numbers
-    of the
-    observation.
+    of the observation.
 
     ## Starting State, Rewards, Episode End
     Those of the id.
@@ -200,14 +198,14 @@ class Gym(Environment):
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Carry out an action."""
         taken, before = self._take(action), self.state_key()
-        self._seen, reward, terminated, truncated, info = self.game.step(self._first + taken)
+        self._seen, reward, terminated, truncated, game_info = self.game.step(self._first + taken)
         self._return += float(reward)
         self._over = bool(terminated or truncated)
-        told = {
-            "success": self._is_solved(info, float(reward), bool(terminated)),
+        info = {
+            "success": self._is_solved(game_info, float(reward), bool(terminated)),
             "action_is_effective": self.state_key() != before,
         }
-        return self._observation(), float(reward), bool(terminated), bool(truncated), told
+        return self._observation(), float(reward), bool(terminated), bool(truncated), info
 
     def close(self) -> None:
         """Close the game."""

@@ -47,8 +47,7 @@ class OpenEnv(Environment):
 
     ## Information
     `success`: `success` in the server's metadata, otherwise a last reward of at least `success_reward`.
-    `action_is_valid`: false for
-    an action that the server's types do not allow. `reward_parts`: those of the metadata.
+    `action_is_valid`: false for an action that the server's types do not allow. `reward_parts`: those of the metadata.
 
     ## Arguments
     - `url`: address of the server, such as `http://127.0.0.1:8000`.
@@ -120,14 +119,14 @@ class OpenEnv(Environment):
         except RefusedAction as error:
             return str(error), 0.0, False, False, {"success": False, "action_is_valid": False}
         self._shown, self._over = self._text(data), bool(data.get("done"))
-        reward, told = float(data.get("reward") or 0.0), data.get("metadata") or {}
+        reward, metadata = float(data.get("reward") or 0.0), data.get("metadata") or {}
         won = self._over and reward >= self.success_reward
         info = {
-            "success": bool(told.get("success", won)),
-            "action_is_valid": bool(told.get("action_is_valid", True)),
+            "success": bool(metadata.get("success", won)),
+            "action_is_valid": bool(metadata.get("action_is_valid", True)),
         }
-        if "reward_parts" in told:
-            info["reward_parts"] = told["reward_parts"]
+        if "reward_parts" in metadata:
+            info["reward_parts"] = metadata["reward_parts"]
         return self._shown, reward, self._over, False, info
 
     def close(self) -> None:

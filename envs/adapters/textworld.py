@@ -28,8 +28,7 @@ class TextWorld(Environment):
 
     ## Description
     A game of the library TextWorld (Cote et al., 2018): rooms, containers, keys, and a quest of some commands. The
-    observation is
-    written from the facts of the game, so no game needs to be compiled.
+    observation is written from the facts of the game, so no game needs to be compiled.
 
     ## Action Space
     `Text`: a command, such as `take key from table`.
