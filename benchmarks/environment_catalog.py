@@ -59,7 +59,7 @@ INTRODUCTION = """\
 Written by `python benchmarks/environment_catalog.py` from the settings in `conf/env`. Each environment is played as
 shipped, by the random player and by the scripted or optimal one, on the first initial states of the validation set.
 Success has 95% intervals. Turns are those of the best player, and the most allowed. Turns per second are those of one
-thread of a busy machine, without prompts and model. [Write your own environment](environments.md) has the protocol.
+thread of a busy machine, without prompts and model. [Bring your own environment](own_environments.md) has the protocol.
 """
 _TURNS_SHOWN = 4
 _CHARACTERS_SHOWN = 400

@@ -20,6 +20,7 @@ ENVIRONMENT_IDS = (
     "ragen/Blackjack-v0",
     "ragen/PocketCube-v0",
     "ragen/Invoice-v0",
+    "ragen/WebShop-v0",
 )
 
 register(id="ragen/FrozenLake-v0", entry_point="envs.frozen_lake:FrozenLake")
@@ -38,3 +39,4 @@ register(id="ragen/Game2048-v0", entry_point="envs.game_2048:Game2048")
 register(id="ragen/Blackjack-v0", entry_point="envs.blackjack:Blackjack")
 register(id="ragen/PocketCube-v0", entry_point="envs.pocket_cube:PocketCube")
 register(id="ragen/Invoice-v0", entry_point="envs.invoice:Invoice")
+register(id="ragen/WebShop-v0", entry_point="envs.web_shop:WebShop")

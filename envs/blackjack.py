@@ -48,7 +48,7 @@ class Blackjack(Environment):
     instructions = (
         "You play blackjack. Cards count their number, pictures 10, an ace 11 or 1. You hold the sum of your cards; "
         "it is soft while an ace in it counts 11. Hit draws a card, above 21 you lose. Stand ends your hand: then the "
-        "dealer, of whom you see one card, draws up to 17. The sum that is closer to 21 wins."
+        "dealer, of whom you see one card, draws up to 17 and loses above 21. Else the sum that is closer to 21 wins."
     )
 
     @checked_arguments

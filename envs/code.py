@@ -37,7 +37,7 @@ class Code(Environment):
 
     ## Observations
     The steps in words with visible examples; after an attempt the first example that fails. Of the hidden tests a
-    player hears only that one fails, so that retries reveal none of them.
+    player hears only that one fails. Their results never enter the process of the program.
 
     ## Episode End
     Terminated when a program passes all tests, and after `attempts` programs.
@@ -132,8 +132,8 @@ class Code(Environment):
         return f"{self.specification.takes} {count} step{'s' if count > 1 else ''}"
 
     def state_key(self) -> str:
-        """Return the function, the inputs of its tests and the number of programs."""
-        return f"{self.specification.steps} {self.described} {self.inputs} {self.used}"
+        """Return the function and the number of programs. Other tests of it do not make another state."""
+        return f"{self.specification.takes} {self.specification.steps} {self.described} {self.used}"
 
     def difficulty(self) -> int:
         """Return the number of steps."""

@@ -68,8 +68,8 @@ class FrozenLake(Environment):
     ## Starting State
     Start and goal are random. The shortest path around the holes has `min_distance` to
     `max_distance` moves. With `random_start=False` they are opposite corners.
-    Reset options: `min_distance`, `max_distance`, `min_detour` (number of moves that the holes add to
-    the shortest path), or `layout` (rows in gymnasium's letters SFHG).
+    Reset options: `size` (a smaller lake), `min_distance`, `max_distance`, `min_detour` (number of moves that the
+    holes add to the shortest path), or `layout` (rows in gymnasium's letters SFHG).
 
     ## Rewards
     1 at the goal, 0 otherwise, minus `step_cost` for every move.
@@ -81,7 +81,7 @@ class FrozenLake(Environment):
     `success`: the player is at the goal. `action_is_effective`: the move changed the player's cell.
 
     ## Arguments
-    - `size`: rows and columns, 2 to 16.
+    - `size`: rows and columns, 2 to 16; of the largest lake where resets name smaller ones.
     - `hole_share`: from 0 to 0.8.
     - `slip_probability`: p. A move goes in the intended direction with probability 1 - p and to
       either side with p / 2. 2/3 equals gymnasium's `is_slippery=True`.
@@ -98,7 +98,7 @@ class FrozenLake(Environment):
     """
 
     action_names = MOVES
-    option_names = ("min_distance", "max_distance", "min_detour", "layout")
+    option_names = ("size", "min_distance", "max_distance", "min_detour", "layout")
     relation_names = ("goal", "hole")
 
     @checked_arguments
@@ -117,13 +117,13 @@ class FrozenLake(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        self.size, self.hole_share, self.slip_probability = size, hole_share, slip_probability
+        self.largest = size
+        self.hole_share, self.slip_probability = hole_share, slip_probability
         self.step_cost, self.random_start = step_cost, random_start
         self.style, self.signs = render, SIGNS[symbols]
-        self.min_distance, self.max_distance = self._distances(min_distance, max_distance)
-        self.instructions = rules(
-            size, slip_probability=slip_probability, seen=self._observation_rule()
-        )
+        self.min_distance, self.max_distance = min_distance, max_distance
+        self._resize(size)
+        self._distances({})
         self.action_space = spaces.Discrete(4)
         self.observation_space = self._observation_space()
         self.lake = FrozenLakeMap(size, 0, size * size - 1, 0, 2 * size - 2)
@@ -134,16 +134,13 @@ class FrozenLake(Environment):
     ) -> tuple[Observation, dict[str, Any]]:
         """Draw a map, or use `options["layout"]`, and place the player at the start."""
         options = self._begin(seed=seed, options=options)
+        self._resize(options.get("size", self.largest))
         if "layout" in options:
             self.lake = read_map(options["layout"], size=self.size)
         else:
-            low, high, detour = self.min_distance, self.max_distance, 0
-            if options:
-                detour = options.get("min_detour", 0)
-                check_number(detour, name="min_detour", low=0, high=self.size**2, whole=True)
-                low, high = self._distances(
-                    options.get("min_distance", low), options.get("max_distance", high)
-                )
+            detour = options.get("min_detour", 0)
+            check_number(detour, name="min_detour", low=0, high=self.size**2, whole=True)
+            low, high = self._distances(options)
             self.lake = draw_map(
                 self.np_random,
                 size=self.size,
@@ -249,9 +246,19 @@ class FrozenLake(Environment):
             return directions_text(positions, signs=self.signs)
         return f"{self.signs.you} {self.cell // self.size} {self.cell % self.size}{self._fixed}"
 
-    def _distances(self, low: int, high: int | None) -> tuple[int, int]:
+    def _resize(self, size: int) -> None:
+        check_number(size, name="size", low=2, high=self.largest, whole=True)
+        self.size = size
+        self.instructions = rules(
+            size, slip_probability=self.slip_probability, seen=self._observation_rule()
+        )
+
+    def _distances(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the bounds of the shortest path in the present lake."""
         longest = self.size * self.size - 1
         corner = 2 * (self.size - 1)
+        low = options.get("min_distance", self.min_distance)
+        high = options.get("max_distance", self.max_distance)
         high = longest if high is None else high
         check_number(low, name="min_distance", low=1, high=corner, whole=True)
         check_number(high, name="max_distance", low=low, high=longest, whole=True)

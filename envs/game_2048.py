@@ -63,13 +63,9 @@ class Game2048(Environment):
         super().__init__(render_mode=render_mode)
         self.size, self.merge_reward = size, merge_reward
         self.target = self._goal = _power(target)
+        self.instructions = self._rules()
         self.action_space = spaces.Discrete(len(MOVES))
         self.observation_space = spaces.Text(max_length=200, charset=TEXT_CHARSET)
-        self.instructions = (
-            f"You play 2048 on a board of {size} rows and {size} columns. A move slides all tiles Up, Down, Left or "
-            "Right as far as they go, and two equal tiles that meet become one of twice the number. After each move "
-            f"a tile 2 or 4 appears in an empty cell, shown as _. Make a tile of {target} before no move is left."
-        )
         self._rows: Rows = ((0,) * size,) * size
 
     def reset(
@@ -78,6 +74,7 @@ class Game2048(Environment):
         """Put two tiles on an empty board. Option `target` sets another target number."""
         options = self._begin(seed=seed, options=options)
         self._goal = _power(options.get("target", 2**self.target))
+        self.instructions = self._rules()
         self._rows = ((0,) * self.size,) * self.size
         for _ in range(2):
             self._add_tile()
@@ -96,6 +93,14 @@ class Game2048(Environment):
         info = {"success": success, "action_is_effective": changed}
         reward = float(success) + self.merge_reward * grown
         return self._observation(), reward, self._over, False, info
+
+    def _rules(self) -> str:
+        return (
+            f"You play 2048 on a board of {self.size} rows and {self.size} columns. A move slides all tiles Up, Down, "
+            "Left or Right as far as they go, and two equal tiles that meet become one of twice the number. After "
+            f"each move a tile 2 or 4 appears in an empty cell, shown as _. Make a tile of {2**self._goal} before no "
+            "move is left."
+        )
 
     def state_key(self) -> str:
         """Return the board and the target."""

@@ -49,7 +49,7 @@ class KnowledgeBase(ToolEnvironment):
         people: Annotated[int, Interval(ge=2, le=12)] = 4,
         notes: Annotated[int, Interval(ge=0, le=4)] = 2,
         amended_share: Probability = 0.2,
-        results: Annotated[int, Interval(ge=1, le=8)] = 4,
+        results: Annotated[int, Interval(ge=2, le=8)] = 4,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)

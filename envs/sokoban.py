@@ -60,7 +60,7 @@ class Sokoban(Environment):
 
     ## Starting State
     Random room, boxes and player. The shortest solution has `min_pushes` to `max_pushes` pushes.
-    Reset options: `min_pushes`, `max_pushes`, or `layout` (rows of the symbols above).
+    Reset options: `size` (a smaller room), `min_pushes`, `max_pushes`, or `layout` (rows of the symbols above).
 
     ## Rewards
     `solved_reward` when all boxes are on targets, `box_reward` for each box moved onto a target and
@@ -75,7 +75,7 @@ class Sokoban(Environment):
     `success`: solved. `action_is_effective`: the move changed the state.
 
     ## Arguments
-    - `size`: rows and columns, border walls included, 4 to 16.
+    - `size`: rows and columns, border walls included, 4 to 16; of the largest room where resets name smaller ones.
     - `boxes`: at least 1. `walls`: number of walls inside the border.
     - `min_pushes`, `max_pushes`: bounds of the number of pushes in the shortest solution; None means
       no upper bound. The search stops after 4,000 states, which also bounds it.
@@ -90,7 +90,7 @@ class Sokoban(Environment):
     """
 
     action_names = MOVES
-    option_names = ("min_pushes", "max_pushes", "layout")
+    option_names = ("size", "min_pushes", "max_pushes", "layout")
     relation_names = ("box", "target")
 
     @checked_arguments
@@ -111,26 +111,25 @@ class Sokoban(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        room = (size - 2) ** 2
-        check_number(boxes, name="boxes", low=1, high=room // 2, whole=True)
-        check_number(walls, name="walls", low=0, high=room - 2 * boxes - 1, whole=True)
-        self.size, self.boxes, self.walls = size, boxes, walls
+        self.largest, self.boxes, self.walls = size, boxes, walls
         self.step_cost, self.box_reward, self.solved_reward = step_cost, box_reward, solved_reward
         self.end_on_deadlock = end_on_deadlock
         self.style, self.signs = render, SIGNS[symbols]
+        self._resize(size)
         self.min_pushes, self.max_pushes = self._pushes(min_pushes, max_pushes)
-        self.instructions = rules(size, boxes=boxes, seen=self._observation_rule())
         self.action_space = spaces.Discrete(4)
         self.observation_space = self._observation_space()
         self.room, self.state = Room(size, 0, 0), State(0, 1)
         self._pushes_of_state = (self.state, 0)
-        self._solution: dict[State, int] = {}
+        # None without a solution
+        self._solution: dict[State, int | None] = {}
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """Draw a room, or use `options["layout"]`."""
         options = self._begin(seed=seed, options=options)
+        self._resize(options.get("size", self.largest))
         if "layout" in options:
             self.room, self.state = read_room(options["layout"], size=self.size)
             pushes = least_pushes(self.room, self.state)
@@ -188,6 +187,8 @@ class Sokoban(Environment):
     def optimal_action(self, rng: np.random.Generator) -> int:
         """Return the next move of a shortest solution, or a random move if there is none."""
         if self.state not in self._solution:
+            # a state without a solution is not searched again
+            self._solution[self.state] = None
             self._solution |= dict(shortest_way(self.room, self.state))
         action = self._solution.get(self.state)
         return int(rng.integers(4)) if action is None else action
@@ -200,6 +201,14 @@ class Sokoban(Environment):
         if self.style is TextStyle.GRID:
             return grid_text(self.room, self.state, signs=self.signs)
         return coordinates_text(self.room, self.state, signs=self.signs)
+
+    def _resize(self, size: int) -> None:
+        check_number(size, name="size", low=4, high=self.largest, whole=True)
+        cells = (size - 2) ** 2
+        check_number(self.boxes, name="boxes", low=1, high=cells // 2, whole=True)
+        check_number(self.walls, name="walls", low=0, high=cells - 2 * self.boxes - 1, whole=True)
+        self.size = size
+        self.instructions = rules(size, boxes=self.boxes, seen=self._observation_rule())
 
     def _pushes(self, low: int, high: int | None) -> tuple[int, int]:
         high = _MAX_PUSHES if high is None else high

@@ -234,10 +234,11 @@ class SupportDesk(ToolEnvironment):
         return f"{order.id} fine {request.city or self._amount(order)}"
 
     def state_key(self) -> str:
-        """Return the policy, the database, the requests and the number of calls."""
+        """Return the policy, the database, the requests, and what has been done and decided."""
         orders = [astuple(order) for order in self.orders.values()]
         requests = [astuple(request) for request in self.requests]
-        return f"{self.policy} {orders} {requests} {self.tables} {self.at} {self._calls}"
+        record = f"{sorted(self._unchecked)} {self._harm} {self._all_right}"
+        return f"{self.policy} {self.customer} {orders} {requests} {self.tables} {self.at} {self._calls} {record}"
 
     def difficulty(self) -> int:
         """Return the number of rules of the policy."""
@@ -309,17 +310,21 @@ class SupportDesk(ToolEnvironment):
     def _broken(self, request: Request, *, known: bool = False) -> list[Rule]:
         """Return the rules that forbid a request, of those the clerk can know so far or of all."""
         order, policy = self._own(request), self.policy
-        broken = {
-            Rule.CODE: request.code != order.code and (request.heard_code or not known),
-        }
+        broken = {Rule.CODE: request.code != order.code}
         if request.city:
             broken[Rule.SENT] = order.sent
         else:
+            amount = self._amount(order)
             # The default never forbids.
             broken[Rule.LATE] = order.day > int(policy.get(Rule.LATE) or MAX_DAY)
-            broken[Rule.PRICE] = order.price > int(policy.get(Rule.PRICE) or order.price)
+            broken[Rule.PRICE] = amount > int(policy.get(Rule.PRICE) or amount)
             broken[Rule.KIND] = order.item == policy.get(Rule.KIND)
             broken[Rule.GIFT] = order.gift
+        if known and not request.heard_code:
+            del broken[Rule.CODE]
+        if known and not request.found:
+            # only the item is in the request
+            broken = {Rule.KIND: broken.get(Rule.KIND, False)}
         return [rule for rule in policy if broken.get(rule)]
 
     def _changed(self) -> None:

@@ -151,7 +151,10 @@ class ToolEnvironment(Environment):
             ValueError: It is no call of a tool; with the reason, for the player.
         """
         try:
-            call = _Call.model_validate(json.loads(text))
+            content = json.loads(text)
+            # half a surrogate pair is no text; a tool that repeats it would fail the episode
+            json.dumps(content, ensure_ascii=False).encode()
+            call = _Call.model_validate(content)
         # deep nesting, numbers of many digits
         except (ValidationError, ValueError, RecursionError):
             raise ValueError(
@@ -221,6 +224,6 @@ def _type_name(annotation: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the beginning of a player's text in one line of printable characters."""
-    shown = text if len(text) <= _QUOTED else text[:_QUOTED] + "…"
-    return ascii(shown) if not shown.isprintable() else f"'{shown}'"
+    """Return a text in quotes as printable ASCII, truncated."""
+    shown = f"'{text}'" if text.isascii() and text.isprintable() else ascii(text)
+    return shown if len(shown) <= _QUOTED + 2 else f"{shown[:_QUOTED]}...'"

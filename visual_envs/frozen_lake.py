@@ -35,7 +35,8 @@ class FrozenLakeVisual(FrozenLake):
     """Walk over a frozen lake, shown as an image from above.
 
     ## Description
-    `FrozenLake` whose state is visible only in the image, a square of `16 * size * image_scale` pixels.
+    `FrozenLake` whose state is visible only in the image, a square of `16 * size * image_scale` pixels. A smaller lake
+    is in its upper left corner.
 
     ## Action Space
     `Discrete(4)`: 0 Up, 1 Down, 2 Left, 3 Right.
@@ -118,7 +119,11 @@ class FrozenLakeVisual(FrozenLake):
     def _image(self) -> NDArray[np.uint8]:
         self._codes[self.cell] += WITH_PLAYER
         image = lay_out(
-            frozen_lake_tiles(self.theme), self._codes, size=self.size, scale=self.image_scale
+            frozen_lake_tiles(self.theme),
+            self._codes,
+            size=self.size,
+            largest=self.largest,
+            scale=self.image_scale,
         )
         self._codes[self.cell] -= WITH_PLAYER
         return image
@@ -127,7 +132,7 @@ class FrozenLakeVisual(FrozenLake):
         return _SEEN[self.theme] + _SEEN_TRAIL * self.trail
 
     def _observation_space(self) -> spaces.Space[Any]:
-        side = self.size * TILE * self.image_scale
+        side = self.largest * TILE * self.image_scale
         image = spaces.Box(0, 255, (side, side, 3), np.uint8)
         text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
         return spaces.Dict({"text": text, "image": image})

@@ -53,7 +53,7 @@ class SokobanVisual(Sokoban):
     `success`, `action_is_effective`.
 
     ## Arguments
-    Those of `Sokoban` except `render` and `symbols`, and
+    Those of `Sokoban` except `render` and `symbols` (a smaller room is in the upper left corner of the image), and
     - `tiles`: "day", or "night" for the same shapes in different colors.
     - `image_scale`: factor of the image's height and width. Pretrained models read an image in patches of
       14 to 32 pixels, and a tile is 16 pixels wide.
@@ -104,13 +104,19 @@ class SokobanVisual(Sokoban):
 
     def _image(self) -> NDArray[np.uint8]:
         codes = np.array(tile_codes(self.room, self.state), dtype=np.intp)
-        return lay_out(sokoban_tiles(self.theme), codes, size=self.size, scale=self.image_scale)
+        return lay_out(
+            sokoban_tiles(self.theme),
+            codes,
+            size=self.size,
+            largest=self.largest,
+            scale=self.image_scale,
+        )
 
     def _observation_rule(self) -> str:
         return _SEEN[self.theme]
 
     def _observation_space(self) -> spaces.Space[Any]:
-        side = self.size * TILE * self.image_scale
+        side = self.largest * TILE * self.image_scale
         image = spaces.Box(0, 255, (side, side, 3), np.uint8)
         text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
         return spaces.Dict({"text": text, "image": image})

@@ -121,17 +121,21 @@ class Svg(Environment):
                 "images": spaces.Tuple((picture, picture)),
             }
         )
-        self.instructions = (
+        self.instructions = self._rules(min_shapes, max_shapes)
+        self._shapes: list[Shape] = []
+        self._blank = render(Drawing(view_box=(0, 0, size, size)), side=self.side)
+        self._show(Drawing(view_box=(0, 0, size, size)), self._blank, target=self._blank)
+
+    def _rules(self, low: int, high: int) -> str:
+        size = self.size
+        return (
             f"You see two pictures of {size} by {size} cells: one to copy, and your own, which is blank at first. "
-            f"The first one shows {min_shapes} to {max_shapes} shapes, each a square or a circle that fills a cell, "
+            f"The first one shows {low} to {high} shapes, each a square or a circle that fills a cell, "
             f"in {', '.join(COLORS[:-1])} or {COLORS[-1]}. Answer with SVG elements on a canvas of {size} by {size} "
             'units, such as <rect x="1" y="0" width="1" height="1" fill="red"/>'
             '<circle cx="2.5" cy="2.5" r="0.5" fill="lime"/>. Each answer draws your whole picture anew. The number '
             "after match says how similar the pictures are, from 0 to 100."
         )
-        self._shapes: list[Shape] = []
-        self._blank = render(Drawing(view_box=(0, 0, size, size)), side=self.side)
-        self._show(Drawing(view_box=(0, 0, size, size)), self._blank, target=self._blank)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -141,6 +145,7 @@ class Svg(Environment):
         low = chosen.get("min_shapes", self.min_shapes)
         high = chosen.get("max_shapes", max(low, self.max_shapes))
         _check_counts(low, high, size=self.size)
+        self.instructions = self._rules(low, high)
         self._shapes = self._draw(self.np_random, low, high)
         blank = Drawing(view_box=(0, 0, self.size, self.size))
         target = render(read_svg(_svg(self._shapes), size=self.size), side=self.side)

@@ -6,6 +6,7 @@ references, styles, scripts, text, images and transformations.
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -170,22 +171,30 @@ def _shown(text: str) -> str:
 
 
 def render(drawing: Drawing, *, side: int) -> Picture:
-    """Render a drawing on white, `[side, side, 3]`.
+    """Render a drawing on white, `[side, side, 3]`. The array is read-only.
 
     Raises:
         SvgError: The renderer refuses it.
     """
-    import resvg_py
-
     box = " ".join(f"{number:g}" for number in drawing.view_box)
     text = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">{drawing.body}</svg>'
+    return _rendered(text, side)
+
+
+# the episodes of a group have the same picture to copy, and a right answer draws it once more
+@functools.lru_cache(maxsize=1024)
+def _rendered(text: str, side: int) -> Picture:
+    import resvg_py
+
     try:
         png = resvg_py.svg_to_bytes(
             svg_string=text, width=side, height=side, background="white", skip_system_fonts=True
         )
     except ValueError:
         raise SvgError("it cannot be drawn") from None
-    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    picture = np.array(Image.open(io.BytesIO(png)).convert("RGB"))
+    picture.setflags(write=False)  # it is shared
+    return picture
 
 
 def color_match(picture: Picture, target: Picture) -> float:
@@ -203,8 +212,13 @@ def color_match(picture: Picture, target: Picture) -> float:
 
 def outline_match(picture: Picture, target: Picture) -> float:
     """Return the similarity of the areas drawn on above that of a blank page, from 0 to 1."""
-    drawn, wanted = ((image != _WHITE).any(axis=-1).astype(np.int64) for image in (picture, target))
-    return _match(drawn, wanted, blank=0)
+    return _match(_drawn_on(picture), _drawn_on(target), blank=0)
+
+
+def _drawn_on(picture: Picture) -> NDArray[np.int64]:
+    red, green, blue = np.moveaxis(picture, -1, 0)
+    # a channel that is not white clears a bit; several times as fast as `any` over the last axis
+    return ((red & green & blue) != _WHITE).astype(np.int64)
 
 
 def _match(value: NDArray[np.int64], target: NDArray[np.int64], *, blank: int) -> float:

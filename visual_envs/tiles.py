@@ -74,7 +74,12 @@ def pack(tiles: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
 
 
 def lay_out(
-    packed: NDArray[np.int64], codes: NDArray[np.intp], *, size: int, scale: int = 1
+    packed: NDArray[np.int64],
+    codes: NDArray[np.intp],
+    *,
+    size: int,
+    largest: int | None = None,
+    scale: int = 1,
 ) -> NDArray[np.uint8]:
     """Return a new image of a square grid of tiles.
 
@@ -82,12 +87,16 @@ def lay_out(
         packed: Tiles returned by `pack`.
         codes: Tile code of each cell, row by row, `[size * size]`.
         size: Number of rows and columns.
+        largest: Rows and columns of the image, black beyond the grid; None for those of the grid.
         scale: Factor of height and width.
 
     Returns:
-        RGB, `[size * TILE * scale, size * TILE * scale, 3]`.
+        RGB, `[largest * TILE * scale, largest * TILE * scale, 3]`.
     """
     rows = packed[codes].reshape(size, size, TILE, -1).transpose(0, 2, 1, 3)
     side = size * TILE
     image = rows.reshape(side, -1).view(np.uint8).reshape(side, side, 3)
+    if largest is not None and largest > size:
+        beyond = (largest - size) * TILE
+        image = np.pad(image, ((0, beyond), (0, beyond), (0, 0)))
     return image if scale == 1 else image.repeat(scale, axis=0).repeat(scale, axis=1)

@@ -47,6 +47,7 @@ class Family:
         actions: names of the actions.
         success: when an episode is solved.
         rules: rules in full sentences.
+        rendering: how the text rendering shows the game, in full sentences.
         fields: names of the numbers of an observation.
         player: a good action for an observation.
     """
@@ -54,6 +55,7 @@ class Family:
     actions: tuple[str, ...]
     success: Success
     rules: str
+    rendering: str = ""
     fields: tuple[str, ...] = ()
     player: Callable[[Any], int] | None = None
 
@@ -71,27 +73,29 @@ FAMILIES = {
     "FrozenLake": Family(
         actions=("Left", "Down", "Right", "Up"),
         success=Success.POSITIVE,
-        rules=(
-            "You walk over a frozen lake from S to the goal G. F is ice, and H is a hole, which ends the walk. "
-            "Brackets mark your cell. The ice may be slippery."
-        ),
+        rules="You walk over a frozen lake to the goal. A hole ends the walk. The ice may be slippery.",
+        rendering="S is the start, G the goal, F ice and H a hole. Brackets mark your cell.",
     ),
     "CliffWalking": Family(
         actions=("Up", "Right", "Down", "Left"),
         success=Success.TERMINATED,
         rules=(
-            "You walk along a cliff: x is you, T is the goal, and C is the cliff. Who steps over the cliff loses "
-            "100 and is put back at the start. Each step costs 1."
+            "You walk along a cliff to the goal. Who steps over the cliff loses 100 and is put back at the start. Each "
+            "step costs 1."
         ),
+        rendering="x is you, T is the goal, and C is the cliff.",
     ),
     "Taxi": Family(
         actions=("South", "North", "East", "West", "Pickup", "Dropoff"),
         success=Success.POSITIVE,
         rules=(
-            "You drive a taxi through a town with the stops R, G, Y and B. The stop in round brackets is where "
-            "the passenger waits, the one between slashes is the destination. Square brackets mark the taxi, "
-            "curly ones a taxi with its passenger. You cannot drive through the walls |. Go to the passenger, "
+            "You drive a taxi through a town with four stops. You cannot drive through walls. Go to the passenger, "
             "Pickup, go to the destination, and Dropoff. Each step costs 1, a wrong Pickup or Dropoff 10."
+        ),
+        rendering=(
+            "The stops are R, G, Y and B. The stop in round brackets is where the passenger waits, the one between "
+            "slashes is the destination. Square brackets mark the taxi, curly ones a taxi with its passenger. Walls "
+            "are |."
         ),
     ),
     "Blackjack": Family(
@@ -180,10 +184,16 @@ class Gym(Environment):
         self.observation_space = spaces.Text(10_000)
         self.success = self._solved_by(success)
         general = f"You play {id}. Choose one of {', '.join(self.action_names)}."
-        self.instructions = rules or (self.family.rules if self.family else general)
+        known = self.family.rules if self.family else general
+        rendering = "" if rules else self._rendering()
+        self.instructions = f"{rules or known} {rendering}".strip()
         self._seen: Any = None
         self._return = 0.0
         self._policy: dict[int, list[int]] = {}
+
+    def _rendering(self) -> str:
+        """Return how an observation shows the game, where that is known."""
+        return self.family.rendering if self.family else ""
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None

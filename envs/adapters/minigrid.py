@@ -98,6 +98,8 @@ class MiniGrid(Environment):
         self._view = np.zeros((1, 1, 3), np.uint8)
         self._bot: Any = None
         self._planned: int | None = None
+        # of the present state; computing it takes a good part of a turn
+        self._key = ""
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -107,25 +109,30 @@ class MiniGrid(Environment):
         view, _ = self.world.reset(seed=int(self.np_random.integers(2**31)))
         self._view = view["image"]
         self._bot = self._planned = None
+        self._key = self._state_key()
         return self._observation(), {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Carry out an action."""
         taken = ACTIONS.index(self.action_names[self._take(action)])
-        before = self.state_key()
+        before = self._key
         view, reward, terminated, truncated, _ = self.world.step(taken)
         self._view = view["image"]
         self._over = terminated or truncated
         if self._bot is not None and not self._over:
             self._plan(taken)
+        self._key = self._state_key()
         info = {
             "success": bool(terminated and reward > 0),
-            "action_is_effective": self.state_key() != before,
+            "action_is_effective": self._key != before,
         }
         return self._observation(), float(reward), terminated, truncated, info
 
     def state_key(self) -> str:
         """Return the mission, the agent's place and what it carries, and a digest of the grid."""
+        return self._key
+
+    def _state_key(self) -> str:
         world = self.world
         carried = world.carrying and f"{world.carrying.color} {world.carrying.type}"
         digest = hashlib.sha256(world.grid.encode().tobytes()).hexdigest()[:24]

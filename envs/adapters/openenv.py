@@ -31,6 +31,7 @@ class OpenEnv(Environment):
     One environment holds one session. It speaks the WebSocket protocol of the library openenv: a message is
     `{"type": "reset", "data": {"seed": 7}}` or `{"type": "step", "data": <action>}`, an answer
     `{"type": "observation", "data": {"observation": {...}, "reward": 0.5, "done": false, "metadata": {...}}}`.
+    The library's HTTP endpoints (0.10) make an environment for each request, and so hold no episode.
 
     ## Action Space
     `Text(max_action_length)`: text that the action holds in `action_field`, or a whole action as JSON where that is

@@ -28,6 +28,8 @@ RUN_BY_SCORER = frozenset(
         "string_insertion",
     }
 )
+# A scorer that tries all values of the names in an answer, known or not.
+_TRIES_VALUES, _MOST_NAMES = "propositional_logic", 8
 # A scorer that takes one of these as right does not read the answer.
 _NONSENSE = ("", "?", "no answer")
 # keys of the metadata that hold an answer where the item itself has none
@@ -68,6 +70,8 @@ class ReasoningGym(Environment):
     - `question`: text with fields of the item's metadata, such as `{target}`; null for the library's own text.
     - `form`: regular expression of a valid answer; null where any text is.
     - `rules`: instructions in full sentences; null for general ones.
+    - `working`: whether `describe()`, and with it the think block of demonstrations, shows the working; known for
+      `chain_sum`, its running totals.
     - `difficulty_key`: number or list in the metadata that says how hard an item is; null for difficulty 1.
     """
 
@@ -83,13 +87,16 @@ class ReasoningGym(Environment):
         question: str | None = None,
         form: str | None = None,
         rules: str | None = None,
+        working: bool = False,
         difficulty_key: str | None = None,
         max_answer_length: Count = 1000,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
         self.dataset, self.items, self.tries = dataset, items, tries
-        self.retry_discount, self.question = retry_discount, question
+        if working and dataset not in _WORKINGS:
+            raise ValueError(f"working: dataset={dataset} has none, only {', '.join(_WORKINGS)}")
+        self.retry_discount, self.question, self.working = retry_discount, question, working
         self.difficulty_key = difficulty_key
         self._form = re.compile(form) if form is not None else None
         self._data = _dataset(dataset, json.dumps(dict(settings or {}), sort_keys=True), items)
@@ -130,10 +137,13 @@ class ReasoningGym(Environment):
 
     def state_key(self) -> str:
         """Return the question and the number of answers."""
-        return f"{self._used} {self._item['question']}"
+        # as it is shown: the library words a question in several ways
+        return f"{self._used} {self._question()}"
 
     def describe(self) -> str:
-        """Return the number of this try: `try 1 of 3`."""
+        """Return the number of this try, `try 1 of 3`, or the working."""
+        if self.working:
+            return _WORKINGS[self.dataset](self._item["metadata"])
         return f"try {min(self._used + 1, self.tries)} of {self.tries}"
 
     def difficulty(self) -> int:
@@ -184,6 +194,8 @@ class ReasoningGym(Environment):
     def _score(self, text: str) -> float:
         """Return the library's score; its scorers raise on texts that they cannot read."""
         if self.dataset in RUN_BY_SCORER or self.dataset in _JUDGES:
+            return 0.0
+        if self.dataset == _TRIES_VALUES and len(set(re.findall(r"\w+", text))) > _MOST_NAMES:
             return 0.0
         try:
             return float(self._data.score_answer(text, self._item))
@@ -238,6 +250,20 @@ _JUDGES: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "countdown": _solves_countdown,
     "puzzle24": _solves_24,
 }
+
+
+def _running_totals(metadata: Mapping[str, Any]) -> str:
+    """Return the totals of a sum from left to right: `5 + 8 = 13, 13 - 2 = 11`."""
+    first, *rest = metadata["expression"].split()
+    total, steps = int(first), []
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        result = total + int(term) if sign == "+" else total - int(term)
+        steps.append(f"{total} {sign} {term} = {result}")
+        total = result
+    return ", ".join(steps)
+
+
+_WORKINGS: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": _running_totals}
 
 
 def _random_expression(numbers: list[int], rng: np.random.Generator) -> str:

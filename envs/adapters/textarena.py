@@ -27,17 +27,17 @@ class Game:
 
     Attributes:
         rules: rules in full sentences; they replace the library's prompt.
-        moves: valid moves of a game.
+        random: a random valid move of a game.
         player: the best moves of a game in its present state.
     """
 
     rules: str
-    moves: Callable[[Any], list[str]]
+    random: Callable[[Any, np.random.Generator], str]
     player: Callable[[Any], list[str]]
 
 
-def _guesses(game: Any) -> list[str]:
-    return [f"[{number}]" for number in range(game.min_number, game.max_number + 1)]
+def _random_guess(game: Any, rng: np.random.Generator) -> str:
+    return f"[{int(rng.integers(game.min_number, game.max_number + 1))}]"
 
 
 def _bisect(game: Any) -> list[str]:
@@ -52,6 +52,12 @@ def _codes(game: Any) -> Iterator[tuple[int, ...]]:
     if game.duplicate_numbers:
         return itertools.product(digits, repeat=game.code_length)
     return itertools.permutations(digits, game.code_length)
+
+
+def _random_code(game: Any, rng: np.random.Generator) -> str:
+    # all codes of a large game would be millions
+    digits = rng.choice(game.num_numbers, game.code_length, replace=game.duplicate_numbers) + 1
+    return _code_text(tuple(digits.tolist()))
 
 
 def _code_text(code: tuple[int, ...]) -> str:
@@ -86,6 +92,11 @@ def _hanoi_moves(game: Any) -> list[str]:
     ]
 
 
+def _random_hanoi_move(game: Any, rng: np.random.Generator) -> str:
+    moves = _hanoi_moves(game)
+    return moves[int(rng.integers(len(moves)))]
+
+
 def _hanoi_best(game: Any) -> list[str]:
     """Return the move of the shortest solution from any position."""
     towers = game.state.game_state["towers"]
@@ -104,7 +115,7 @@ GAMES = {
             "Guess a secret number from 1 to 20 in at most 10 guesses. After each guess you hear whether the number is "
             "higher or lower. Write a guess in square brackets: [5]."
         ),
-        moves=_guesses,
+        random=_random_guess,
         player=_bisect,
     ),
     "Mastermind": Game(
@@ -113,7 +124,7 @@ GAMES = {
             "black pegs, one for each right digit in its right place, and of white pegs, one for each right digit"
             " in a wrong place. Write a guess in square brackets: [2 1 4 5]."
         ),
-        moves=lambda game: [_code_text(code) for code in _codes(game)],
+        random=_random_code,
         player=_consistent_codes,
     ),
     "TowerOfHanoi": Game(
@@ -121,7 +132,7 @@ GAMES = {
             "Bring all disks from tower A to tower C. You move the last disk of a tower's list onto another "
             "tower, never onto a smaller disk. Write the two towers in square brackets: [A C]."
         ),
-        moves=_hanoi_moves,
+        random=_random_hanoi_move,
         player=_hanoi_best,
     ),
 }
@@ -265,8 +276,7 @@ class TextArena(Environment):
         """Return a random move of a known game, or a small number."""
         if self._known is None:
             return f"[{int(rng.integers(10))}]"
-        moves = self._known.moves(self.game)
-        return moves[int(rng.integers(len(moves)))]
+        return self._known.random(self.game, rng)
 
     def render(self) -> str:
         """Return the current observation (`render_mode="ansi"`)."""

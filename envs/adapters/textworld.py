@@ -103,8 +103,10 @@ class TextWorld(Environment):
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Carry out a command."""
-        command, before = " ".join(self._take_text(action).casefold().split()), self.state_key()
-        valid = command in self._commands()
+        said, before = " ".join(self._take_text(action).casefold().split()), self.state_key()
+        # names may have capitals
+        command = next((each for each in self._commands() if each.casefold() == said), None)
+        valid = command is not None
         if valid:
             self._state, _, done = self._game.step(command)
             self._over = bool(done or self._state["won"] or self._state["lost"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,6 +22,23 @@ _PIECES = (
     "'; DROP TABLE orders; --", "__import__('os')", "NaN", "-Infinity", "1e999", "null", "true", "%s%n", "\\u0000",
     "<![CDATA[", "<!-- ", "<?xml version='1.0'?>", "&amp;", "&#0;", "<svg>", "</svg>", "<rect", "{\"name\":", "}",
 )  # fmt: skip
+# of arguments; the last one removes
+_VALUES = (
+    None,
+    True,
+    1,
+    1.0,
+    10**40,
+    float("nan"),
+    "",
+    "1",
+    "\ud800",
+    "a" * 400,
+    [],
+    [1],
+    {"a": 1},
+    ...,
+)
 _FIXED = (
     "",
     " ",
@@ -31,11 +49,15 @@ _FIXED = (
     "[" * LIMIT,
     '{"a":' * (LIMIT // 5),
     "(" * LIMIT,
+    "[" * 990,
+    '{"a":' * 190,
     '{"name": "x", "arguments": ' + "[" * 900 + "]" * 900 + "}",
     '{"name": 1, "arguments": []}',
     '{"name": null}',
     '{"name": "__class__", "arguments": {}}',
     '{"name": "step", "arguments": {"action": "x"}}',
+    '{"name": "\\ud800", "arguments": {}}',
+    "\ud800",
     '{"arguments": {}}',
     "[]",
     '"text"',
@@ -53,6 +75,43 @@ def hostile_answers(rng: np.random.Generator, count: int) -> Iterator[str]:
     makers: tuple[Callable[[np.random.Generator], str], ...] = (_characters, _pieces, _repeated)
     for number in range(count - len(_FIXED)):
         yield makers[number % len(makers)](rng)[:LIMIT]
+
+
+def random_answers(
+    rng: np.random.Generator, count: int, draw: Callable[[], str]
+) -> Iterator[tuple[str, bool]]:
+    """Yield good answers, damaged ones, calls with other values and random characters, each with whether it is good.
+
+    Args:
+        draw: Returns a good answer for the present state.
+    """
+    bad: tuple[Callable[[], str], ...] = (
+        lambda: mutated(draw(), rng)[:LIMIT],
+        lambda: revalued(draw(), rng),
+        lambda: _characters(rng),
+    )
+    for number in range(count):
+        kind = number % (len(bad) + 1)
+        yield (bad[kind - 1](), False) if kind else (draw(), True)
+
+
+def revalued(text: str, rng: np.random.Generator) -> str:
+    """Return a call in JSON with one value replaced, removed or added; any other text is damaged."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return mutated(text, rng)
+    if not isinstance(call, dict):
+        return mutated(text, rng)
+    arguments = call.get("arguments")
+    inner = arguments if isinstance(arguments, dict) and rng.random() < 0.8 else call
+    key = [*inner, "x"][int(rng.integers(len(inner) + 1))]
+    value = _VALUES[int(rng.integers(len(_VALUES)))]
+    if value is ... and key in inner:
+        del inner[key]
+    else:
+        inner[key] = str(inner.get(key)) if value is ... else value
+    return json.dumps(call)
 
 
 def mutated(text: str, rng: np.random.Generator) -> str:

@@ -243,3 +243,11 @@ def test_functions_of_every_kind_are_drawn():
 def test_settings_out_of_range_raise(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         Code(**setting)
+
+
+def test_a_function_is_one_initial_state_whatever_its_tests():
+    env, inputs = Code(steps=1, kinds=("text",)), {}
+    for seed in range(60):
+        env.reset(seed=seed)
+        inputs.setdefault(env.state_key(), []).append(env.inputs)
+    assert len(inputs) <= 10 and len(max(inputs.values(), key=len)) > 1

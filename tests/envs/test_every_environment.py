@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
-from hostile import hostile_answers
 
 import envs
 import visual_envs
@@ -138,24 +137,6 @@ def test_observations_are_in_the_space_and_protocol_members_work(
             if terminated:
                 break
         assert observation in env.observation_space
-
-
-def test_hostile_answers_are_judged_in_an_episode_that_goes_on(
-    env: gymnasium.Env[Any, Any],
-) -> None:
-    if not isinstance(env.action_space, spaces.Text):
-        pytest.skip("its actions are named")
-    over, longest = True, env.action_space.max_length
-    for number, answer in enumerate(hostile_answers(np.random.default_rng(0), 1000)):
-        if len(answer) > longest:  # the trainer refuses it
-            continue
-        if over:
-            env.reset(seed=number)
-        observation, reward, over, _, info = env.step(answer)
-        assert type(info["action_is_valid"]) is bool and np.isfinite(reward)
-        assert not info["success"] and len(observation) <= env.observation_space.max_length
-        # an invalid answer never pays
-        assert info["action_is_valid"] or reward <= 0
 
 
 def test_step_after_the_end_and_invalid_action_raise(env: gymnasium.Env[Any, Any]) -> None:

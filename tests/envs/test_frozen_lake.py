@@ -336,3 +336,20 @@ def test_min_detour_option():
         env.reset(seed=seed, options={"min_detour": 2})
         me, goal = divmod(env.lake.start, 4), divmod(env.lake.goal, 4)
         assert env.difficulty() >= abs(me[0] - goal[0]) + abs(me[1] - goal[1]) + 2
+
+
+def test_size_option_draws_a_smaller_lake() -> None:
+    lake, seen = FrozenLake(size=6, hole_share=0.5), FrozenLakeVisual(size=6, hole_share=0.5)
+    text, _ = lake.reset(seed=0, options={"size": 4})
+    shown, _ = seen.reset(seed=0, options={"size": 4})
+    alone = FrozenLake(size=4, hole_share=0.5)
+    assert text == alone.reset(seed=0)[0] and lake.instructions == alone.instructions
+    assert lake.state_key() == seen.state_key() == alone.state_key()
+    picture = FrozenLakeVisual(size=4, hole_share=0.5).reset(seed=0)[0]["image"]
+    assert seen.observation_space.contains(shown)
+    assert np.array_equal(shown["image"][:64, :64], picture)
+    assert not shown["image"][64:].any() and not shown["image"][:, 64:].any()
+    lake.reset(seed=0)
+    assert lake.state_key().startswith("6 ") and "6 rows" in lake.instructions
+    with pytest.raises(ValueError, match="size: found 7, expected a whole number from 2 to 6"):
+        lake.reset(seed=0, options={"size": 7})

@@ -40,6 +40,14 @@ def total_of(observation):
     return sum(int(tile) for tile in observation.replace(",", "").split() if tile != "_")
 
 
+def test_the_rules_tell_the_target_of_the_episode():
+    env = Game2048(target=32)
+    env.reset(seed=0, options={"target": 16})
+    assert "Make a tile of 16" in env.instructions
+    env.reset(seed=0)
+    assert "Make a tile of 32" in env.instructions
+
+
 def test_the_reward_is_for_the_target_and_for_growth_by_choice():
     env, rng = Game2048(target=16, merge_reward=0.5), np.random.default_rng(0)
     env.reset(seed=0, options={"target": 8})

@@ -116,3 +116,10 @@ def test_pictures_change_with_the_game_and_repeat(id: str) -> None:
     images = [env.step(env.optimal_action(rng))[0]["image"] for _ in range(4)]
     assert any(not np.array_equal(image, first["image"]) for image in images)
     env.close()
+
+
+def test_rules_describe_what_is_shown() -> None:
+    text, picture = Gym(id="FrozenLake-v1"), GymVisual(id="FrozenLake-v1")
+    assert "H a hole" in text.instructions and "Brackets mark your cell" in text.instructions
+    assert "Brackets" not in picture.instructions and "picture of the game" in picture.instructions
+    assert "over a frozen lake" in picture.instructions

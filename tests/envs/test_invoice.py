@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tool_players import play
 
 from envs.invoice import DOCUMENTS, FIELDS, ITEMS, Invoice, Line
 from envs.tools import call_text
 
 LARGE = {"lines": 5, "most": 99}
-
-
-def play(env: Invoice, choose: Callable[[Invoice], str]) -> tuple[float, bool]:
-    total = 0.0
-    for _ in range(8):
-        _, reward, over, _, info = env.step(choose(env))
-        total += reward
-        if over:
-            return total, info["success"]
-    return total, False
 
 
 def begin(
@@ -53,7 +43,7 @@ def test_the_careful_clerk_decides_rightly_and_says_why(settings):
         found = [line.error() for line in env.lines if line.error()]
         assert len(found) <= 1 and (env._wrong is None) == (not found)
         errors.update(found[0][:1] if found else ["none"])
-        total, success = play(env, lambda env: env.optimal_action(rng))
+        total, success = play(env, lambda env: env.optimal_action(rng), limit=8)
         assert success and total == pytest.approx(0.97)
     assert set(errors) == {*FIELDS, "none"} and 0.3 < errors["none"] / 300 < 0.5
 
@@ -136,7 +126,7 @@ def test_trivial_players_earn_little(choose):
     env, totals, wins = Invoice(), [], 0
     for seed in range(200):
         env.reset(seed=seed)
-        total, success = play(env, choose)
+        total, success = play(env, choose, limit=8)
         totals.append(total)
         wins += success
     assert np.mean(totals) < 0.05 and wins == 0

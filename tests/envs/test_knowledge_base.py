@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
+from tool_players import play
 
 import envs.wiki
 from envs.knowledge_base import KnowledgeBase
@@ -13,17 +12,6 @@ from envs.tools import call_text
 from envs.wiki import AMOUNTS, CITIES, bm25, draw_wiki, words
 
 LARGE = {"hops": 3, "people": 12, "notes": 4, "results": 8, "amended_share": 0.5}
-
-
-def play(base: KnowledgeBase, choose: Callable[[KnowledgeBase], str], *, limit: int = 12):
-    """Return the rewards and the success of an episode that has begun."""
-    total = 0.0
-    for _ in range(limit):
-        _, reward, over, _, info = base.step(choose(base))
-        total += reward
-        if over:
-            return total, info["success"]
-    return total, False
 
 
 @pytest.mark.parametrize("settings", [{}, LARGE, {"people": 2, "hops": 3, "notes": 4}])
@@ -144,7 +132,7 @@ def test_guesses_earn_little(choose):
     base, totals = KnowledgeBase(), []
     for seed in range(200):
         base.reset(seed=seed)
-        totals.append(play(base, choose)[0])
+        totals.append(play(base, choose, limit=12)[0])
     assert np.mean(totals) < 0.15
 
 

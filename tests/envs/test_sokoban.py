@@ -237,3 +237,15 @@ def test_night_tiles_have_other_colors() -> None:
     images = [environment.reset(seed=3)[0]["image"] for environment in (day, night)]
     assert np.abs(images[0].astype(float) - images[1]).mean() > 30
     assert "yellow rings" in night.instructions and "red rings" in day.instructions
+
+
+def test_size_option_draws_a_smaller_room() -> None:
+    room, seen, alone = Sokoban(size=8), SokobanVisual(size=8), Sokoban(size=6)
+    text, _ = room.reset(seed=0, options={"size": 6})
+    shown, _ = seen.reset(seed=0, options={"size": 6})
+    assert text == alone.reset(seed=0)[0] and room.instructions == alone.instructions
+    assert seen.observation_space.contains(shown)
+    assert np.array_equal(shown["image"][:96, :96], SokobanVisual(size=6).reset(seed=0)[0]["image"])
+    assert not shown["image"][96:].any() and not shown["image"][:, 96:].any()
+    with pytest.raises(ValueError, match="walls: found 2, expected a whole number from 0 to 1"):
+        room.reset(seed=0, options={"size": 4})

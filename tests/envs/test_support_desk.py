@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tool_players import begin
 
 from envs.support_desk import Rule, SupportDesk
 from envs.tools import call_text
@@ -31,16 +32,6 @@ def play(desk: SupportDesk, choose: Callable[[SupportDesk], str], *, limit: int 
         if over:
             return total, dict(parts), info["success"]
     return total, dict(parts), False
-
-
-def begin(wanted: Callable[[SupportDesk], bool], **settings) -> SupportDesk:
-    """Return a desk at the start of the first episode of a kind."""
-    desk = SupportDesk(**settings)
-    for seed in range(1000):
-        desk.reset(seed=seed)
-        if wanted(desk):
-            return desk
-    raise AssertionError("no such episode")
 
 
 def say(text: str) -> Callable[[SupportDesk], str]:
@@ -93,6 +84,15 @@ def always_refund(desk: SupportDesk) -> str:
     return call_text("say", text=f"refunded {order.price}")
 
 
+def refuse_by_the_policy(desk: SupportDesk) -> str:
+    """Refuse with the first rule of the policy that may apply, without a look at the order."""
+    city = desk.requests[0].city is not None
+    applies = [
+        rule for rule in desk.policy if (rule is Rule.SENT) == city and rule is not Rule.USED
+    ]
+    return call_text("say", text=f"refused {(applies or list(desk.policy))[0]}")
+
+
 @pytest.mark.parametrize(
     "choose",
     [
@@ -103,6 +103,7 @@ def always_refund(desk: SupportDesk) -> str:
         say("refunded 10 20 30 40 50 60 70 80 90"),
         say("hello"),
         say("code"),
+        refuse_by_the_policy,
         always_refund,
         lambda _: "null",
     ],
@@ -119,7 +120,7 @@ def test_trivial_players_earn_little(choose, wrong_cost, most):
 
 
 def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
-    desk = begin(late)
+    desk = begin(SupportDesk(), late)
     order = desk._own(desk.requests[0])
     _, reward, over, _, info = desk.step(call_text("refund", order=order.id, amount=order.price))
     assert (reward, over) == (-0.5, False) and info["reward_parts"] == {"database": -0.5}
@@ -139,19 +140,39 @@ def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
     ],
 )
 def test_a_refusal_names_one_true_reason(text, said):
-    _, parts, success = play(begin(late), say(text))
+    desk = begin(SupportDesk(), late)
+    look = call_text("find", item=desk.requests[0].item)
+    _, parts, success = play(desk, calls(look, call_text("say", text=text)))
     assert parts == {"database": max(said, 0), "said": said} and success == (said > 0)
 
 
+def test_a_reason_is_not_known_before_the_order_is():
+    desk = begin(SupportDesk(), late)
+    assert play(desk, say("refused late"))[1] == {"database": 0.0, "said": -0.5}
+
+
+def test_half_of_a_price_may_be_within_the_limit():
+    desk = SupportDesk(rules=7)
+
+    def halved(desk):
+        order = desk._own(desk.requests[0])
+        limit = int(desk.policy.get(Rule.PRICE) or 0)
+        half = Rule.USED in desk.policy and order.used and not desk.requests[0].city
+        return half and order.price // 2 <= limit < order.price
+
+    begin(desk, halved)
+    assert Rule.PRICE not in desk._broken(desk.requests[0])
+
+
 def test_saying_that_money_was_paid_does_not_pay_it():
-    desk = begin(granted)
+    desk = begin(SupportDesk(), granted)
     amount = desk._own(desk.requests[0]).price
     assert play(desk, say(f"refunded {amount}"))[0] == -0.5
-    desk = begin(granted)
+    desk = begin(SupportDesk(), granted)
     order = desk._own(desk.requests[0])
     pay = call_text("refund", order=order.id, amount=amount)
     for told, total in ((f"I refunded {amount}.", 1.0), ("refunded 7", 0.0), ("refunded", 0.0)):
-        desk = begin(granted)
+        desk = begin(SupportDesk(), granted)
         assert play(desk, calls(pay, call_text("say", text=told)))[0] == total
 
 
@@ -159,7 +180,7 @@ def test_changes_before_the_code_are_wrong():
     def coded(desk):
         return Rule.CODE in desk.policy and not desk._broken(desk.requests[0])
 
-    desk, rng = begin(coded), np.random.default_rng(0)
+    desk, rng = begin(SupportDesk(), coded), np.random.default_rng(0)
     desk.requests[0].heard_code = desk.requests[0].found = True
     hasty = desk.optimal_action(rng)
     desk.requests[0].heard_code = False
@@ -172,7 +193,7 @@ def test_a_wrong_address_can_be_corrected():
         request = desk.requests[0]
         return request.city == "Rome" and not desk._broken(request) and Rule.CODE not in desk.policy
 
-    desk = begin(moves)
+    desk = begin(SupportDesk(), moves)
     order = desk._own(desk.requests[0]).id
     wrong, right = (call_text("move", order=order, city=city) for city in ("Oslo", "Rome"))
     rewards = [
@@ -182,14 +203,14 @@ def test_a_wrong_address_can_be_corrected():
 
 
 def test_a_customer_who_insists_gets_the_same_answer():
-    desk = begin(late, insist_share=1.0)
+    desk = begin(SupportDesk(insist_share=1.0), late)
     refuse = call_text("say", text="refused late")
     assert "exception" in desk.step(refuse)[0]
     assert desk.step(refuse)[2]
 
 
 def test_calls_that_cannot_be_carried_out_change_nothing():
-    desk = begin(granted)
+    desk = begin(SupportDesk(), granted)
     order = desk._own(desk.requests[0])
     for call in (
         call_text("refund", order="A9", amount=1),

@@ -57,6 +57,15 @@ def test_random_and_repeated_moves_solve_little(env):
     assert wins <= 3
 
 
+def test_every_seed_begins_a_task(env):
+    """The library never returns from a reset with a thing too near its goal."""
+    env.tasks = ("reach",)
+    for seed in range(60):
+        env.reset(seed=seed)
+        thing, goal = env._world.obj_init_pos, env._world._target_pos
+        assert np.linalg.norm(thing[:2] - goal[:2]) >= 0.15
+
+
 def test_seeds_repeat_with_their_pictures(env):
     keys = set()
     for seed in range(6):
@@ -101,3 +110,10 @@ def test_a_second_environment_and_a_second_thread_draw_the_same(env):
 def test_unknown_task_is_refused():
     with pytest.raises(ValueError, match=r"tasks: found \['fly'\]"):
         MetaWorld(tasks=["fly"])
+
+
+def test_an_episode_has_no_limit_of_the_librarys_own(env):
+    env.reset(seed=0)
+    for _ in range(50):
+        env.step(env.action_names.index("Close"))
+    assert env.step(env.action_names.index("Up"))[4]["action_is_effective"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hostile import hostile_answers
 
 from envs.tools import call_text
 from visual_envs.adapters.miniwob import MiniWoB
@@ -107,19 +106,6 @@ def test_wrong_calls_are_told_and_leave_the_page(env):
         assert reward == 0 and not terminated and env.state_key() == key
 
 
-def test_hostile_answers_are_invalid(env):
-    env.tasks, env.pictures = ("enter-text",), False
-    env.reset(seed=0)
-    try:
-        for answer in hostile_answers(np.random.default_rng(0), 1000):
-            if len(answer) > env.action_space.max_length:
-                continue
-            _, reward, terminated, _, info = env.step(answer)
-            assert not info["action_is_valid"] and reward == 0 and not terminated
-    finally:
-        env.pictures = True
-
-
 def test_unknown_task_is_refused():
     with pytest.raises(ValueError, match=r"tasks: found \['fly'\]"):
         MiniWoB(tasks=["fly"])
@@ -130,3 +116,22 @@ def test_without_a_browser_the_remedy_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ImportError, match="chromium"):
         MiniWoB()
+
+
+def test_a_page_without_its_scripts_is_loaded_again(env, monkeypatch):
+    driver = env._browser.instance.driver
+    expected, _ = env.reset(seed=3)
+    get, loads = driver.get, []
+
+    def sometimes(url):
+        loads.append(url)
+        get("data:text/html,<p>half a page</p>" if len(loads) < 3 else url)
+
+    monkeypatch.setattr(driver, "get", sometimes)
+    observation, _ = env.reset(seed=3)
+    assert len(loads) == 3 and observation["text"] == expected["text"]
+    monkeypatch.setattr(driver, "get", lambda url: get("data:text/html,<p>half a page</p>"))
+    with pytest.raises(RuntimeError, match="does not load its scripts"):
+        env.reset(seed=3)
+    monkeypatch.undo()
+    env.reset(seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -90,3 +91,12 @@ def test_games_that_cannot_be_played_alone_are_refused() -> None:
     env.reset(seed=0)
     with pytest.raises(NotImplementedError, match="have a player"):
         env.optimal_action(np.random.default_rng(0))
+
+
+def test_a_random_code_of_a_large_game_is_drawn_without_a_list_of_all() -> None:
+    env = TextArena(game="Mastermind", version="-extreme")
+    env.reset(seed=0)
+    began, rng = time.process_time(), np.random.default_rng(0)
+    codes = {env.random_action(rng) for _ in range(100)}
+    assert len(codes) > 90 and time.process_time() - began < 5
+    assert env.step(codes.pop())[4]["action_is_valid"]

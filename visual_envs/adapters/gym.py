@@ -62,11 +62,13 @@ class GymVisual(Gym):
             render_mode=render_mode,
         )
         self.height, self.width = height, width
-        self.instructions += " Each turn shows a picture of the game."
         self.observation_space = spaces.Dict(
             text=spaces.Text(40, charset=TEXT_CHARSET),
             image=spaces.Box(0, 255, (height, width, 3), np.uint8),
         )
+
+    def _rendering(self) -> str:
+        return "Each turn shows a picture of the game."
 
     def render(self) -> Any:
         """Return the image (`render_mode="rgb_array"`)."""

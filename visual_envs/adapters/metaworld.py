@@ -33,6 +33,9 @@ _TASKS = {
 _CAMERA = "corner2"
 _TEXT_LENGTH = 60
 _STILL = 1e-3
+# metres between a thing and its goal
+_NEAREST = 0.15
+_NO_LIMIT = 10**9
 
 
 class MetaWorld(Environment):
@@ -182,9 +185,8 @@ class MetaWorld(Environment):
 
     def _begin_task(self, task: str, rng: np.random.Generator) -> None:
         self._task, self._world, self._grip = task, self._worlds[task], -1.0
-        place = self._world._random_reset_space
         drawn = {
-            "rand_vec": rng.uniform(place.low, place.high),
+            "rand_vec": _draw_places(self._world._random_reset_space, rng),
             "env_cls": type(self._world),
             "partially_observable": False,
         }
@@ -201,6 +203,15 @@ class MetaWorld(Environment):
         return {"text": text, "image": self.render()}
 
 
+def _draw_places(space: spaces.Box, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw the places of a task: of a thing and of its goal, where there are both."""
+    while True:
+        places = rng.uniform(space.low, space.high)
+        # nearer ones the library would draw again itself, but a given draw for ever
+        if len(places) < 6 or np.linalg.norm(places[:2] - places[3:5]) >= _NEAREST:
+            return places
+
+
 def _centimetres(place: NDArray[np.float64]) -> str:
     return " ".join(str(round(100 * float(number))) for number in place)
 
@@ -213,6 +224,8 @@ def _world(library: Any, task: str, *, side: int) -> Any:
     )
     # shadows take ten times as long as the rest
     world.model.vis.quality.shadowsize = world.model.vis.quality.offsamples = 0
+    # the manager limits turns; the library would raise after 500 control steps
+    world.max_path_length = _NO_LIMIT
     return world
 
 

@@ -32,6 +32,7 @@ document.head.appendChild(style);
 if (window.jQuery) jQuery.fx.off = true;
 """
 _WIDTH, _HEIGHT = 160, 208
+_LOADS = 5
 _PROGRAMS = {
     "MINIWOB_CHROME_BINARY": ("chromium", "chromium-browser", "google-chrome"),
     "MINIWOB_CHROMEDRIVER": ("chromedriver",),
@@ -196,8 +197,14 @@ class MiniWoB(ToolEnvironment):
             instance.url = instance.url.replace(f"/{self._task}.html", f"/{task}.html")
             instance.field_extractor = get_field_extractor(task)
             self._task = task
-        # loaded anew: pages keep the focus, and some what was typed
-        instance.driver.get(instance.url)
+        for _ in range(_LOADS):
+            # loaded anew: pages keep the focus, and some what was typed
+            instance.driver.get(instance.url)
+            # a busy browser may leave out a page's scripts
+            if instance.driver.execute_script("return typeof core !== 'undefined';"):
+                break
+        else:
+            raise RuntimeError(f"{instance.url}: the page does not load its scripts")
         instance.driver.execute_script(_NO_LIMIT + _STILL)
 
     def _act(self, script: str, *arguments: object) -> str:
