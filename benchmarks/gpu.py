@@ -33,6 +33,7 @@ from dialogue import Dialogue, Response, endless, engine_response, generate_resp
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from timing import CLOCKS, Stopwatch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ragen_pl.config.paths import config_dir
@@ -194,7 +195,9 @@ def flops_of_a_position(cfg: DictConfig) -> float:
     work = replace(workload_of(cfg, agent.policy.bundle), rows=1)
     batch = minibatch_of(agent, work)
     agent.train()
-    with KnownMasks(), FlopCounterMode(display=False) as counter:
+    # torch 2.14 does not count a fused attention without data
+    math = sdpa_kernel(SDPBackend.MATH)
+    with KnownMasks(), math, FlopCounterMode(display=False) as counter:
         with agent.trainer.precision_plugin.forward_context():
             loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
         loss.backward()

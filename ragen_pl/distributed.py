@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 def is_distributed() -> bool:
@@ -78,13 +79,13 @@ def all_ranks_do(work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    for other in gather_over_ranks(None if error is None else _sent(error)):
+    for other in gather_over_ranks(None if error is None else sendable(error)):
         if other is not None:
             raise error or other
     return result
 
 
-def _sent(error: Exception) -> Exception:
+def sendable(error: ErrorT) -> ErrorT | RuntimeError:
     """Return an error as other ranks can read it."""
     try:
         pickle.loads(pickle.dumps(error))

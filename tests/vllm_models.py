@@ -24,7 +24,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
+from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate, taking_part
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
@@ -117,7 +117,17 @@ def start(bundle: ModelBundle, **settings) -> VLLMEngine:
     return engine
 
 
-def play(engine, *, window="all", temperature=1.0, greedy=False, groups=3, turns=3, num_envs=64):
+def play(
+    engine,
+    *,
+    window="all",
+    temperature=1.0,
+    greedy=False,
+    groups=3,
+    first=0,
+    turns=3,
+    num_envs=64,
+):
     bundle = engine.bundle
     proxy = AgentProxy(
         environments=EnvironmentManager(
@@ -128,7 +138,11 @@ def play(engine, *, window="all", temperature=1.0, greedy=False, groups=3, turns
         temperature=temperature,
         num_envs=num_envs,
     )
-    specs = [EpisodeSpec(group=g, member=m, seed=g) for g in range(groups) for m in range(2)]
+    specs = [
+        EpisodeSpec(group=g, member=m, seed=g)
+        for g in range(first, first + groups)
+        for m in range(2)
+    ]
     responder = EngineResponder(engine=engine, context=proxy.context, greedy=greedy)
     return proxy.rollout(responder, specs, seed_key=(0, "test"))
 
@@ -175,7 +189,8 @@ def check_new_weights(engine) -> None:
     engine.load_weights(5)
     trajectories = play(engine)
     assert gap(bundle, trajectories) < 1e-4
-    assert generate(engine, [request(bundle, "Go.")], keep=False)[0].version == 5
+    with taking_part(engine):
+        assert generate(engine, [request(bundle, "Go.")], keep=False)[0].version == 5
     bundle.model.load_state_dict(before)
     assert gap(bundle, trajectories) > 0.1
     engine.load_weights(6)

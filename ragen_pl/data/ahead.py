@@ -143,10 +143,14 @@ class RolloutAhead:
             progress(total, total)
         return self._played
 
-    def drop(self) -> None:
-        """Stop a rollout under way and forget a finished one."""
+    def drop(self, *, patient: bool = False) -> None:
+        """Stop a rollout under way and forget a finished one.
+
+        Args:
+            patient: See `BackgroundRollout.stop`.
+        """
         if self._under_way is not None:
-            self._under_way.stop()
+            self._under_way.stop(patient=patient)
         self._under_way = self._played = self._error = None
 
     def state_dict(self) -> list[Tensor] | None:

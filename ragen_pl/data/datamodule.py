@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.constraints import Count, checked
@@ -15,7 +18,13 @@ from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
-from ragen_pl.distributed import gather_over_ranks, rank, world_size
+from ragen_pl.distributed import (
+    all_ranks_do,
+    gather_over_ranks,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.background import BackgroundRollout
@@ -195,7 +204,8 @@ class RolloutDataModule(MinibatchDataModule):
         if self.group_filter != GroupFilter():
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
         if self.curriculum is not None:
-            self.curriculum.observe(self.metrics["success"], iteration=iteration)
+            self.metrics["curriculum_stage"] = float(self.curriculum.stage(iteration))
+            self._observe_stage(self.curriculum, trajectories, iteration)
         batch = self._collated(selection)
         if self._ahead.most:
             staleness = 0 if played is None else played.staleness
@@ -231,14 +241,33 @@ class RolloutDataModule(MinibatchDataModule):
                 continue
             if responder is None:
                 responder = self._responder(module.rollout_engine(), module.global_step)
-            trajectories = self.proxy.rollout(
+            play = partial(
+                self.proxy.rollout,
                 responder,
                 self.episode_specs(iteration, attempt=attempt),
                 seed_key=self._seed_key(iteration),
                 progress=progress,
             )
+            # else the other ranks wait for one that has failed
+            trajectories = all_ranks_do(play)
             self._reward(trajectories)
             yield trajectories
+
+    def _observe_stage(
+        self, curriculum: Curriculum, trajectories: Sequence[Trajectory], iteration: int
+    ) -> None:
+        """Tell the curriculum the success in its present stage, over all ranks."""
+        successes = [
+            trajectory.success
+            for trajectory in trajectories
+            if curriculum.plays_present_stage(
+                trajectory.group % self.groups, groups=self.groups, iteration=iteration
+            )
+        ]
+        counts = torch.tensor([sum(successes), len(successes)], dtype=torch.float64)
+        solved, count = sum_over_ranks(counts).tolist()
+        if count:
+            curriculum.observe(solved / count, iteration=iteration)
 
     def _prepare_and_begin_next(
         self, module: RollsOut, batch: TrajectoryBatch, iteration: int, *, stale: bool
@@ -283,7 +312,8 @@ class RolloutDataModule(MinibatchDataModule):
 
     def drop_ahead(self) -> None:
         """Forget the rollout ahead, whose weights are not the policy's last ones any more. All ranks must call it."""
-        self._ahead.drop()
+        # the next rollout plays in the same environments
+        self._ahead.drop(patient=True)
 
     def on_exception(self, exception: BaseException) -> None:
         """Stop the rollout ahead."""

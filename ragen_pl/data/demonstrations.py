@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +20,9 @@ from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.seeding import derive_seed
+from ragen_pl.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class DemonstrationDataModule(MinibatchDataModule):
@@ -77,8 +82,32 @@ class DemonstrationDataModule(MinibatchDataModule):
             raise RolloutError(
                 f"every demonstration failed; the first with {trajectories[0].error}"
             )
+        self._report(trajectories)
         self.batch = collate(trajectories, self.proxy.context.bundle)
         set_discounted_returns(self.batch, gamma=self.gamma)
+
+    def _report(self, trajectories: Sequence[Trajectory]) -> None:
+        """Warn of demonstrations that failed, and of responses that a policy could not sample to their end."""
+        errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+        if errors:
+            log.warning(
+                "warm_start: %d of %d demonstrations failed and are left out; the first with %s",
+                len(errors),
+                len(trajectories),
+                errors[0],
+            )
+        lengths = [len(turn.response_ids) for one in trajectories for turn in one.turns]
+        limit = self.proxy.max_response_tokens
+        longer = sum(length > limit for length in lengths)
+        if longer:
+            log.warning(
+                "rollout.max_response_tokens=%d: %d of %d demonstrated responses are longer and would be cut, the "
+                "longest has %d tokens; raise it",
+                limit,
+                longer,
+                len(lengths),
+                max(lengths),
+            )
 
     def train_dataloader(self) -> MinibatchLoader:
         """Return the loader over all demonstrated samples."""

@@ -106,15 +106,20 @@ class ValidationSet:
             RolloutError: a reset failed.
             ValueError: the environment has no `state_key()`.
         """
-        slots = self.proxy.environments.open(self.episode_specs)
-        self.proxy.environments.close(slots)
-        errors = [slot.error for slot in slots if slot.error is not None]
+        environments, count = self.proxy.environments, len(self.episode_specs)
+        keys: list[str | None] = []
+        errors: list[str] = []
+        # no more environments at once than a rollout has
+        for first in range(0, count, self.proxy.num_envs):
+            slots = environments.open(self.episode_specs[first : first + self.proxy.num_envs])
+            keys += environments.state_keys([slot for slot in slots if slot.error is None])
+            errors += [slot.error for slot in slots if slot.error is not None]
+            environments.close(slots)
         if errors:
             raise RolloutError(
-                f"{len(errors)} of {len(slots)} episodes of validation set {self.name!r} failed at their reset; "
+                f"{len(errors)} of {count} episodes of validation set {self.name!r} failed before their first turn; "
                 f"the first with {errors[0]}"
             )
-        keys = [slot.members.state_key() for slot in slots]
         if None in keys:
             raise ValueError(
                 f"the environment of validation set {self.name!r} has no state_key(); set validation.held_out=false"
@@ -143,7 +148,9 @@ class ValidationLoader:
         self._episode_specs = validation_set.episode_specs[rank() :: world_size()]
 
     def __len__(self) -> int:
-        return max(1, -(-len(self._episode_specs) // self.validation_set.proxy.num_envs))
+        # that of the first rank, which has the most: ranks that share an engine play together
+        most = len(self.validation_set.episode_specs[:: world_size()])
+        return max(1, -(-most // self.validation_set.proxy.num_envs))
 
     def __iter__(self) -> Iterator[ValidationChunk]:
         size = self.validation_set.proxy.num_envs

@@ -26,6 +26,7 @@ from ragen_pl.rollout.engine import (
     Prompt,
     RolloutEngine,
     generate,
+    taking_part,
 )
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Observation
@@ -85,7 +86,12 @@ def check_agreement(
     Raises:
         ValueError: Engine or trainer differ from the model's own forward.
     """
-    responses = all_ranks_do(lambda: _converse(context, engine, image_size=image_size))
+
+    def converse() -> list[_Response]:
+        with taking_part(engine):
+            return _converse(context, engine, image_size=image_size)
+
+    responses = all_ranks_do(converse)
 
     def computed(bundle: ModelBundle) -> list[tuple[np.ndarray, np.ndarray]]:
         return [

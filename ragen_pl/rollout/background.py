@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +91,18 @@ class BackgroundRollout:
             raise self._error
         return self._trajectories
 
-    def stop(self) -> None:
-        """End the rollout at its next response. A thread that hangs is left."""
+    def stop(self, *, patient: bool = False) -> None:
+        """End the rollout at its next response.
+
+        Args:
+            patient: Wait for the end however long the environments take. Otherwise a thread that hangs is left, and
+                nothing else may play with the proxy.
+        """
         self._stopped.set()
-        self._thread.join(_END_S)
+        if patient:
+            self.wait()
+        else:
+            self._thread.join(_END_S)
 
 
 class _Stopped(Exception):
@@ -130,6 +139,9 @@ class _Stoppable:
 
     def release(self) -> None:
         self.responder.release()
+
+    def taking_part(self) -> AbstractContextManager[None]:
+        return self.responder.taking_part()
 
     def _check(self) -> None:
         if self.stopped.is_set():

@@ -17,6 +17,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -288,7 +289,8 @@ class ChatEndpoint:
             "max_completion_tokens": self.max_tokens,
         } | self._parameters
         request = {name: value for name, value in request.items() if value is not None}
-        key = AnswerFile.key(request | {"base_url": self._base_url})
+        # with the seed, where the endpoint takes none too: samples of a request are answers of their own
+        key = AnswerFile.key(request | {"base_url": self._base_url, "seed": seed % 2**31})
         answer = self._answers.get(key)
         if answer is not None:
             self.usage.known += 1
@@ -457,6 +459,10 @@ class EndpointResponder:
     def release(self) -> None:
         """Cancel what is under way."""
         self.endpoint.release()
+
+    def taking_part(self) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()
 
     def _generation(self, answer: Answer) -> Generation:
         """Return an answer as the characters of its text; one cut off by its length limit has no end."""

@@ -6,7 +6,7 @@ Another engine is one module with a class that follows `RolloutEngine` and one f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
@@ -158,6 +158,33 @@ def check_asynchronous(engine: RolloutEngine | type) -> None:
             f"rollout.iterations_ahead=1: {name} can't sample while the policy trains; set "
             "rollout/engine=vllm_server, or rollout.iterations_ahead=0"
         )
+
+
+@runtime_checkable
+class SharedByRanks(Protocol):
+    """Engine whose model several ranks may hold together. They answer the requests of each of them together."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that hold a model together."""
+        ...
+
+    def taking_part(self) -> AbstractContextManager[None]:
+        """Return the context of a rollout, which all ranks enter equally often.
+
+        It ends when those of all ranks that share the engine have. What one of them raises is raised on all.
+        """
+        ...
+
+
+def is_shared(engine: RolloutEngine) -> bool:
+    """Return whether ranks wait for each other in a rollout, since they share the engine."""
+    return isinstance(engine, SharedByRanks) and engine.ranks > 1
+
+
+def taking_part(engine: RolloutEngine) -> AbstractContextManager[None]:
+    """Return the context of a rollout with an engine, see `SharedByRanks`; an empty one for other engines."""
+    return engine.taking_part() if isinstance(engine, SharedByRanks) else nullcontext()
 
 
 class EnginePolicy(Protocol):

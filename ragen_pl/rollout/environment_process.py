@@ -1,7 +1,7 @@
 """Environments in processes of their own: what hangs, crashes or leaks memory there costs its own episode.
 
 The process is a new interpreter that imports the environment and no model. It answers one call after the other over a
-pipe and ends when the pipe is closed.
+pipe and ends when the pipe is closed. Its answer to a step brings along the members that were read after the last one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
@@ -85,6 +86,11 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
             )
         # members other than values: whether each is a method, or missing
         self._is_method: dict[str, bool] = {}
+        # members that came with the last answer, those read since then, and those read after each kind of request
+        self._brought: dict[str, Any] = {}
+        self._read: dict[str, None] = {}
+        self._read_after: dict[str, dict[str, None]] = {}
+        self._last = ""
         try:
             self._ask("make", target, dict(kwargs), memory_mb)
             self.action_space = self._ask("get", "action_space")[1]
@@ -94,12 +100,12 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment."""
-        result: tuple[Any, dict[str, Any]] = self._ask("reset", seed, options)
+        result: tuple[Any, dict[str, Any]] = self._advance("reset", seed, options)
         return result
 
     def step(self, action: int | str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Take a step."""
-        result: tuple[Any, float, bool, bool, dict[str, Any]] = self._ask("step", action)
+        result: tuple[Any, float, bool, bool, dict[str, Any]] = self._advance("step", action)
         return result
 
     def close(self) -> None:
@@ -123,13 +129,36 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._is_method:
+            if name in self._brought:
+                return self._note(name, self._brought.pop(name))
             kind, value = self._ask("get", name)
             if kind == "value":
-                return value
+                return self._note(name, value)
             self._is_method[name] = kind == "method"
         if not self._is_method[name]:
             raise AttributeError(f"the environment has no {name}")
-        return lambda *args: self._ask("call", name, args)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        if not args and name in self._brought:
+            return self._note(name, self._brought.pop(name))
+        # it may change the state
+        self._brought.clear()
+        result = self._ask("call", name, args)
+        return result if args else self._note(name, result)
+
+    def _note(self, name: str, value: Any) -> Any:
+        """Return the value of a member that the next answer may bring along."""
+        self._read[name] = None
+        return value
+
+    def _advance(self, kind: str, *request: Any) -> Any:
+        """Reset or step, and get the members that were read after the last request of this kind."""
+        self._read_after[self._last] = self._read
+        wanted = list(self._read_after.get(kind, ()))
+        self._brought, self._read, self._last = {}, {}, kind
+        result, self._brought = self._ask(kind, *request, wanted)
+        return result
 
     def _ask(self, *request: Any) -> Any:
         with self._lock:
@@ -162,11 +191,20 @@ class _Served:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * _MIB, memory_mb * _MIB))
         self.env = environment_maker(target)(**kwargs)
 
-    def reset(self, seed: int | None, options: Any) -> Any:
-        return self.env.reset(seed=seed, options=options)
+    def reset(self, seed: int | None, options: Any, wanted: list[str]) -> tuple[Any, Any]:
+        return self.env.reset(seed=seed, options=options), self._members(wanted)
 
-    def step(self, action: int | str) -> Any:
-        return self.env.step(action)
+    def step(self, action: int | str, wanted: list[str]) -> tuple[Any, Any]:
+        return self.env.step(action), self._members(wanted)
+
+    def _members(self, names: list[str]) -> dict[str, Any]:
+        """Return the values of members and methods without arguments; one that raises is left to be asked for."""
+        members: dict[str, Any] = {}
+        for name in names:
+            with suppress(Exception):
+                value = getattr(self.env.unwrapped, name)
+                members[name] = value() if callable(value) else value
+        return members
 
     def get(self, name: str) -> tuple[str, Any]:
         try:

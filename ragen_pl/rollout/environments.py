@@ -25,12 +25,14 @@ from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.rollout.spatial_relations import f1_score, read_claims, true_claims
 from ragen_pl.rollout.workers import EnvironmentWorkers, Outcome
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import EpisodeStatus, Observation, Relation, Statement
+from ragen_pl.trajectory import REWARD_PART, EpisodeStatus, Observation, Relation, Statement
 
 _MAX_REDRAWS = 200
 # a larger reward is infinite once returns are summed in float32
 _MAX_REWARD = 1e30
 _GRAY = 128
+# the creation of an environment imports libraries and may start programs
+_CREATION_PATIENCE = 10.0
 _InThread: TypeAlias = tuple[gymnasium.Env[Any, Any], int]
 
 
@@ -221,7 +223,8 @@ class EnvironmentManager:
         invalid_ends: whether such a response ends the episode; otherwise the state stays as it is.
         turn_limit_bootstraps: whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
         prompt_format: required form of responses.
-        timeout_s: longest time of one reset or one turn in seconds; None for no limit.
+        timeout_s: longest time of one reset or one turn in seconds; None for no limit. The creation of an environment
+            may take ten times as long.
         workers: number of threads in which environments step; an environment stays in one of them. Several are faster
             for environments that wait for other programs or compute outside Python.
         process: whether each environment runs in a process of its own. One that hangs, crashes or leaks memory then
@@ -300,7 +303,9 @@ class EnvironmentManager:
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
         workers = [self._made + number for number in range(count - len(taken))]
         self._made += len(workers)
-        outcomes = self._workers.run([(worker, self.make) for worker in workers])
+        outcomes = self._workers.run(
+            [(worker, self.make) for worker in workers], patience=_CREATION_PATIENCE
+        )
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         made = [
             (outcome, worker)
@@ -348,9 +353,13 @@ class EnvironmentManager:
         ]
 
     def close(self, slots: Sequence[EnvironmentSlot]) -> None:
-        """Take sound environments back for later episodes, and close the others for good."""
+        """Take sound environments back for later episodes, and close the others for good.
+
+        Those whose turn is under way are closed too, after it.
+        """
+        stepping = {id(slot) for slot in self._stepping.values()}
         for slot in slots:
-            if slot.error is None:
+            if slot.error is None and id(slot) not in stepping:
                 self._idle.append((slot.env, slot.worker))
             else:
                 self._discard(slot)
@@ -363,6 +372,14 @@ class EnvironmentManager:
         elif not slot.hangs:
             self._workers.submit([(slot.worker, slot.env.close)])
 
+    def state_keys(self, slots: Sequence[EnvironmentSlot]) -> list[str | None]:
+        """Return the `state_key()` of each slot's state. One that raises leaves its error in the slot."""
+        outcomes = self._workers.run([(slot.worker, slot.members.state_key) for slot in slots])
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                slot.fail(outcome)
+        return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
+
     def instructions(self, slot: EnvironmentSlot) -> str:
         """Return the rules of a slot's environment and those of the response's form."""
         form = format_instructions(
@@ -370,7 +387,9 @@ class EnvironmentManager:
             max_actions=self.max_actions_per_turn,
             free_text=slot.action_names is None,
         )
-        return f"{slot.members.instructions} {form}".strip()
+        # one that failed may be dead, or hang and never answer
+        rules = slot.members.instructions if slot.error is None else ""
+        return f"{rules} {form}".strip()
 
     def observe(self, slot: EnvironmentSlot, raw: object) -> None:
         """Update a slot with an observation of its environment.
@@ -484,7 +503,7 @@ class EnvironmentManager:
                 f"{self.target} returned reward {reward} and info['reward_parts']={parts}; expected named numbers "
                 "that sum to the reward"
             )
-        return {f"environment/{name}": float(value) for name, value in parts.items()}
+        return {f"{REWARD_PART}{name}": float(value) for name, value in parts.items()}
 
 
 def _statements(

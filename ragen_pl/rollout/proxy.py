@@ -80,23 +80,28 @@ class AgentProxy(Generic[ContextT]):
             on_turn: called after each turn.
         """
         trajectories: list[Trajectory] = []
-        for first in range(0, len(episode_specs), self.num_envs):
-            episodes = self._open(episode_specs[first : first + self.num_envs], responder, seed_key)
-            for playing in self._turns(episodes, responder, on_turn=on_turn):
-                if progress is not None and playing:
-                    progress(first + len(episodes) - playing, len(episode_specs))
-            responder.release()
-            self.environments.close([episode.slot for episode in episodes])
-            trajectories.extend(episode.trajectory for episode in episodes)
+        with responder.taking_part():
+            for first in range(0, len(episode_specs), self.num_envs):
+                specs = episode_specs[first : first + self.num_envs]
+                slots = self.environments.open(specs)
+                try:
+                    episodes = self._begin(slots, responder, seed_key)
+                    for playing in self._turns(episodes, responder, on_turn=on_turn):
+                        if progress is not None and playing:
+                            progress(first + len(episodes) - playing, len(episode_specs))
+                    responder.release()
+                finally:
+                    self.environments.close(slots)
+                trajectories.extend(episode.trajectory for episode in episodes)
         if progress is not None:
             progress(len(episode_specs), len(episode_specs))
         return trajectories
 
-    def _open(
-        self, specs: Sequence[EpisodeSpec], responder: Responder, seed_key: Sequence[int | str]
+    def _begin(
+        self, slots: Sequence[EnvironmentSlot], responder: Responder, seed_key: Sequence[int | str]
     ) -> list[Episode]:
         episodes = []
-        for number, slot in enumerate(self.environments.open(specs)):
+        for number, slot in enumerate(slots):
             conversation = self.context.start(self.environments.instructions(slot))
             episode = Episode(
                 number=number,
@@ -164,7 +169,8 @@ class AgentProxy(Generic[ContextT]):
             asked -= len(responses)
             stopped = [playing[number] for number, response in responses if response is None]
             for episode in stopped:
-                _end(episode, EpisodeStatus.TRUNCATED)
+                failed = episode.trajectory.error is not None
+                _end(episode, EpisodeStatus.FAILED if failed else EpisodeStatus.TRUNCATED)
             answers = [
                 self._parse(playing[number], response)
                 for number, response in responses
@@ -244,9 +250,9 @@ class AgentProxy(Generic[ContextT]):
         ids = self.context.encode_response(text)
         prompt_format = self.environments.prompt_format
         if len(ids) > self.max_response_tokens and prompt_format.statements:
-            raise ValueError(
-                f"a demonstration in format {prompt_format} has {len(ids)} tokens, more than "
-                f"rollout.max_response_tokens={self.max_response_tokens}; raise it"
+            raise RolloutError(
+                f"rollout.max_response_tokens={self.max_response_tokens}: a scripted response in format "
+                f"{prompt_format} has {len(ids)} tokens; raise it"
             )
         return Generation(
             ids=ids,

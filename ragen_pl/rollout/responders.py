@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +15,13 @@ import numpy as np
 
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import Conversation
-from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
+from ragen_pl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    Prompt,
+    RolloutEngine,
+    taking_part,
+)
 from ragen_pl.rollout.environments import EnvironmentSlot
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.formats import PromptFormat
@@ -96,6 +103,10 @@ class Responder(Protocol):
         """Free what is held for the episodes submitted so far."""
         ...
 
+    def taking_part(self) -> AbstractContextManager[None]:
+        """Return the context of a rollout, in which ranks may answer each other's turns."""
+        ...
+
 
 @dataclass(kw_only=True, slots=True)
 class EngineResponder:
@@ -155,6 +166,10 @@ class EngineResponder:
         """Free the engine's sessions."""
         self.engine.release()
 
+    def taking_part(self) -> AbstractContextManager[None]:
+        """Return the context of a rollout with the engine."""
+        return taking_part(self.engine)
+
     def _request(self, episode: Episode) -> GenerationRequest:
         return GenerationRequest(
             session=episode.number,
@@ -195,7 +210,10 @@ class TextResponder(ABC):
 
     @abstractmethod
     def respond(self, episode: Episode) -> str | None:
-        """Return the response to the present turn, in the episode's prompt format; None to stop."""
+        """Return the response to the present turn, in the episode's prompt format; None to stop.
+
+        With an error in its trajectory the episode has failed then, else it is truncated.
+        """
 
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Write the responses."""
@@ -209,3 +227,7 @@ class TextResponder(ABC):
     def release(self) -> None:
         """Drop responses that were not collected."""
         self._written.clear()
+
+    def taking_part(self) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()

@@ -37,8 +37,18 @@ class ScriptedResponder(TextResponder):
 
     policy: ScriptedPolicy
 
-    def respond(self, episode: Episode) -> str:
-        """Return the policy's action and, in formats that ask for it, statements about the state."""
+    def respond(self, episode: Episode) -> str | None:
+        """Return the policy's action and, in formats that ask for it, statements about the state.
+
+        A policy that raises fails its own episode.
+        """
+        try:
+            return self._response(episode)
+        except Exception as error:  # any of a user's policy
+            episode.trajectory.error = f"{type(self.policy).__name__}: {error}"
+            return None
+
+    def _response(self, episode: Episode) -> str:
         slot = episode.slot
         rng = np.random.Generator(np.random.Philox(key=episode.seed))
         action = self.policy.act(slot.env, rng)

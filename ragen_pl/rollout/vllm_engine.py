@@ -20,8 +20,11 @@ import torch
 from PIL import Image
 
 from ragen_pl.constraints import Count, Fraction, Open, checked
+from ragen_pl.distributed import world_size
 from ragen_pl.files import OwnFolder
 from ragen_pl.rollout.engine import EnginePolicy, Generation, GenerationRequest
+from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.lockstep import Lockstep, Share
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -39,7 +42,9 @@ class VLLMEngine:
     compute them. Those of a token depend a little on what else is in the batch. Adapters are merged into the weights.
 
     Where torch.distributed is initialized, every rank has an engine of its own, and all ranks have to build it
-    together. Elsewhere vLLM initializes it for this process alone, until `close`. A process has one engine at a time.
+    together. With `tensor_parallel_size` in the settings, so many consecutive ranks hold a model together, and sample
+    inside `taking_part`. Elsewhere vLLM initializes it for this process alone, until `close`. A process has one engine
+    at a time.
 
     Args:
         policy: Policy whose weights are copied by `load_weights`.
@@ -79,6 +84,7 @@ class VLLMEngine:
                 "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
                 "rollout/engine=transformers"
             )
+        self.ranks = _ranks_of_a_model(settings or {})
         check_weights(policy.bundle, engine="vllm")
         self.bundle, self._policy = policy.bundle, policy
         self.max_tokens = max_tokens
@@ -116,7 +122,9 @@ class VLLMEngine:
             self.bundle, dtype=self.dtype, max_tokens=max_tokens, on_gpu=self._on_gpu
         )
         arguments |= dict(settings or {})
-        with self._isolated(), _environment():
+        self._lockstep: Lockstep | None = None
+        communicates = _by_gloo() if self.ranks > 1 and not self._on_gpu else nullcontext()
+        with self._isolated(), _environment(), communicates:
             try:
                 self._llm = LLM(**arguments)
             except (ValueError, TypeError, NotImplementedError) as error:
@@ -125,6 +133,8 @@ class VLLMEngine:
                     f"rollout/engine=vllm: vLLM can't run this {self.bundle.facts.family} model "
                     f"({_reason(error)}); set rollout/engine=transformers, or other settings of rollout.engine"
                 ) from error
+        if self.ranks > 1:
+            self._lockstep = _lockstep_of_group()
 
     @classmethod
     def planned_bytes(
@@ -139,6 +149,7 @@ class VLLMEngine:
             on_gpu: Whether it is a GPU.
         """
         cache_bytes: int | None = settings["cache_bytes"]
+        weights //= (settings["settings"] or {}).get("tensor_parallel_size", 1)
         if on_gpu and cache_bytes is None and device is not None:
             return int(settings["memory_share"] * device)
         return weights + (cache_bytes or CPU_CACHE_BYTES)
@@ -161,7 +172,10 @@ class VLLMEngine:
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
                 self._asleep = False
-            self._llm.reset_prefix_cache()
+            if not self._llm.reset_prefix_cache():
+                raise RolloutError(
+                    "rollout/engine=vllm: it has kept the keys and values of other weights"
+                )
             engine.reset_encoder_cache()
         self.version = version
 
@@ -176,9 +190,15 @@ class VLLMEngine:
     def release(self) -> None:
         """Abort the requests that are under way."""
         if self._sessions:
-            with self._isolated():
-                self._llm.llm_engine.abort_request(list(self._sessions))
+            self._abort(list(self._sessions))
             self._sessions.clear()
+
+    def _abort(self, names: list[str]) -> None:
+        if self._lockstep is not None and self._lockstep.under_way:
+            self._lockstep.abort(names)
+            return
+        with self._isolated():
+            self._llm.llm_engine.abort_request(names)
 
     def close(self) -> None:
         """End vLLM, and torch.distributed where vLLM has initialized it."""
@@ -192,20 +212,21 @@ class VLLMEngine:
     # ---- responses
 
     def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
-        """Hand requests to vLLM; see `RolloutEngine`.
+        """Hand requests to vLLM, those of ranks that share it at its next step; see `RolloutEngine`.
 
         Raises:
             ValueError: A request has more tokens than `max_tokens`, or leaves out parts of its images.
         """
         for request in requests:
             check_request(request, max_tokens=self.max_tokens)
+        if self._lockstep is not None:
+            self._sessions |= self._lockstep.submit(requests)
+            return
         with self._isolated():
             for request in requests:
                 name = str(self._requests)
                 self._requests += 1
-                self._llm.llm_engine.add_request(
-                    name, self._prompt(request), self._sampling(request)
-                )
+                self._add(name, request)
                 self._sessions[name] = request
 
     def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
@@ -213,13 +234,74 @@ class VLLMEngine:
         finished: list[tuple[int, Generation]] = []
         with self._isolated():
             while self._sessions and not finished:
-                for output in self._llm.llm_engine.step():
-                    if output.finished:
-                        request = self._sessions.pop(output.request_id)
-                        finished.append((request.session, self._generation(request, output)))
+                if self._lockstep is not None:
+                    self._exchange(self._lockstep)
+                finished += self._step()
                 if not wait:
                     break
         return finished
+
+    def _add(self, name: str, request: GenerationRequest) -> None:
+        self._llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
+
+    def _step(self) -> list[tuple[int, Generation]]:
+        """Step vLLM and return the responses of this rank that have finished."""
+        with self._together():
+            outputs = [output for output in self._llm.llm_engine.step() if output.finished]
+        if self._lockstep is not None:
+            for output in outputs:
+                self._lockstep.finish(output.request_id, output.outputs[0].token_ids)
+        finished = []
+        for output in outputs:
+            request = self._sessions.pop(output.request_id, None)
+            if request is not None:
+                finished.append((request.session, self._generation(request, output)))
+        return finished
+
+    # ---- ranks that share the engine
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Take part in the rollouts of ranks that share the engine, until those of all have ended.
+
+        Inside another one it does nothing.
+        """
+        lockstep = self._lockstep
+        if lockstep is None or lockstep.under_way:
+            yield
+            return
+        lockstep.begin()
+        try:
+            yield
+            self.release()
+            with self._isolated():
+                while self._exchange(lockstep, is_done=True):
+                    self._step()
+        except BaseException as error:
+            self._sessions.clear()
+            lockstep.fail(error)
+            self._abort(list(lockstep.active))
+            lockstep.active.clear()
+            raise
+
+    def _exchange(self, lockstep: Lockstep, *, is_done: bool = False) -> bool:
+        """Hand vLLM the requests of all ranks; return whether to step it."""
+        step = lockstep.exchange(is_done=is_done)
+        with self._together():
+            self._llm.llm_engine.abort_request(step.aborted)
+            for name, request in step.requests:
+                self._add(name, request)
+        return not step.all_done
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise what vLLM raises without the other ranks, which raise it too or are inside their step."""
+        try:
+            yield
+        except BaseException:
+            if self._lockstep is not None:
+                self._lockstep.leave()
+            raise
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt = request.prompt
@@ -282,6 +364,53 @@ class VLLMEngine:
             torch.set_num_threads = set_num_threads
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
+
+
+def _ranks_of_a_model(settings: Mapping[str, Any]) -> int:
+    """Return the number of ranks that hold a model together.
+
+    Raises:
+        ValueError: The ranks of the run can't be divided into such groups.
+    """
+    ranks: int = settings.get("tensor_parallel_size", 1)
+    if ranks > 1 and world_size() % ranks:
+        raise ValueError(
+            f"rollout.engine.settings.tensor_parallel_size={ranks}: so many ranks share an engine, expected a divisor "
+            f"of their number, {world_size()}; set it to 1, or rollout/engine=vllm_server"
+        )
+    return ranks
+
+
+def _lockstep_of_group() -> Lockstep:
+    """Return what gathers the requests of the ranks that hold a model with this one."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+
+    def gather(share: Share) -> list[Share]:
+        shares: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(shares, share, group=group.cpu_group)
+        return shares
+
+    return Lockstep(group.rank_in_group, gather)
+
+
+@contextmanager
+def _by_gloo() -> Iterator[None]:
+    """Have the parts of a model on CPUs exchange by gloo.
+
+    vLLM's own way names its shared memory as every other run with a launcher does, and waits for a rank that has ended
+    without a limit (0.32).
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    name = "_all_group_ranks_share_shm_group_name"
+    own = getattr(CpuCommunicator, name)
+    setattr(CpuCommunicator, name, lambda self: False)
+    try:
+        yield
+    finally:
+        setattr(CpuCommunicator, name, own)
 
 
 def _prepare_head(model: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import re
 import shutil
 import tempfile
 import threading
@@ -158,7 +159,7 @@ class VLLMServerEngine:
         settings: Json | None,
     ) -> list[str]:
         """Make the folder of weights on the first rank, and a server where there is none; return the addresses."""
-        place = weights_folder or _room_for(self.bundle)
+        place = Path(weights_folder or _room_for(self.bundle)).expanduser().absolute()
         # not world-readable: the servers are run by the same user
         self._folder = OwnFolder("ragen_weights_", place=place)
         self._run = uuid.uuid4().hex[:12]
@@ -172,7 +173,7 @@ class VLLMServerEngine:
                 settings=settings or {},
             )
             return [self._process.url]
-        return [url.rstrip("/") for url in urls]
+        return [re.sub(r"(/v1)?/*$", "", url) for url in urls]
 
     async def _open(self, concurrency: int) -> None:
         key = os.environ.get("VLLM_API_KEY")
@@ -335,6 +336,8 @@ class VLLMServerEngine:
     def _lose(self, server: _Server, trouble: str) -> None:
         """Send a server no requests until it is known to have the present weights."""
         server.trouble = trouble
+        if server.ready:
+            self._last_ready = time.monotonic()
         server.ready = False
         if server.url not in self._checks or self._checks[server.url].done():
             self._checks[server.url] = self._loop.create_task(self._take_back(server))

@@ -22,19 +22,26 @@ Outcome: TypeAlias = T | BaseException
 """What a job returned or raised."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Share(Generic[T]):
+    """Numbered jobs for one thread, and the longest time of each in seconds."""
+
+    jobs: Sequence[tuple[int, Job[T]]] = ()
+    timeout_s: float | None = None
+
+
 @dataclass(slots=True)
 class _Thread(Generic[T]):
     """A thread that runs shares of jobs in order until it is abandoned."""
 
     finished: queue.SimpleQueue[list[tuple[int, Outcome[T]]]]
-    shares: queue.SimpleQueue[list[tuple[int, Job[T]]] | None] = field(
-        default_factory=queue.SimpleQueue
-    )
+    shares: queue.SimpleQueue[_Share[T] | None] = field(default_factory=queue.SimpleQueue)
     # an outcome is kept or given up, never both
     lock: threading.Lock = field(default_factory=threading.Lock)
-    share: list[tuple[int, Job[T]]] = field(default_factory=list)
+    share: _Share[T] = field(default_factory=_Share)
     outcomes: list[tuple[int, Outcome[T]]] = field(default_factory=list)
-    began: float | None = None
+    # when the present job is late; None while there is no job or no limit
+    due: float | None = None
     abandoned: bool = False
 
     def start(self) -> None:
@@ -45,13 +52,13 @@ class _Thread(Generic[T]):
         while self._run_share(self.shares.get()):
             pass
 
-    def _run_share(self, share: list[tuple[int, Job[T]]] | None) -> bool:
+    def _run_share(self, share: _Share[T] | None) -> bool:
         """Run jobs and return whether to go on. A thread that waits refers to no job, and so to no environment."""
         if share is None:
             return False
         with self.lock:
-            self.share, self.outcomes, self.began = share, [], time.monotonic()
-        for number, job in share:
+            self.share, self.outcomes, self.due = share, [], _due(share)
+        for number, job in share.jobs:
             outcome: Outcome[T]
             try:
                 outcome = job()
@@ -62,26 +69,26 @@ class _Thread(Generic[T]):
                 if self.abandoned:
                     return False
                 self.outcomes.append((number, outcome))
-                self.began = time.monotonic()
+                self.due = _due(share)
         with self.lock:
-            self.began = None
-            outcomes, self.share, self.outcomes = self.outcomes, [], []
+            self.due = None
+            outcomes, self.share, self.outcomes = self.outcomes, _Share(), []
         self.finished.put(outcomes)
         return True
 
-    def abandon_late(self, *, timeout_s: float) -> _Thread[T] | None:
+    def abandon_late(self) -> _Thread[T] | None:
         """Give the present job up if it takes too long; return the thread that takes over the other jobs."""
         with self.lock:
-            if self.began is None or time.monotonic() - self.began < timeout_s:
+            if self.due is None or time.monotonic() < self.due:
                 return None
-            if len(self.outcomes) == len(self.share):
+            if len(self.outcomes) == len(self.share.jobs):
                 return None
             self.abandoned = True
-        late, _ = self.share[len(self.outcomes)]
-        limit = TimeoutError(f"the environment took longer than {timeout_s:g} s")
+        (late, _), *others = self.share.jobs[len(self.outcomes) :]
+        limit = TimeoutError(f"the environment took longer than {self.share.timeout_s:g} s")
         self.finished.put([*self.outcomes, (late, limit)])
         successor = _Thread(self.finished)
-        successor.shares.put(self.share[len(self.outcomes) + 1 :])
+        successor.shares.put(_Share(others, self.share.timeout_s))
         while not self.shares.empty():
             successor.shares.put(self.shares.get())
         return successor
@@ -102,11 +109,12 @@ class EnvironmentWorkers(Generic[T]):
         self._numbers = count_up()
         weakref.finalize(self, _end, self._threads)
 
-    def submit(self, jobs: Sequence[tuple[int, Job[T]]]) -> list[int]:
+    def submit(self, jobs: Sequence[tuple[int, Job[T]]], *, patience: float = 1.0) -> list[int]:
         """Queue jobs and return their numbers.
 
         Args:
             jobs: Number of each job's thread, and the job. Threads beyond `count` begin again at the first.
+            patience: Factor of the time limit for these jobs.
         """
         numbers = list(islice(self._numbers, len(jobs)))
         shares: dict[int, list[tuple[int, Job[T]]]] = {}
@@ -120,7 +128,8 @@ class EnvironmentWorkers(Generic[T]):
             if thread not in self._threads:
                 self._threads[thread] = _Thread(self._finished)
                 self._threads[thread].start()
-            self._threads[thread].shares.put(share)
+            limit = None if self.timeout_s is None else patience * self.timeout_s
+            self._threads[thread].shares.put(_Share(share, limit))
         return numbers
 
     def collect(self, *, wait_s: float | None = None) -> list[tuple[int, Outcome[T]]]:
@@ -145,23 +154,22 @@ class EnvironmentWorkers(Generic[T]):
             ended += self._finished.get()
         return ended
 
-    def run(self, jobs: Sequence[tuple[int, Job[T]]]) -> list[Outcome[T]]:
+    def run(self, jobs: Sequence[tuple[int, Job[T]]], *, patience: float = 1.0) -> list[Outcome[T]]:
         """Run jobs and return their outcomes in order; the outcomes of others under way are dropped.
 
         Args:
             jobs: As those of `submit`.
+            patience: Factor of the time limit for these jobs.
         """
-        numbers = self.submit(jobs)
+        numbers = self.submit(jobs, patience=patience)
         outcomes: dict[int, Outcome[T]] = {}
         while not outcomes.keys() >= set(numbers):
             outcomes.update(self.collect())
         return [outcomes[number] for number in numbers]
 
     def _abandon_late(self) -> None:
-        if self.timeout_s is None:
-            return
         for number, thread in self._threads.items():
-            successor = thread.abandon_late(timeout_s=self.timeout_s)
+            successor = thread.abandon_late()
             if successor is not None:
                 self._threads[number] = successor
                 successor.start()
@@ -171,12 +179,15 @@ class EnvironmentWorkers(Generic[T]):
         ticks = [] if left is None else [left]
         if self.timeout_s is not None:
             now = time.monotonic()
-            begun = [thread.began for thread in self._threads.values()]
+            dues = [thread.due for thread in self._threads.values()]
             ticks.append(self.timeout_s)
-            ticks += [
-                max(0.001, began + self.timeout_s - now) for began in begun if began is not None
-            ]
+            ticks += [max(0.001, due - now) for due in dues if due is not None]
         return min(ticks, default=None)
+
+
+def _due(share: _Share[T]) -> float | None:
+    """Return when a job of this share that begins now is late."""
+    return None if share.timeout_s is None else time.monotonic() + share.timeout_s
 
 
 def _outcome(job: Job[T]) -> Outcome[T]:

@@ -110,6 +110,24 @@ def test_answers_come_in_any_order_a_few_at_a_time(server: ChatServer, tmp_path:
     assert first.validation_sets == second.validation_sets
 
 
+def test_samples_of_an_api_without_seeds_are_asked_for_one_by_one(
+    server: ChatServer, tmp_path: Path
+) -> None:
+    more = [
+        "samples=3",
+        "rollout.num_envs=1",
+        "+endpoint.parameters={seed: null}",
+        "validation.episodes=2",
+    ]
+    results = evaluated(server, tmp_path, *more)
+    assert all("seed" not in request for request in server.requests)
+    assert results.about["endpoint"]["known"] == 0
+    # asked again, each has the answer of its own
+    asked = len(server.requests)
+    again = evaluated(server, tmp_path, *more)
+    assert len(server.requests) == asked and again.about["endpoint"]["known"] == asked
+
+
 def test_images_are_sent_as_png(server: ChatServer, tmp_path: Path) -> None:
     evaluated(server, tmp_path, "env=frozenlake_visual", "env.max_turns=2", "validation.episodes=1")
     image, text = server.requests[0]["messages"][1]["content"]

@@ -209,7 +209,7 @@ class Counter(gymnasium.Env):
         if self.fault == f"{where} hangs":
             import time
 
-            time.sleep(1.0)
+            time.sleep(600)
 
 
 class Film(gymnasium.Env):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import gymnasium
@@ -9,16 +10,19 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envs.policies import NoisyPolicy
+from envs.policies import NoisyPolicy, RandomPolicy
+from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environment_process import ProcessEnvironment
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.parsing import ParsedResponse
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
 
 LAKE = "envs.frozen_lake.FrozenLake"
 
 
 class Troubled(gymnasium.Env):
-    """The seed of the reset selects what happens in the step."""
+    """The seed of the reset selects what happens in the step, or in the reset itself."""
 
     action_names = ("Go",)
     action_space = spaces.Discrete(1)
@@ -27,6 +31,10 @@ class Troubled(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.seed = seed
+        if seed == 6:
+            time.sleep(600)
+        if seed == 7:
+            os._exit(7)
         return f"in process {os.getpid()}", {}
 
     def step(self, action):
@@ -92,6 +100,17 @@ def test_an_environment_that_hangs_is_killed(manager):
     assert [Path(f"/proc/{number}").exists() for number in ids] == [False, True]
 
 
+def test_a_reset_that_hangs_or_dies_costs_its_own_episode(manager):
+    proxy = AgentProxy(environments=manager, context=TextContext(), max_response_tokens=100)
+    specs = [EpisodeSpec(group=n, member=0, seed=seed) for n, seed in enumerate((0, 6, 7))]
+    sound, hangs, dies = proxy.rollout(
+        ScriptedResponder(policy=RandomPolicy()), specs, seed_key=(0, "test")
+    )
+    assert sound.error is None and sound.success
+    assert "TimeoutError" in hangs.error and "exit code 7" in dies.error
+    assert not hangs.turns and not dies.turns
+
+
 def test_processes_end_with_the_manager():
     manager = EnvironmentManager(target=LAKE, process=True)
     slots = manager.open([EpisodeSpec(group=0, member=0, seed=0)])
@@ -131,6 +150,91 @@ def test_members_that_are_missing_are_missing_there_too():
         assert len(env.action_names) == 2
     finally:
         env.close()
+
+
+class Counting(gymnasium.Env):
+    """An environment that says how often its members were computed, and in which state."""
+
+    action_names = ("Go",)
+    action_space = spaces.Discrete(1)
+    observation_space = spaces.Text(20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.counts = 0, Counter()
+        return "began", {}
+
+    def step(self, action):
+        self.steps += 1
+        return "went", 0.0, False, False, {}
+
+    def describe(self):
+        self.counts["describe"] += 1
+        return f"step {self.steps}"
+
+    def state_key(self):
+        self.counts["state_key"] += 1
+        if self.steps == 5:
+            raise RuntimeError("no key")
+        return f"state {self.steps}"
+
+    def skip(self, count):
+        self.steps += count
+
+    def counted(self, name):
+        return self.counts[name]
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    env = ProcessEnvironment("test_environment_process.Counting", {})
+    env.reset(seed=0)
+    yield env
+    env.close()
+
+
+def round_trips(env, monkeypatch):
+    """Return a list that grows by the name of each request."""
+    requests, ask = [], env._ask
+    monkeypatch.setattr(env, "_ask", lambda *request: requests.append(request[0]) or ask(*request))
+    return requests
+
+
+def test_members_that_are_read_each_turn_come_with_the_step(counting, monkeypatch):
+    for number in (1, 2):
+        counting.step(0)
+        assert (counting.describe(), counting.state_key()) == (f"step {number}", f"state {number}")
+    requests = round_trips(counting, monkeypatch)
+    for number in (3, 4):
+        counting.step(0)
+        assert counting.action_names == ("Go",)
+        assert (counting.describe(), counting.state_key()) == (f"step {number}", f"state {number}")
+    assert requests == ["step", "get", "step"]
+    assert [counting.counted(name) for name in ("describe", "state_key")] == [4, 4]
+    # one that raises is left out, and raises where it is read
+    counting.step(0)
+    with pytest.raises(RuntimeError, match="no key"):
+        counting.state_key()
+
+
+def test_members_that_nobody_reads_are_not_computed(counting):
+    for _ in range(2):
+        counting.step(0)
+        counting.describe()
+    for _ in range(4):
+        counting.step(0)
+    # once more, before it is known that nobody reads it
+    assert counting.counted("describe") == 3 and counting.counted("state_key") == 0
+
+
+def test_a_call_that_may_change_the_state_outdates_what_has_come(counting):
+    for _ in range(2):
+        counting.step(0)
+        counting.describe()
+    counting.step(0)
+    counting.skip(10)
+    assert counting.describe() == "step 13"
 
 
 def test_a_constructor_that_raises_is_reported_and_leaves_no_process():

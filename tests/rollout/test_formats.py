@@ -86,7 +86,7 @@ def test_any_text_parses_in_every_format(text, prompt_format):
 
 def test_parsing_time_is_linear_in_the_length():
     blocks = "<observation></observation> <reasoning></reasoning> <prediction></prediction> "
-    began = time.perf_counter()
+    began = time.process_time()
     for text in (
         "<think>" * 20_000,
         "<think>" + blocks * 4_000,
@@ -96,7 +96,7 @@ def test_parsing_time_is_linear_in_the_length():
         assert not parse_response(
             text, NAMES, prompt_format=PromptFormat.GROUNDING_WORLDMODELING
         ).valid
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_each_block_has_its_own_label():

@@ -44,6 +44,25 @@ def test_demonstration_has_the_tokens_that_a_model_would_write(lm):
         assert (turn.response_logprobs == 0).all() and turn.temperature == 1.0
 
 
+class Tired(OptimalPolicy):
+    """Raises in its third turn."""
+
+    def act(self, env, rng):
+        if env.unwrapped.difficulty() < 2:
+            raise LookupError("no more")
+        return super().act(env, rng)
+
+
+def test_a_policy_that_raises_fails_its_own_episode(lm):
+    sound = play(ContextManager(lm), OptimalPolicy())
+    episodes = play(ContextManager(lm), Tired())
+    failed = [episode.status is EpisodeStatus.FAILED for episode in episodes]
+    assert failed == [True] * len(SPECS)
+    for episode, other in zip(episodes, sound, strict=True):
+        assert episode.error == "Tired: no more"
+        assert len(episode.turns) == len(other.turns) - 1
+
+
 def test_random_draws_depend_on_the_seeds_alone(lm):
     def actions(policy, **settings):
         episodes = play(ContextManager(lm), policy, seed=4, **settings)

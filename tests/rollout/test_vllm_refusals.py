@@ -19,6 +19,9 @@ MISSING = (
 )
 
 
+SPLIT = ["env=frozenlake", "rollout.engine.settings={tensor_parallel_size: 2}"]
+
+
 def check(*overrides: str) -> None:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         check_config(compose("fit", overrides=["rollout/engine=vllm", *overrides]))
@@ -56,8 +59,25 @@ def test_a_missing_vllm_is_named_before_a_model_is_built(lm, monkeypatch):
         (["env=frozenlake", "rollout.engine.memory_share=2"], r"memory_share=2: expected"),
         (["env=frozenlake", "rollout.engine.dtype=int8"], r"dtype=int8: expected"),
         (
-            ["env=frozenlake", "rollout.engine.settings={tensor_parallel_size: 2}"],
-            r"tensor_parallel_size=2: each rank has an engine of its own, .*engine=vllm_server",
+            SPLIT,
+            r"tensor_parallel_size=2: so many ranks share an engine, .* number, 1; set it to 1, other",
+        ),
+        (
+            [*SPLIT, "trainer.devices=3"],
+            r"tensor_parallel_size=2: .* expected a divisor of their number, 3; .*engine=vllm_server",
+        ),
+        ([*SPLIT, "trainer.devices=[0]", "trainer.num_nodes=3"], r"of their number, 3; set"),
+        (
+            ["env=frozenlake", "rollout.engine.settings={tensor_parallel_size: two}"],
+            r"tensor_parallel_size=two: expected a whole number, at least 1",
+        ),
+        (
+            ["env=frozenlake", "rollout.engine.settings={pipeline_parallel_size: 2}"],
+            r"pipeline_parallel_size=2: ranks share an engine by tensor_parallel_size.*vllm_server",
+        ),
+        (
+            ["env=frozenlake", "rollout/engine=vllm_server", "trainer.num_nodes=2"],
+            r"urls=\[\]: .* its own machine reaches only, and trainer\.num_nodes=2; start servers",
         ),
     ],
 )
@@ -70,6 +90,16 @@ def test_settings_that_vllm_cannot_serve_are_refused(installed, overrides, messa
 
 def test_the_shipped_settings_pass(installed):
     check("env=frozenlake", "rollout.engine.settings={max_num_seqs: 64, tensor_parallel_size: 1}")
+
+
+@pytest.mark.parametrize("devices", ["2", "6", "[0,1]", "auto", "-1"])
+def test_ranks_may_share_an_engine(installed, devices):
+    check(*SPLIT, f"trainer.devices={devices}", "trainer.strategy=ddp")
+
+
+def test_one_rank_can_share_no_engine(installed, lm):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: .* number, 1; set it to 1"):
+        VLLMEngine(PolicyModule(lm), max_tokens=64, settings={"tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize(

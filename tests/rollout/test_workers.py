@@ -33,6 +33,17 @@ def test_a_hanging_job_is_abandoned_and_the_rest_continues(count):
     assert time.monotonic() - began < 3
 
 
+@pytest.mark.parametrize(("wait_s", "ends"), [(0.6, True), (60.0, False)])
+def test_patience_extends_the_time_limit(wait_s, ends):
+    release = threading.Event()
+    workers = EnvironmentWorkers(1, timeout_s=0.2)
+    jobs = [(0, lambda: release.wait(wait_s)), (0, lambda: 2)]
+    first, second = workers.run(jobs, patience=20 if ends else 2)
+    release.set()
+    assert second == 2
+    assert first is False if ends else "longer than 0.4 s" in str(first)
+
+
 def test_jobs_behind_a_hanging_one_of_an_earlier_call_are_run():
     release = threading.Event()
     workers = EnvironmentWorkers(1, timeout_s=0.2)

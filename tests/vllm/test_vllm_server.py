@@ -102,7 +102,7 @@ def test_an_image_token_without_its_image_is_refused(engine):
 
 def test_released_requests_are_aborted(engine, endless):
     engine.submit([request(engine.bundle, "Go.", tokens=2000, seed=n) for n in range(4)], keep=True)
-    wait(lambda: running(engine.urls[0]) == 4)
+    wait(lambda: running(engine.urls[0]) > 0)
     engine.release()
     started = time.monotonic()
     wait(lambda: running(engine.urls[0]) == 0)
@@ -113,7 +113,8 @@ def test_released_requests_are_aborted(engine, endless):
 @pytest.fixture
 def endless(monkeypatch):
     """Let no token end a response."""
-    monkeypatch.setattr(ModelBundle, "eos_token_ids", property(lambda self: frozenset()))
+    none = property(lambda self: [], lambda self, ends: None)
+    monkeypatch.setattr(VLLMServerEngine, "_ends", none, raising=False)
 
 
 def wait(condition, *, limit: float = 60.0) -> None:

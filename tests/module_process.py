@@ -1,0 +1,57 @@
+"""`python -m MODULE` in processes that skip the import of the heavy packages, which takes longer than most runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["ragen_pl.run.train", "ragen_pl.evaluation.evaluator", "mlflow"])
+
+
+def run_module(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    paths: Sequence[Path] = (ROOT,),
+    timeout: float,
+) -> tuple[int | None, str]:
+    """Run `python -m NAME` in a fork of a process that has imported the heavy packages.
+
+    Args:
+        name: of the module.
+        arguments: of the command line.
+        folder: working folder, with the output in `output.txt`.
+        paths: put in front of `sys.path`.
+        timeout: seconds after which the process is killed.
+
+    Returns:
+        The exit code, negative for a signal, and all that was written to stdout and stderr.
+    """
+    output = folder / "output.txt"
+    process = FORKS.Process(target=_become, args=(name, list(arguments), folder, output, paths))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode, output.read_text(errors="replace")
+
+
+def _become(
+    name: str, arguments: list[str], folder: Path, output: Path, paths: Sequence[Path]
+) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(folder)
+    sys.path[:0] = [str(folder), *map(str, paths)]
+    sys.argv[1:] = arguments
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
