@@ -13,6 +13,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,28 @@ class Contains:
     def accepts(self, value: str) -> bool:
         """Return whether the text holds the part."""
         return self.part in value
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Metadata of a text that a regular expression matches as a whole.
+
+    Args:
+        pattern: the expression.
+        example: such a text in words.
+    """
+
+    pattern: str
+    example: str
+
+    @property
+    def expected(self) -> str:
+        """Return the constraint in words."""
+        return f"text such as {self.example}"
+
+    def accepts(self, value: str) -> bool:
+        """Return whether the expression matches."""
+        return re.fullmatch(self.pattern, value) is not None
 
 
 @dataclass(frozen=True)
@@ -432,6 +455,7 @@ class RunFacts:
         blocks: tags of the response's blocks.
         environment: name of the environment's class.
         environment_members: names of its members.
+        loss: loss of the updates.
         callbacks: callbacks of the run, in order.
     """
 
@@ -443,6 +467,7 @@ class RunFacts:
     blocks: frozenset[str]
     environment: str
     environment_members: frozenset[str]
+    loss: object
     callbacks: tuple[object, ...]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 _LOCK = "lock"
 
@@ -15,8 +18,8 @@ _LOCK = "lock"
 class OwnFolder:
     """A temporary folder of this process.
 
-    It holds a lock on a file of the folder, which ends with the process however that ends. Folders of the same place
-    and prefix without a process are removed first.
+    It is removed when the process ends. Where the process is killed, it is left: a lock on a file of the folder ends
+    with the process, and folders of the same place and prefix without one are removed by the next that is made there.
 
     Args:
         prefix: First part of its name.
@@ -35,11 +38,18 @@ class OwnFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             # only a locked file has the name that others look for
             unlocked.replace(self.path / _LOCK)
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     def remove(self) -> None:
         """Remove it with all that it contains."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        self._finalizer()
+
+
+def _remove(folder: Path, lock: IO[str], owner: int) -> None:
+    # a fork has the folder of another process
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -22,6 +22,8 @@ ParameterGroup = dict[str, Any]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Types in which a small step is lost."""
+# earlier releases round what was added up over ranks to the type of the weights
+_SHARDS_KEEP_FLOAT32 = torch.__version__ >= "2.15"
 # entry of the optimizer's state
 _MASTER = "master"
 
@@ -34,7 +36,7 @@ class MasterWeights(Optimizer):
     weights, for clipping and schedules, and the settings of the other optimizer. Its state of a weight has the entry
     `master` besides the other optimizer's own.
 
-    Outside of DDP, gradients are accumulated in float32.
+    Outside of DDP, gradients are accumulated in float32; those of sharded weights with torch 2.15 and later.
 
     Args:
         groups: Parameter groups.
@@ -54,7 +56,7 @@ class MasterWeights(Optimizer):
         for weight in group["params"]:
             if weight.dtype in LOW_PRECISION:
                 self._masters[weight] = nn.Parameter(weight.detach().float())
-                if world_size() == 1 or isinstance(weight, DTensor):
+                if world_size() == 1 or (isinstance(weight, DTensor) and _SHARDS_KEEP_FLOAT32):
                     weight.grad_dtype = torch.float32
         return {
             **group,

@@ -49,6 +49,9 @@ class EpisodeStatus(StrEnum):
     FAILED = "failed"
 
 
+REWARD_PART = "environment/"
+"""Prefix of the reward terms that are named parts of the environment's reward."""
+
 Relation = tuple[str, int, int]
 """Name of a thing, and how many rows below and columns to the right of the player it is."""
 

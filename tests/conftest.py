@@ -21,7 +21,7 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 @pytest.fixture(autouse=True)
 def _shell_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "HYDRA_FULL_ERROR"):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "HYDRA_FULL_ERROR", "RAGEN_PL_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)
 
 

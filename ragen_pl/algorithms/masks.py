@@ -156,10 +156,12 @@ def top_in_turn(scores: Tensor, mask: Tensor, turn: Tensor, *, share: float) -> 
     return keep & mask
 
 
+def filled(mask: Tensor, labels: Tensor, turn: Tensor) -> Tensor:
+    """Add all sampled tokens of the turns that have none in a mask."""
+    has_any = nearest_in_turn(mask, turn=turn) >= 0
+    return mask | (~has_any & sampled(labels, turn))
+
+
 def _fill_empty_turns(keep: Tensor, labels: Tensor, turn: Tensor, fill_empty: bool) -> Tensor:
-    tokens = sampled(labels, turn)
-    keep = keep & tokens
-    if not fill_empty:
-        return keep
-    has_any = nearest_in_turn(keep, turn=turn) >= 0
-    return keep | (~has_any & tokens)
+    keep = keep & sampled(labels, turn)
+    return filled(keep, labels, turn) if fill_empty else keep

@@ -19,6 +19,7 @@ from ragen_pl.constraints import CountOrZero, Declared, Positive, checked
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
+from ragen_pl.modules.agent import AgentModule
 
 
 class StopSignals:
@@ -95,7 +96,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     `last.ckpt` is a single file. It is overwritten, also by a run that was resumed from another checkpoint.
 
     After a signal the run saves and ends at the next safe point: after a minibatch, between turns of a
-    rollout, between the batches of a validation, or at the end of an iteration. A checkpoint written in
+    rollout, between the batches of a validation, or at the end of an iteration. Ranks that share a rollout
+    engine stop after a rollout or a validation instead of inside it. A checkpoint written in
     the rollout phase or in a validation holds the state before it. All ranks agree on the point.
 
     Args:
@@ -121,7 +123,7 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     ) -> None:
         """Stop between two turns if a signal was received."""
         # a rank without a signal asks the others once, at the end of its rollout
-        if self._stop_requested(trainer) or done == total:
+        if done == total or self._stop_requested_alone(trainer, pl_module):
             self._stop_if_requested(trainer)
 
     def on_train_batch_end(
@@ -143,8 +145,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
     ) -> None:
         """Stop between the batches of a validation if a signal was received."""
-        # ranks may have different numbers of batches: one without a signal asks the others at its last
-        if _follows_update(trainer) and self._stop_requested(trainer):
+        # a rank without a signal asks the others at its last batch
+        if _follows_update(trainer) and self._stop_requested_alone(trainer, pl_module):
             self._stop_if_requested(trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -163,6 +165,11 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     def _stop_requested(self, trainer: pl.Trainer) -> bool:
         # Lightning's own handler is in place until training starts
         return self.signals.received is not None or trainer.received_sigterm
+
+    def _stop_requested_alone(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Return whether this rank may ask the others to stop while they play: not if they play with it."""
+        shared = isinstance(pl_module, AgentModule) and pl_module.engine_is_shared
+        return self._stop_requested(trainer) and not shared
 
     def _stop_if_requested(self, trainer: pl.Trainer) -> None:
         if not any_over_ranks(self._stop_requested(trainer)):

@@ -21,6 +21,7 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.files import atomic_write
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
+from ragen_pl.modules.losses import UpdateLoss
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +124,15 @@ class CollapseMonitor(pl.Callback):
         self.good: int | None = None
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that the run has the diagnostics, and groups for the mitigation's filter."""
+        """Check that the run has the diagnostics, and what the mitigation switches."""
         if not any(isinstance(callback, Diagnostics) for callback in facts.callbacks):
             raise ValueError(
                 "callbacks.diagnostics=null: callbacks.collapse reads it; set callbacks.collapse=null too"
             )
-        group_filter = self.mitigation.group_filter if Action.MITIGATE in self.actions else None
+        if Action.MITIGATE not in self.actions:
+            return
+        self.mitigation.check_loss(cast(UpdateLoss, facts.loss))
+        group_filter = self.mitigation.group_filter
         if group_filter is not None and group_filter.needs_groups and facts.group_size == 1:
             raise ValueError(
                 "rollout.group_size=1: callbacks.collapse.mitigation.group_filter compares the episodes of a group; "

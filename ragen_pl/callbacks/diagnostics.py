@@ -113,6 +113,8 @@ class Diagnostics(RolloutCallback):
         """Complete the readings and log them."""
         metrics = rollout_metrics_of(trainer)
         self.readings = self._rollout | _rollout_readings(metrics) | self._gradients(pl_module)
+        if "entropy" not in self.readings and isinstance(pl_module, AgentModule):
+            self.readings["entropy"] = pl_module.preparation.compute()["policy_entropy"]
         self.readings |= self._ratios()
         # Every reading ever taken is logged: a resumed run ends with the same metrics as the whole run.
         absent_actions = {name: 0.0 for name in self._latest if name.startswith("action/")}

@@ -12,6 +12,7 @@ from ragen_pl.callbacks.access import datamodule_of
 from ragen_pl.constraints import NonNegative, Positive, PositiveFraction, checked
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.losses import UpdateLoss
 
 _SWITCHES = (
     "clip_high",
@@ -45,31 +46,41 @@ class Mitigation:
     learning_rate_share: PositiveFraction | None = None
     group_filter: GroupFilter | None = None
 
+    def check_loss(self, loss: UpdateLoss) -> None:
+        """Check that a run with this loss can switch to these settings.
+
+        Raises:
+            ValueError: nothing would be switched, the run has no reference policy, or the clip bound is lower than the
+                run's or of another size.
+        """
+        if all(getattr(self, name) is None for name in _SWITCHES):
+            raise ValueError(
+                f"callbacks.collapse.mitigation: all of {', '.join(_SWITCHES)} are null; set one of them"
+            )
+        bound = loss.policy.clip_high
+        if self.clip_high is not None and not bound <= self.clip_high <= 10 * bound:
+            raise ValueError(
+                f"callbacks.collapse.mitigation.clip_high={self.clip_high:g}: the loss's own bound is {bound:g}, "
+                "expected a value somewhat above it; set a bound of that size, or null"
+            )
+        loss.require_reference("callbacks.collapse.mitigation.kl_coefficient", self.kl_coefficient)
+
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the run can switch to these settings.
 
         Raises:
-            ValueError: nothing would be switched, the module has no loss settings or no reference policy, the
-                DataModule has no filter, or the clip bound is lower than the run's or of another size.
+            ValueError: the module has no loss settings, `check_loss` refuses them, or the DataModule has no filter.
         """
         if not isinstance(pl_module, AgentModule):
             raise ValueError(
                 f"a mitigation changes the loss of an AgentModule, found {type(pl_module).__name__}; "
                 "use AgentModule, or leave `mitigate` out of the actions"
             )
-        if all(getattr(self, name) is None for name in _SWITCHES):
-            raise ValueError(f"mitigation: all of {', '.join(_SWITCHES)} are null; set one of them")
-        bound = pl_module.loss.policy.clip_high
-        if self.clip_high is not None and not bound <= self.clip_high <= 10 * bound:
-            raise ValueError(
-                f"mitigation.clip_high={self.clip_high:g}: the loss's own bound is {bound:g}, expected a value "
-                "somewhat above it; set a bound of that size, or null"
-            )
-        pl_module.loss.require_reference("mitigation.kl_coefficient", self.kl_coefficient)
+        self.check_loss(pl_module.loss)
         datamodule = datamodule_of(trainer)
         if self.group_filter is not None and not isinstance(datamodule, RolloutDataModule):
             raise ValueError(
-                f"mitigation.group_filter: {type(datamodule).__name__} has no group_filter; set null"
+                f"callbacks.collapse.mitigation.group_filter: {type(datamodule).__name__} has no group_filter; set null"
             )
 
     def switch_on(self, trainer: pl.Trainer, agent: AgentModule) -> dict[str, str]:

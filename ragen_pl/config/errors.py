@@ -39,7 +39,7 @@ def config_errors(place: str, *, hint: str = "") -> Iterator[None]:
         key, cause = of_instantiation(error)
         text = in_one_line(cause)
         # messages of this project begin with the key if the class knows it
-        has_key = re.match(r"[a-z_]+(\.[a-z_]+)+[=: ]", text)
+        has_key = re.match(r"[a-z_]+([./][a-z_]+)+[=: ]", text)
         message = text if has_key else f"{key or place}: {text}"
         raise ConfigError(message + (f"; {hint}" if hint else "")) from error
 

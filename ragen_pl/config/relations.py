@@ -20,6 +20,7 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _size,
         _float16,
         _adapter_dropout,
+        _reference,
         _critic,
         _microbatches,
         _sharded_weights,
@@ -166,8 +167,35 @@ def _fsdp2(get: _Get) -> str | None:
     return None
 
 
-# arguments by which vLLM splits a model or its requests over processes
-_SPLITS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# arguments by which vLLM splits a model or its requests over processes of its own
+_SPLITS = ("pipeline_parallel_size", "data_parallel_size")
+
+
+def _splits(get: _Get) -> str | None:
+    """How ranks may share an engine on vLLM in the trainer's process."""
+    for key in _SPLITS:
+        if (parts := get(f"rollout.engine.settings.{key}")) not in (None, 1):
+            return (
+                f"rollout.engine.settings.{key}={parts}: ranks share an engine by tensor_parallel_size, and groups of "
+                "them have engines of their own; leave it out, or set rollout/engine=vllm_server"
+            )
+    parts = get("rollout.engine.settings.tensor_parallel_size")
+    if parts is None:
+        return None
+    if not isinstance(parts, int) or parts < 1:
+        return f"rollout.engine.settings.tensor_parallel_size={parts}: expected a whole number, at least 1"
+    devices = get("trainer.devices")
+    # others depend on the machine
+    is_known = devices is None or isinstance(devices, ListConfig)
+    if not is_known and not (isinstance(devices, int) and devices > 0):
+        return None
+    ranks = _rank_count(devices, get("trainer.num_nodes"))
+    if ranks % parts:
+        return (
+            f"rollout.engine.settings.tensor_parallel_size={parts}: so many ranks share an engine, expected a divisor "
+            f"of their number, {ranks}; set it to 1, other trainer.devices, or rollout/engine=vllm_server"
+        )
+    return None
 
 
 def _vllm(get: _Get) -> str | None:
@@ -187,6 +215,15 @@ def _vllm(get: _Get) -> str | None:
         )
     if (
         engine == "VLLMServerEngine"
+        and not get("rollout.engine.urls")
+        and get("trainer.num_nodes") not in (None, 1)
+    ):
+        return (
+            f"rollout.engine.urls=[]: the run starts a server that its own machine reaches only, and trainer.num_nodes="
+            f"{get('trainer.num_nodes')}; start servers and give their addresses"
+        )
+    if (
+        engine == "VLLMServerEngine"
         and get("rollout.engine.urls")
         and get("rollout.engine.settings")
     ):
@@ -194,13 +231,8 @@ def _vllm(get: _Get) -> str | None:
             "rollout.engine.settings: the servers in rollout.engine.urls are started already; set null, and their "
             "arguments where they are started"
         )
-    if engine == "VLLMEngine":
-        for key in _SPLITS:
-            if (parts := get(f"rollout.engine.settings.{key}")) not in (None, 1):
-                return (
-                    f"rollout.engine.settings.{key}={parts}: each rank has an engine of its own, and one that ranks "
-                    "share needs the same prompts on all of them; leave it out, or set rollout/engine=vllm_server"
-                )
+    if engine == "VLLMEngine" and (problem := _splits(get)) is not None:
+        return problem
     if str(get("model.build._target_")).endswith(".build_small_vlm"):
         return (
             "model=small_vlm: vLLM does not know this architecture; set rollout/engine=transformers, or a pretrained "
@@ -254,6 +286,16 @@ def _adapter_dropout(get: _Get) -> str | None:
         f"model.build.lora.lora_dropout={dropout}: an update with dropout would be compared with old log-probs "
         "without; set lora_dropout=0.0"
     )
+
+
+def _reference(get: _Get) -> str | None:
+    target = str(get("algorithm.loss.kl.reference._target_"))
+    if target.endswith(".AdaptersOff") and get("model.build.lora") is None:
+        return (
+            "algorithm.loss.kl.reference=AdaptersOff: model.build.lora=null has no adapters to switch off; set "
+            "model.build.lora, or use FrozenCopy"
+        )
+    return None
 
 
 def _critic(get: _Get) -> str | None:

@@ -18,10 +18,12 @@ from ragen_pl.constraints import (
     ExistingPath,
     Fraction,
     FractionBelowOne,
+    Matches,
     NonNegative,
     Note,
     Open,
     Positive,
+    PositiveFraction,
     Seed,
 )
 
@@ -176,7 +178,11 @@ class Source(TypedDict, total=False):
     untrained: bool
 
 
-_Limit = Annotated[float, Ge(0), Note("a share up to 1.0, or a count")]
+# a share, or a count
+_Limit = Fraction | CountOrZero
+_Duration = Annotated[
+    str, Matches(r"\d+:\d+:\d+:\d+", "00:12:00:00 (days, hours, minutes, seconds)")
+]
 
 
 class Trainer(TypedDict, total=False):
@@ -216,13 +222,13 @@ class Trainer(TypedDict, total=False):
     min_epochs: CountOrZero | None
     max_steps: Annotated[int, Ge(-1)]
     min_steps: CountOrZero | None
-    max_time: Annotated[str, Note("DD:HH:MM:SS")] | None
+    max_time: _Duration | None
     limit_train_batches: _Limit | None
     limit_val_batches: _Limit | None
     limit_test_batches: _Limit | None
     limit_predict_batches: _Limit | None
     overfit_batches: _Limit | None
-    val_check_interval: Positive | None
+    val_check_interval: PositiveFraction | Count | None
     check_val_every_n_epoch: Count | None
     enable_checkpointing: bool
     enable_progress_bar: bool

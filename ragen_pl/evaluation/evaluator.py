@@ -28,7 +28,6 @@ from ragen_pl.evaluation.report import (
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import Context, TextContext
 from ragen_pl.rollout.endpoint import ChatEndpoint
@@ -36,9 +35,9 @@ from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.run.build import (
     build_endpoint,
+    build_engine,
     build_environments,
     device_named,
-    engine_factory,
     plain,
     rollout_settings,
 )
@@ -101,8 +100,8 @@ class Evaluator:
         self.engine: RolloutEngine | None = None
         self.context: ContextManager | None = None
         if bundle is not None:
-            self.engine = engine_factory(cfg)(PolicyModule(bundle))
             self.context = ContextManager(bundle, **plain(cfg.context))
+            self.engine = build_engine(cfg, bundle)
         self.greedy, self.pass_ks = is_greedy(cfg), pass_ks(cfg)
         self.evaluation = Evaluation(about=_about(cfg, greedy=self.greedy))
 

@@ -176,6 +176,11 @@ class RolloutUpdateLoop(_FitLoop):
         gradients = state_dict.get("gradients", [])
         self._gradients = gradients[rank()] if len(gradients) == world_size() else {}
 
+    @property
+    def is_validated(self) -> bool:
+        """Whether the last iteration has been validated after its last update."""
+        return self._validated
+
     def note_validation(self, *, ended: bool) -> None:
         """Store whether a validation has ended since the last minibatch. One that was interrupted starts again."""
         self._validated = ended

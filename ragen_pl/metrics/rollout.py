@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
+from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.metrics.sums import NamedSums, ratio
-from ragen_pl.trajectory import REASONING_SPANS, EpisodeStatus, Trajectory, Turn
+from ragen_pl.trajectory import REASONING_SPANS, REWARD_PART, EpisodeStatus, Trajectory, Turn
 
 _SUMS = (
     "episodes",
@@ -77,6 +79,9 @@ class RolloutStatistics(NamedSums):
 
     def __init__(self, *, over_ranks: bool = True) -> None:
         super().__init__(_SUMS, over_ranks=over_ranks)
+        self._over_ranks = over_ranks
+        # by name; ranks may see different parts
+        self._reward_parts: dict[str, float] = {}
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:  # type: ignore[override]
         """Count these trajectories."""
@@ -87,6 +92,7 @@ class RolloutStatistics(NamedSums):
             group_returns[trajectory.group].append(trajectory.reward)
             for turn in trajectory.turns:
                 _add_turn(sums, turn)
+                self._add_reward_parts(turn)
         spreads = [
             np.std(returns, ddof=1) for returns in group_returns.values() if len(returns) > 1
         ]
@@ -95,7 +101,10 @@ class RolloutStatistics(NamedSums):
         super().update(sums)
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics; NaN without episodes or turns, no entry for what environments do not report."""
+        """Return the metrics; NaN without episodes or turns, no entry for what environments or engines do not report.
+
+        `reward/<name>` is the mean over episodes of a named part of the environment's reward.
+        """
         total = self.totals()
         episodes, turns = total["episodes"], total["turns"]
         mean_return = ratio(total["return"], episodes)
@@ -110,22 +119,42 @@ class RolloutStatistics(NamedSums):
             "effective_actions": ratio(total["effective"], turns),
             "response_tokens": ratio(total["response_tokens"], turns),
             "think_tokens": ratio(total["think_tokens"], turns),
-            "entropy": ratio(total["entropy"], total["entropy_tokens"]),
             "overlong_responses": ratio(total["hit_length_limit"], turns),
             "failed": ratio(total["failed"], episodes),
             "turn_limit": ratio(total["turn_limit"], episodes),
         }
         optional = {
+            "entropy": ("entropy", "entropy_tokens"),
             "think_accuracy": ("correct_thoughts", "described_states"),
             "observation_accuracy": ("observation_agreement", "observations"),
             "prediction_accuracy": ("prediction_agreement", "predictions"),
             "group_return_std": ("group_std", "groups"),
         }
-        return metrics | {
+        metrics |= {
             name: ratio(total[summed], total[count])
             for name, (summed, count) in optional.items()
             if total[count]
         }
+        return metrics | {
+            f"reward/{name}": ratio(amount, episodes)
+            for name, amount in sorted(self._all_reward_parts().items())
+        }
+
+    def reset(self) -> None:
+        """Forget all trajectories."""
+        super().reset()
+        self._reward_parts = {}
+
+    def _add_reward_parts(self, turn: Turn) -> None:
+        for term, amount in turn.reward_terms.items():
+            if term.startswith(REWARD_PART):
+                name = term.removeprefix(REWARD_PART)
+                self._reward_parts[name] = self._reward_parts.get(name, 0.0) + amount
+
+    def _all_reward_parts(self) -> dict[str, float]:
+        every = gather_over_ranks(self._reward_parts) if self._over_ranks else [self._reward_parts]
+        names = {name for parts in every for name in parts}
+        return {name: math.fsum(parts.get(name, 0.0) for parts in every) for name in names}
 
 
 def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:

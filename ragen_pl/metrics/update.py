@@ -34,7 +34,7 @@ class UpdateStatistics(NamedSums):
 
 
 class PreparationStatistics(NamedSums):
-    """Mismatch of trainer and behavior log-probs, and of values and returns, before an update."""
+    """Entropy, and mismatch of trainer and behavior log-probs and of values and returns, before an update."""
 
     def __init__(self) -> None:
         names = (
@@ -46,11 +46,16 @@ class PreparationStatistics(NamedSums):
             "errors",
             "errors_square",
             "credited",
+            "entropy",
+            "trained",
         )
         super().__init__(names, maxima=("mismatch_max",))
 
     def compute(self) -> dict[str, float]:
-        """Return `logprob_mismatch` (mean and max of the absolute difference, k3 KL) and `explained_variance`."""
+        """Return `logprob_mismatch` (mean and max of the absolute difference, k3 KL) and `explained_variance`.
+
+        `policy_entropy` is the trainer's own, in nats a token: some rollout engines report none.
+        """
         total = self.totals()
         count = total["credited"]
         spread = total["returns_square"] - ratio(total["returns"] ** 2, count)
@@ -60,4 +65,5 @@ class PreparationStatistics(NamedSums):
             "logprob_mismatch_max": total["mismatch_max"],
             "logprob_mismatch_kl": ratio(total["mismatch_kl"], total["tokens"]),
             "explained_variance": 1.0 - ratio(errors, spread),
+            "policy_entropy": ratio(total["entropy"], total["trained"]),
         }

@@ -35,7 +35,12 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.modules.sharding import GatheredPolicy, is_sharded, load_engine
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer, parameter_groups
-from ragen_pl.rollout.engine import EngineFactory, RolloutEngine, check_asynchronous
+from ragen_pl.rollout.engine import (
+    EngineFactory,
+    RolloutEngine,
+    check_asynchronous,
+    is_shared,
+)
 
 log = logging.getLogger(__name__)
 _CORRECTED = (
@@ -196,6 +201,11 @@ class AgentModule(SavesTrainedWeights):
         load_engine(self._engine, policy, version=self.global_step)
         return self._engine
 
+    @property
+    def engine_is_shared(self) -> bool:
+        """Whether ranks wait for each other in a rollout."""
+        return self._engine is not None and is_shared(self._engine)
+
     def lend_engine(self, *, take_back: Callable[[], None]) -> RolloutEngine:
         """Return the engine with the policy's present weights; see `LendsEngine`. It is kept awake for the rollout.
 
@@ -335,7 +345,7 @@ class AgentModule(SavesTrainedWeights):
         self._log(metrics, self.trainer.current_epoch + 1)
 
     def on_validation_epoch_start(self) -> None:
-        """Load the engine's weights once, for ranks may play different numbers of chunks."""
+        """Load the engine's weights once for all chunks."""
         self.rollout_engine()
 
     def validation_step(
@@ -345,13 +355,14 @@ class AgentModule(SavesTrainedWeights):
         validation_set = batch.validation_set
         if validation_set.name not in self.validation_statistics:
             self.validation_statistics[validation_set.name] = RolloutStatistics().to(self.device)
-        if batch.episode_specs:
-            assert self._engine is not None
-            trajectories = validation_set.play(
-                self._engine,
-                version=self.trainer.global_step,
-                episode_specs=batch.episode_specs,
-            )
+        assert self._engine is not None
+        # also without episodes: the engine may be shared with ranks that have some
+        trajectories = validation_set.play(
+            self._engine,
+            version=self.trainer.global_step,
+            episode_specs=batch.episode_specs,
+        )
+        if trajectories:
             self.validation_statistics[validation_set.name].update(trajectories)
 
     def on_validation_epoch_end(self) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.masks import above_quantile, sampled, top_in_turn
+from ragen_pl.algorithms.masks import above_quantile, filled, sampled, top_in_turn
 from ragen_pl.constraints import PositiveFraction, RunFacts, checked
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.distributed import gather_over_ranks
@@ -179,9 +179,11 @@ def token_masks(
     weight = masks.loss(spans, turn).float()
     if masks.overlong_responses is OverlongResponses.MASK:
         weight = torch.where(_of_turn(batch.episodes.hit_length_limit, turn), 0.0, weight)
+    advantage = _require_bool(masks.advantage(spans, turn), "algorithm.masks.advantage")
     return TokenMasks(
         loss_weight=weight,
-        advantage=_require_bool(masks.advantage(spans, turn), "algorithm.masks.advantage"),
+        # else a turn's reward would have no token
+        advantage=filled(advantage, spans, turn),
         kl=None if kl is None else _require_bool(kl(spans, turn), "algorithm.loss.kl.mask"),
     )
 
@@ -220,7 +222,6 @@ def keep_important(
     """
     turn, score = layout.turn, layout.gather(scores)
     action = layout.gather(batch.samples.spans) == Span.ACTION
-    # a rank without episodes has no turns
     turns = batch.episodes.turn_rewards.shape[1]
     actions = torch.zeros(len(action), turns + 1, device=action.device)
     has_action = actions.scatter_add(1, turn + 1, action.float()).gather(1, turn + 1) > 0
@@ -252,7 +253,9 @@ def record_importance(
         after: M_loss after the narrowing, bool `[rows, time]`.
         image_token: Id of an image slot, None for a text model.
     """
-    prompt = (samples.turn < 0) & (samples.weight > 0)[:, None]
+    place = torch.arange(samples.turn.shape[1], device=samples.turn.device)
+    is_padding = place >= samples.length[:, None]
+    prompt = (samples.turn < 0) & ~is_padding & (samples.weight > 0)[:, None]
     image = prompt & (samples.input_ids == (-1 if image_token is None else image_token))
     statistics.add("image", scores, image)
     statistics.add("text", scores, prompt & ~image)

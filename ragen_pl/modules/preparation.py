@@ -194,11 +194,12 @@ def prepare_batch(
         estimates.advantages = estimates.advantages * weight
     write_credit(samples, layout, kept, estimates)
 
-    statistics = _statistics(samples, scores)
+    entropies = scores.entropy[samples.loss_mask].double()
+    statistics = _statistics(samples, scores, entropies)
     if correction is not None:
         # the ratio of the loss is taken to the trainer's own log-probs before the update
         samples.behavior_logprobs = torch.where(samples.turn >= 0, scores.logprobs, 0.0)
-    batch.entropy = _mean_entropy(samples, scores)
+    batch.entropy = _mean_over_ranks(entropies)
     return statistics
 
 
@@ -259,16 +260,18 @@ def _check_reference_size(samples: Samples, bundle: ModelBundle) -> None:
         )
 
 
-def _mean_entropy(samples: Samples, scores: TokenScores) -> float:
-    """Return the policy's mean entropy over the trained tokens of all ranks, nats."""
-    inside = scores.entropy[samples.loss_mask].double()
-    sums = torch.stack([inside.sum(), inside.new_tensor(float(len(inside)))])
+def _mean_over_ranks(values: Tensor) -> float:
+    """Return the mean of the values of all ranks, 0 without any."""
+    sums = torch.stack([values.sum(), values.new_tensor(float(len(values)))])
     total, count = sum_over_ranks(sums).tolist()
     return total / max(count, 1.0)
 
 
-def _statistics(samples: Samples, scores: TokenScores) -> PreparationStatistics:
-    sampled, advantage_mask = samples.sampled, samples.advantage_mask
+def _statistics(samples: Samples, scores: TokenScores, entropies: Tensor) -> PreparationStatistics:
+    """Return the statistics of this rank; `entropies` are those of its trained tokens, in nats."""
+    # text that was shown has no log-probs of the engine
+    sampled = samples.sampled & (samples.spans != Span.SHOWN)
+    advantage_mask = samples.advantage_mask
     delta = (scores.logprobs - samples.behavior_logprobs)[sampled].double()
     returns = samples.returns[advantage_mask].double()
     errors = (samples.returns - samples.values)[advantage_mask].double()
@@ -284,6 +287,8 @@ def _statistics(samples: Samples, scores: TokenScores) -> PreparationStatistics:
             "returns_square": returns.square().sum(),
             "errors": errors.sum(),
             "errors_square": errors.square().sum(),
+            "entropy": entropies.sum(),
+            "trained": len(entropies),
         }
     )
     return statistics

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from ragen_pl.config.errors import in_one_line
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.run.build import RunComponents, build_validation_set
+
+log = logging.getLogger(__name__)
 
 
 def baseline_metrics(
@@ -21,6 +26,8 @@ def baseline_metrics(
 ) -> dict[str, dict[str, float]]:
     """Return the validation set's metrics of each of the config's baselines, by its name.
 
+    A scripted policy that raises has a warning instead: a run does not lose its results by it.
+
     Args:
         components: objects of the run.
         agent: agent to play with blank images.
@@ -28,11 +35,16 @@ def baseline_metrics(
         device: device to play on. Lightning has moved the agent to the CPU.
     """
     validation = components.cfg.validation
-    metrics = {
-        f"{name} policy": scripted_metrics(components, str(name), policy)
-        for name, policy in (validation.baselines or {}).items()
-        if policy
-    }
+    metrics: dict[str, dict[str, float]] = {}
+    for name, policy in (validation.baselines or {}).items():
+        if not policy:
+            continue
+        try:
+            metrics[f"{name} policy"] = scripted_metrics(components, str(name), policy)
+        except Exception as error:  # any of a policy that may be the user's
+            log.warning(
+                "validation.baselines.%s: not in the summary (%s)", name, in_one_line(error)
+            )
     if engine is not None:
         metrics["blank images"] = blank_image_metrics(components, agent.to(device), engine)
         agent.cpu()

@@ -146,18 +146,32 @@ def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) 
         return factory
 
     def build(policy: EnginePolicy, **settings: Any) -> RolloutEngine:
-        engine = factory(policy, **settings)
-        load_engine(engine, policy, version=0)
-        context = ContextManager(policy.bundle, **plain(cfg.context))
-        size = image_size(proxy.environments)
         with config_errors("rollout.engine"):
-            if isinstance(engine, VLLMServerEngine):
-                check_servers(context, engine, image_size=size, policy=policy)
-            else:
-                check_agreement(context, engine, image_size=size, policy=policy)
+            engine = factory(policy, **settings)
+            try:
+                load_engine(engine, policy, version=0)
+                context = ContextManager(policy.bundle, **plain(cfg.context))
+                size = image_size(proxy.environments)
+                if isinstance(engine, VLLMServerEngine):
+                    check_servers(context, engine, image_size=size, policy=policy)
+                else:
+                    check_agreement(context, engine, image_size=size, policy=policy)
+            except BaseException:
+                engine.close()
+                raise
         return engine
 
     return build
+
+
+def build_engine(cfg: DictConfig, bundle: ModelBundle) -> RolloutEngine:
+    """Build the config's rollout engine of a model that does not train.
+
+    Raises:
+        ConfigError: it can't sample for the model.
+    """
+    with config_errors("rollout.engine"):
+        return engine_factory(cfg)(PolicyModule(bundle))
 
 
 def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:

@@ -58,7 +58,7 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         _check_groups(cfg, components)
         _check_normalizer(components)
         _check_ahead(cfg, components.loss)
-        facts = run_facts(cfg, environment, callbacks=components.callbacks)
+        facts = run_facts(cfg, environment, components)
         for component in (
             components.masks,
             components.adaptive_temperature,
@@ -93,7 +93,7 @@ def build_components(cfg: DictConfig) -> Components:
 
 
 def run_facts(
-    cfg: DictConfig, environment: gymnasium.Env[Any, Any], *, callbacks: list[pl.Callback]
+    cfg: DictConfig, environment: gymnasium.Env[Any, Any], components: Components
 ) -> RunFacts:
     """Return what components may depend on."""
     prompt_format = PromptFormat(cfg.env.prompt_format)
@@ -106,7 +106,8 @@ def run_facts(
         blocks=frozenset(prompt_format.tags),
         environment=type(environment).__name__,
         environment_members=frozenset(dir(environment)),
-        callbacks=tuple(callbacks),
+        loss=components.loss,
+        callbacks=tuple(components.callbacks),
     )
 
 

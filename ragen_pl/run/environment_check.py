@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import gymnasium
@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import Error
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError, config_errors, in_one_line
 from ragen_pl.rollout.environment_process import environment_maker
@@ -78,7 +78,7 @@ def manager_settings(env: DictConfig) -> dict[str, Any]:
 def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
     """Make the config's environment, play its first turn and return it unwrapped.
 
-    Scripted policies choose actions in it, and the curriculum's options are tried.
+    Scripted policies choose actions in it, and the curriculum's stages are tried.
 
     Raises:
         ConfigError: it breaks the protocol; with what was found, what was expected and the remedy.
@@ -98,7 +98,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
         _check_scripted_policy(first, policy, key=key)
     _check_step(manager, first, place=place)
     _check_episodes(manager, env, cfg, place=place)
-    _check_options(env, OmegaConf.select(cfg, "curriculum.options"))
+    _check_stages(env, OmegaConf.select(cfg, "curriculum.stages"))
     env.close()
     return env.unwrapped
 
@@ -202,19 +202,19 @@ def _expected_action(slot: EnvironmentSlot) -> str:
     return "a text" if slot.action_names is None else f"0 to {len(slot.action_names) - 1}"
 
 
-def _check_options(env: gymnasium.Env[Any, Any], options: DictConfig | None) -> None:
-    """Check that the environment takes the curriculum's reset options, and name one that is wrong by itself."""
-    if not options:
-        return
-    plain: Any = OmegaConf.to_container(options, resolve=True)
-    with config_errors(f"curriculum.options={plain}"):
-        try:
-            env.reset(seed=_SEED, options=plain)
-        except Exception:
-            for name, value in plain.items():
-                with config_errors(f"curriculum.options.{name}={value}"):
-                    env.reset(seed=_SEED, options={name: value})
-            raise
+def _check_stages(env: gymnasium.Env[Any, Any], stages: ListConfig | None) -> None:
+    """Check that the environment takes the reset options of each stage, and name one that is wrong by itself."""
+    plain: Any = OmegaConf.to_container(stages, resolve=True) if stages else []
+    for stage, options in enumerate(plain):
+        key = f"curriculum.stages.{stage}"
+        with config_errors(f"{key}={options}"):
+            try:
+                env.reset(seed=_SEED, options=options or None)
+            except Exception:
+                for name, value in options.items():
+                    with config_errors(f"{key}.{name}={value}"):
+                        env.reset(seed=_SEED, options={name: value})
+                raise
 
 
 def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: str) -> None:
@@ -248,8 +248,9 @@ def _check_episodes(
     images: list[np.ndarray] = []
     for seed in range(_EPISODES):
         first, second = (_steps(manager, env, seed=seed, place=place) for _ in range(2))
-        for number, (step, again) in enumerate(zip(first, second, strict=False)):
-            if not _same(step[0], again[0]) or step[1] != again[1]:
+        for number, (step, again) in enumerate(zip_longest(first, second)):
+            ended = step is None or again is None
+            if ended or not _same(step[0], again[0]) or step[1] != again[1]:
                 raise ConfigError(
                     f"{place}: two episodes with seed {seed} and equal actions differ after {number} steps; draw from "
                     "self.np_random only, and keep nothing from one episode to the next"

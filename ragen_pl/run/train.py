@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import on_first_rank
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 from ragen_pl.models.chat_template import History
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import taking_part
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.run.baselines import baseline_metrics
 from ragen_pl.run.build import (
@@ -62,6 +64,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     start = time.perf_counter()
     launched = is_launched()  # by another rank, which has checked
     run = open_run(cfg)
+    share_with_children(run.folder)
     try:
         quieten()
         report_accelerator(cfg.trainer.get("accelerator", "auto"))
@@ -91,7 +94,6 @@ def open_run(cfg: DictConfig) -> Run:
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     # the first rank alone overwrites what a refused run has left
     is_new = not run.resumed and not is_launched()
-    share_with_children(run.folder)
     config = run.folder / "config.yaml"
     if is_new or not config.exists():
         config.write_text(OmegaConf.to_yaml(cfg, resolve=True))
@@ -210,11 +212,18 @@ def reinforce(
         logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
     metrics = final_metrics(trainer, agent, datamodule)
+    if trainer.is_global_zero:
+        write_metrics(metrics, run)
     # the first rank plays alone, with weights of all ranks
     engine = agent.rollout_engine() if cfg.validation.blank else None
+    baselines: dict[str, dict[str, float]] = {}
+    with nullcontext() if engine is None else taking_part(engine):
+        if trainer.is_global_zero:
+            device = trainer.strategy.root_device
+            baselines = baseline_metrics(components, agent, engine=engine, device=device)
+    # built again after the Trainer has closed it
+    agent.teardown("validate")
     if trainer.is_global_zero:
-        device = trainer.strategy.root_device
-        baselines = baseline_metrics(components, agent, engine=engine, device=device)
         for name, column in baselines.items():
             metrics |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
         metrics["time/total_s"] = time.perf_counter() - start
@@ -229,7 +238,8 @@ def final_metrics(
     """Return the run's last metrics, those of the validation set for its last weights."""
     metrics = dict(trainer.callback_metrics)
     validated = any(name.startswith("val/") for name in metrics)
-    if not validated or trainer.current_epoch % (trainer.check_val_every_n_epoch or 1):
+    assert isinstance(trainer.fit_loop, RolloutUpdateLoop)
+    if not (validated and trainer.fit_loop.is_validated):
         # the run ended between two validations, or had finished before
         trainer.validate(agent, datamodule=datamodule, verbose=False)
         metrics |= trainer.callback_metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, Tex
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.run.build import (
     build_endpoint,
+    build_engine,
     build_environments,
     device_named,
-    engine_factory,
     plain,
     rollout_settings,
 )
@@ -107,7 +108,6 @@ def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
 
 def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
     """Play with a trained model, which samples as in an evaluation."""
-    from ragen_pl.modules.policy import PolicyModule
     from ragen_pl.rollout.context import ContextManager
     from ragen_pl.run.weights import load_bundle
 
@@ -116,15 +116,14 @@ def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajector
     proxy = AgentProxy(
         environments=build_environments(cfg), context=context, **rollout_settings(cfg)
     )
-    engine = engine_factory(cfg)(PolicyModule(bundle))
-    engine.load_weights(0)
-    (trajectory,) = proxy.rollout(
-        EngineResponder(engine=engine, context=context, greedy=cfg.greedy),
-        [spec],
-        seed_key=("evaluate", cfg.seed),
-        on_turn=show_turns(screen, delay=cfg.delay),
-    )
-    engine.close()
+    with closing(build_engine(cfg, bundle)) as engine:
+        engine.load_weights(0)
+        (trajectory,) = proxy.rollout(
+            EngineResponder(engine=engine, context=context, greedy=cfg.greedy),
+            [spec],
+            seed_key=("evaluate", cfg.seed),
+            on_turn=show_turns(screen, delay=cfg.delay),
+        )
     return trajectory
 
 

@@ -21,3 +21,12 @@ def test_gigpo_compares_turns_that_start_in_the_same_state() -> None:
     torch.testing.assert_close(apart, torch.tensor([[0.0, -0.5, 0.5], [0.0, 0.0, 0.0]]))
     without = gigpo(rewards.sum(1), group, rewards, state, step_weight=0.0, **step)
     torch.testing.assert_close(without, torch.tensor([[0.5] * 3, [-0.5] * 3]))
+
+
+def test_a_turn_in_an_unknown_state_has_the_advantage_of_its_episode() -> None:
+    rewards = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    state, group = torch.tensor([[-1, 5], [-1, 5]]), torch.tensor([0, 0])
+    settings = {"gamma": 1.0, "step_weight": 1.0, "scale_by_std": False}
+    advantages = gigpo(rewards.sum(1), group, rewards, state, **settings)
+    # the first turns are no turns from the same state
+    torch.testing.assert_close(advantages, torch.tensor([[1.0, 2.0], [-1.0, -2.0]]))

@@ -113,17 +113,24 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
         ("callbacks.best.monitor=val/sucess", "did you mean val/success?"),
         ("callbacks.best.monitor=val/return", None),
         (
-            "curriculum.options.min_detour=many",
-            "curriculum.options.min_detour=many: min_detour: found 'many', expected a whole number",
+            "curriculum.stages=[{},{min_detour:many}]",
+            r"curriculum.stages.1.min_detour=many: min_detour: found 'many', expected a whole number",
         ),
         (
-            "curriculum.options.min_detour=2 +curriculum.options.min_detuor=2",
-            "curriculum.options.min_detuor=2: .* expected only",
+            "curriculum.stages=[{},{min_detour:2,min_detuor:2}]",
+            r"curriculum.stages.1.min_detuor=2: .* expected only",
         ),
         (
-            "+curriculum.options.min_distance=5 +curriculum.options.max_distance=3",
-            "curriculum.options={'min_detour': 2, 'min_distance': 5, 'max_distance': 3}: max_distance",
+            "curriculum.stages=[{min_distance:5,max_distance:3},{}]",
+            r"curriculum.stages.0={'min_distance': 5, 'max_distance': 3}: max_distance",
         ),
+        ("curriculum.stages=[{}]", r"stages: found \[{}\], expected two or more"),
+        (
+            "curriculum.stages=[{},{size:5}]",
+            r"curriculum.stages.1.size=5: size: found 5, expected a whole number from 2 to 4",
+        ),
+        ("experiment=frozenlake_sizes", None),
+        ("env=sokoban experiment=sokoban_sizes", None),
         (f"{AHEAD} {SERVER}", None),
         (
             AHEAD,

@@ -1,10 +1,13 @@
 """The update's loader: every sample once a pass, resumable anywhere, denominators over the whole step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_pl.data import validation
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.validation import ValidationLoader
@@ -216,3 +219,23 @@ def test_validation_loader_gives_each_episode_once_in_chunks():
     loader = ValidationLoader(FiveValidation())
     assert [chunk.episode_specs for chunk in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3
+
+
+@pytest.mark.parametrize(
+    ("episodes", "expected"),
+    [
+        (9, ([[0, 2, 4, 6], [8]], [[1, 3, 5, 7], []])),
+        (1, ([[0]], [[]])),
+        (8, ([[0, 2, 4, 6]], [[1, 3, 5, 7]])),
+    ],
+)
+def test_ranks_have_as_many_chunks_as_each_other(monkeypatch, episodes, expected):
+    """Those that share an engine play together."""
+    validation_set = SimpleNamespace(
+        proxy=SimpleNamespace(num_envs=4), episode_specs=list(range(episodes))
+    )
+    monkeypatch.setattr(validation, "world_size", lambda: 2)
+    for rank, chunks in enumerate(expected):
+        monkeypatch.setattr(validation, "rank", lambda rank=rank: rank)
+        loader = ValidationLoader(validation_set)
+        assert [chunk.episode_specs for chunk in loader] == chunks

@@ -1,5 +1,10 @@
 """Fixed validation sets, training states apart from them by content, the curriculum, the DataModule's memory."""
 
+import logging
+import re
+import threading
+
+import gymnasium
 import pytest
 import torch
 
@@ -71,8 +76,6 @@ def test_members_share_their_initial_state(lm):
 
 
 def test_validation_set_requires_state_keys(lm):
-    import gymnasium
-
     class Nameless(gymnasium.Env):
         action_names, action_space = ("On",), gymnasium.spaces.Discrete(1)
         observation_space = gymnasium.spaces.Text(10)
@@ -85,6 +88,33 @@ def test_validation_set_requires_state_keys(lm):
         ValidationSet(
             "held_out", proxy_of(lm, target="test/Nameless-v0", kwargs={}), episodes=2
         ).state_keys()
+
+
+class Counted(gymnasium.Env):
+    """Counts its instances. Its state key tells the thread that asks for it."""
+
+    action_names, action_space = ("On",), gymnasium.spaces.Discrete(1)
+    observation_space = gymnasium.spaces.Text(10)
+    count = 0
+
+    def __init__(self):
+        Counted.count += 1
+
+    def reset(self, *, seed=None, options=None):
+        self.seed, self.thread = seed, threading.get_ident()
+        return "see", {}
+
+    def state_key(self):
+        assert threading.get_ident() == self.thread
+        return str(self.seed)
+
+
+def test_initial_states_are_drawn_in_as_many_environments_as_a_rollout_has(lm):
+    gymnasium.register(id="test/Counted-v0", entry_point=Counted)
+    proxy = proxy_of(lm, target="test/Counted-v0", kwargs={}, workers=2)
+    proxy.num_envs = 3
+    keys = ValidationSet("held_out", proxy, episodes=8).state_keys()
+    assert len(set(keys)) == 8 and Counted.count == 3
 
 
 def test_failed_resets_are_reported(lm):
@@ -145,14 +175,16 @@ def test_ranks_play_whole_groups(lm, monkeypatch):
 
 # ---- curriculum
 
+FAR: list[dict[str, int]] = [{}, {"min_distance": 3}]
+
 
 def test_curriculum_starts_after_a_full_window_of_success():
-    curriculum = Curriculum(above=0.5, share=0.5, options={"min_distance": 3}, window=3)
+    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5, window=3)
     for iteration, success in enumerate([1.0, 1.0]):
         curriculum.observe(success, iteration=iteration)
-    assert curriculum.since is None  # the window is not full yet
+    assert not curriculum.starts  # the window is not full yet
     curriculum.observe(0.2, iteration=2)
-    assert curriculum.since == 3
+    assert curriculum.starts == [3]
 
     def hard(iteration):
         return [
@@ -166,28 +198,66 @@ def test_curriculum_starts_after_a_full_window_of_success():
 
 
 def test_curriculum_needs_a_mean_above_the_bound():
-    curriculum = Curriculum(above=0.5, share=0.5, options={}, window=2)
+    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5, window=2)
     curriculum.observe(0.5, iteration=0)
     curriculum.observe(0.5, iteration=1)
-    assert curriculum.since is None
+    assert not curriculum.starts
+
+
+def test_curriculum_averages_each_stage_anew_and_mixes_it_with_those_before():
+    curriculum = Curriculum(stages=[{"size": 4}, {"size": 5}, {}], above=0.5, share=0.5, window=2)
+    for iteration in range(8):
+        curriculum.observe(1.0, iteration=iteration)
+    assert curriculum.starts == [2, 4]  # the last stage has none after it
+
+    def played(iteration):
+        return [curriculum.options_for(g, groups=8, iteration=iteration) for g in range(8)]
+
+    small, medium = {"size": 4}, {"size": 5}
+    assert played(1) == [small] * 8
+    assert played(3) == [medium] * 4 + [small] * 4
+    assert played(4) == [None] * 4 + [small, medium] * 2
+
+
+def test_curriculum_needs_a_stage_to_go_on_to():
+    with pytest.raises(ValueError, match=r"stages: found \[{}\], expected two or more"):
+        Curriculum(stages=[{}], above=0.5, share=0.5)
 
 
 def test_resumed_curriculum_continues_identically():
-    curriculum = Curriculum(above=0.5, share=0.5, options={}, window=3)
+    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5, window=3)
     for iteration in range(2):
         curriculum.observe(0.9, iteration=iteration)
-    resumed = Curriculum(above=0.5, share=0.5, options={}, window=3)
+    resumed = Curriculum(stages=FAR, above=0.5, share=0.5, window=3)
     resumed.load_state_dict(curriculum.state_dict())
     for each in (curriculum, resumed):
         each.observe(0.9, iteration=2)
-    assert (
-        curriculum.since == resumed.since == 3 and curriculum.state_dict() == resumed.state_dict()
-    )
+    assert curriculum.starts == resumed.starts == [3]
+    assert curriculum.state_dict() == resumed.state_dict()
+
+
+def test_a_stage_ends_by_its_own_success(lm, monkeypatch):
+    """Groups of earlier stages, which are easier, do not count."""
+    rollout = AgentProxy.rollout
+
+    def played(proxy, responder, specs, **settings):
+        trajectories = rollout(proxy, responder, specs, **settings)
+        for trajectory, spec in zip(trajectories, specs, strict=True):
+            trajectory.success = spec.options == {"min_distance": 1}
+        return trajectories
+
+    monkeypatch.setattr(AgentProxy, "rollout", played)
+    stages = [{"min_distance": 1}, {"min_distance": 2}, {}]
+    curriculum = Curriculum(stages=stages, above=0.5, share=0.25, window=1)
+    data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=curriculum)
+    for iteration in range(3):
+        data.collect(iteration, Module(lm))
+    assert data.metrics["success"] == 0.75 and curriculum.starts == [1]
 
 
 def test_hard_groups_get_the_options(lm):
-    curriculum = Curriculum(above=0.5, share=0.5, options={"min_distance": 3})
-    curriculum.since = 2
+    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5)
+    curriculum.starts = [2]
     data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=curriculum)
     assert all(spec.options is None for spec in data.episode_specs(1))
     assert [spec.options for spec in data.episode_specs(2)] == [{"min_distance": 3}] * 4 + [
@@ -202,7 +272,7 @@ def test_hard_groups_get_the_options(lm):
 
 def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     def make():
-        curriculum = Curriculum(above=0.0, share=0.5, options={}, window=1)
+        curriculum = Curriculum(stages=FAR, above=0.0, share=0.5, window=1)
         return RolloutDataModule(proxy_of(lm), groups=3, group_size=2, curriculum=curriculum)
 
     data, module = make(), Module(lm)
@@ -215,7 +285,7 @@ def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     other = make()
     other.load_state_dict(data.state_dict())
     assert other.has_buffer(4) and other.metrics == data.metrics
-    assert other.curriculum.since == data.curriculum.since == 5
+    assert other.curriculum.starts == data.curriculum.starts == [5]
     for minibatch, restored in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
         assert minibatch.samples.input_ids.tolist() == restored.samples.input_ids.tolist()
     data.drop_buffer()
@@ -242,11 +312,11 @@ class _Everything:
 # ---- demonstrations
 
 
-def demonstrations(lm, **changes) -> DemonstrationDataModule:
-    proxy = AgentProxy(environments=EnvironmentManager(**ENVIRONMENT), context=ContextManager(lm))
+def demonstrations(lm, *, policy=None, proxy=None, **changes) -> DemonstrationDataModule:
+    environments = EnvironmentManager(**ENVIRONMENT)
     data = DemonstrationDataModule(
-        proxy,
-        policy=OptimalPolicy(),
+        AgentProxy(environments=environments, context=ContextManager(lm), **(proxy or {})),
+        policy=policy or OptimalPolicy(),
         **({"episodes": 12, "batch_size": 8, "steps": 20, "gamma": 0.5, "seed": 0} | changes),
     )
     data.setup("fit")
@@ -260,6 +330,29 @@ def test_demonstrations_are_served_in_steps_of_the_batch_size(lm):
     an_epoch = -(-len(samples) // 8)
     sizes = [len(step.samples) for _, step in zip(range(an_epoch), loader, strict=False)]
     assert sum(sizes) == len(samples) and max(sizes) <= 8
+
+
+class Forgetful(OptimalPolicy):
+    """Raises in some states."""
+
+    def act(self, env, rng):
+        if env.unwrapped.state_key().endswith(("0", "4")):
+            raise LookupError("where was I")
+        return super().act(env, rng)
+
+
+def test_demonstrations_that_fail_are_left_out_and_reported(lm, caplog):
+    caplog.set_level(logging.WARNING)
+    data = demonstrations(lm, policy=Forgetful())
+    assert 0 < data.statistics["failed"] < 1
+    assert re.search(r"warm_start: \d+ of 12 demonstrations failed .*where was I", caplog.text)
+    assert "max_response_tokens" not in caplog.text
+
+
+def test_demonstrations_that_a_policy_could_not_sample_are_reported(lm, caplog):
+    caplog.set_level(logging.WARNING)
+    demonstrations(lm, proxy={"max_response_tokens": 8})
+    assert re.search(r"max_response_tokens=8: (\d+) of \1 demonstrated responses", caplog.text)
 
 
 def test_target_of_a_demonstrated_turn_is_its_discounted_return(lm):

@@ -168,3 +168,18 @@ class RemembersEpisodes(Sound):
     def step(self, action):
         self.steps += 1
         return f"gone {self.steps}", 0.0, False, False, {}
+
+
+class EndsEarlierAgain(Sound):
+    """Equal observations and rewards, but an episode after the first one is shorter."""
+
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes += 1
+        self.steps = 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.steps += 1
+        return "gone", 0.0, self.steps >= 3 + self.episodes % 2, False, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -75,6 +76,16 @@ OF_THE_COMMAND = [
     ),
     ("critic.lr=-1", "critic.lr=-1: expected a number, at least 0"),
     ("critic.build={_target_:ragen_pl.models.build.build_small_vlm}", "set algorithm.critic=own"),
+    (
+        "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.AdaptersOff",
+        "model.build.lora=null has no adapters to switch off; .* or use FrozenCopy",
+    ),
+    ("+trainer.max_time=2h", "trainer.max_time=2h: expected .*such as 00:12:00:00"),
+    ("trainer.limit_val_batches=1.5", "trainer.limit_val_batches=1.5: expected"),
+    (
+        "callbacks.collapse.actions=[mitigate] algorithm.loss.policy.clip_high=0.3",
+        "mitigation.clip_high=0.28: the loss's own bound is 0.3, .* or null",
+    ),
     ("critic.detach=true algorithm.critic=own", "no trunk in common with the policy; set false"),
     (
         "update.tokens_per_microbatch=4096 trainer.strategy=deepspeed_stage_2",
@@ -137,6 +148,7 @@ OF_THE_ENVIRONMENT = [
     ("Growing", "each observation contains the one before it .* or set context.window=1"),
     ("MoreThanDeclared", r"returned reward 1.0, outside of its reward_range=\(0, 0.5\)"),
     ("RemembersEpisodes", "two episodes with seed 0 and equal actions differ after 1 steps"),
+    ("EndsEarlierAgain", "two episodes with seed 0 and equal actions differ after"),
     ("StepRaises", r"step\(0\) raised: the floor gave way"),
     ("Unhelpful", "env.kwargs of broken_environments.Unhelpful: no display"),
 ]
@@ -148,6 +160,36 @@ OF_THE_ENVIRONMENT = [
 def test_a_wrong_command_is_refused(fit, arguments, message):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(fit(*arguments.split()).refused())
+
+
+def test_a_server_that_does_not_answer_is_refused(fit):
+    address = "rollout.engine.urls=[http://127.0.0.1:9]"
+    servers = ("rollout/engine=vllm_server", address, "rollout.engine.retries=0")
+    message = fit("env=bandit", "algorithm=grpo", "trainer.accelerator=cpu", *servers).refused()
+    assert message.startswith("rollout.engine.urls: http://127.0.0.1:9 does not answer (")
+    assert "start a server there" in message
+
+
+def test_a_baseline_that_cannot_play_costs_its_column_only(fit, tmp_path):
+    # statements are longer than the limit
+    settings = ("env=frozenlake", "env.prompt_format=grounding", "rollout.max_response_tokens=6")
+    message = fit(*settings).refused()
+    assert message.startswith(
+        "rollout.max_response_tokens=6: a scripted response in format grounding"
+    )
+    done = fit(
+        *settings,
+        "warm_start=none",
+        "+trainer.max_steps=2",
+        "paths.run_dir=run",
+    )
+    assert done.code == 0
+    assert (
+        "validation.baselines.optimal: not in the summary (rollout.max_response_tokens=6"
+        in done.stdout + done.stderr
+    )
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert "val/success" in metrics and "optimal_policy/success" not in metrics
 
 
 @pytest.fixture(scope="module")

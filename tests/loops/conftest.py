@@ -133,7 +133,9 @@ class Setup:
             epochs=2,
             minibatches=2,
             tokens_per_microbatch=self.tokens_per_microbatch,
-            curriculum=Curriculum(above=0.01, share=0.5, options={"min_distance": 2}, window=1),
+            curriculum=Curriculum(
+                stages=[{}, {"min_distance": 2}], above=0.01, share=0.5, window=1
+            ),
             group_filter=self.group_filter,
             rewards=self.rewards,
         )

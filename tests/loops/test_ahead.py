@@ -231,6 +231,13 @@ class Silent(TextResponder):
         return None
 
 
+class Echo(TextResponder):
+    """Answers."""
+
+    def respond(self, episode):
+        return "<answer>?</answer>"
+
+
 @pytest.fixture
 def rollout_ahead(ahead_of):
     """Return a function that begins a rollout for an iteration."""
@@ -244,6 +251,31 @@ def rollout_ahead(ahead_of):
         return ahead
 
     return begin
+
+
+def test_a_rollout_is_dropped_once_its_environments_are_free(ahead_of, monkeypatch):
+    """The next one plays in the same environments."""
+    monkeypatch.setattr("ragen_pl.rollout.background._END_S", 0.01)
+    _, datamodule = ahead_of().build()
+    gate, entered = threading.Event(), threading.Event()
+    turn = datamodule.proxy.environments._turn
+
+    def waits(*arguments):
+        entered.set()
+        gate.wait()
+        return turn(*arguments)
+
+    monkeypatch.setattr(datamodule.proxy.environments, "_turn", waits)
+    ahead = RolloutAhead(1, lambda trajectories: None)
+    specs = datamodule.episode_specs(2)
+    first = BackgroundRollout(datamodule.proxy, Echo(), specs, seed_key=(0,))
+    ahead.begin(2, first, weights_of=1)
+    entered.wait()
+    threading.Timer(0.5, gate.set).start()
+    ahead.drop(patient=True)
+    assert background_threads() == []
+    again = BackgroundRollout(datamodule.proxy, Silent(), specs, seed_key=(0,)).result()
+    assert len(again) == len(specs)
 
 
 @pytest.mark.parametrize(("iteration", "weights_of"), [(3, 2), (2, 0), (2, 3)])

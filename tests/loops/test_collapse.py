@@ -16,6 +16,7 @@ from ragen_pl.constraints import declared_names
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.loggers import RunLogger
 
 FORM = {"form": Alarm(reading="valid_actions", below=0.05)}
@@ -93,6 +94,27 @@ def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     assert logged[2]["gradient_spike_policy"] == pytest.approx(
         norms[2] / ((norms[0] + norms[1]) / 2)
     )
+
+
+class SilentEngine(TransformersEngine):
+    """Reports no entropies, as vLLM does."""
+
+    def collect(self, *, wait=True):
+        found = super().collect(wait=wait)
+        for _, generation in found:
+            generation.entropy = None
+        return found
+
+
+def test_entropy_is_the_trainers_where_the_engine_reports_none(setup_of, tmp_path):
+    def entropies(**changes):
+        setup = setup_of(trainer={"default_root_dir": str(tmp_path)}, **changes)
+        _, points, _ = setup.fit(Diagnostics(prompts=0), max_epochs=2)
+        logged = [point for _, point in points if "diagnostics/entropy" in point]
+        return [point["diagnostics/entropy"] for point in logged]
+
+    reported, own = entropies(), entropies(engine=SilentEngine)
+    assert len(own) == 2 and own == pytest.approx(reported, rel=0.2)
 
 
 def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path):

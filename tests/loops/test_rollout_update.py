@@ -7,10 +7,12 @@ import pytest
 import torch
 from lightning.pytorch.loops import fit_loop, loop, progress, training_epoch_loop
 
+from envs.policies import RandomPolicy
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops import rollout_update
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
+from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
@@ -132,7 +134,9 @@ def test_the_logged_learning_rate_is_that_of_the_iteration(setup_of):
         point["update/learning_rate"] for _, point in points if "update/learning_rate" in point
     ]
     assert rates[0] == pytest.approx(3e-3) and 0.0 < rates[1] < rates[0]
-    _, points, _ = setup_of().fit(max_epochs=-1, max_steps=6)
+    _, points, trainer = setup_of().fit(max_epochs=-1, max_steps=6)
+    # cut before its validation
+    assert not trainer.fit_loop.is_validated
     rates = [
         point["update/learning_rate"] for _, point in points if "update/learning_rate" in point
     ]
@@ -155,8 +159,9 @@ def test_rollout_progress_ends_on_a_rank_without_episodes(setup_of):
     # ranks agree in the last call whether to stop
     _, datamodule = setup_of().build()
     calls = []
+    responder = ScriptedResponder(policy=RandomPolicy())
     datamodule.proxy.rollout(
-        None, [], seed_key=(), progress=lambda done, total: calls.append((done, total))
+        responder, [], seed_key=(), progress=lambda done, total: calls.append((done, total))
     )
     assert calls == [(0, 0)]
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,6 +100,46 @@ def test_metrics_of_no_episodes_are_nan_or_missing():
     assert "think_accuracy" not in metrics and "group_return_std" not in metrics
 
 
+def named(*terms, group=0):
+    turns = [turn() for _ in terms]
+    for each, own in zip(turns, terms, strict=True):
+        each.reward_terms = own
+    return trajectory(*turns, group=group)
+
+
+PARTS = [
+    named({"environment/said": 0.5, "format": -0.1}, {"environment/said": 0.25, "bonus/said": 9.0}),
+    named({"environment/found": 1.0, "environment": 4.0}, group=1),
+]
+
+
+def test_parts_of_the_environments_reward_are_means_over_episodes():
+    metrics = compute(PARTS)
+    parts = {name: value for name, value in metrics.items() if name.startswith("reward")}
+    assert parts == {"reward/said": 0.75 / 2, "reward/found": 0.5}
+    assert compute(*([episode] for episode in PARTS)) == metrics
+    assert not any(name.startswith("reward") for name in compute(EPISODES))
+    statistics = RolloutStatistics()
+    statistics.update(PARTS)
+    statistics.reset()
+    statistics.update(EPISODES)
+    assert statistics.compute() == compute(EPISODES)
+
+
+def count_parts(rank: int, folder: str) -> None:
+    """Count one of the episodes on each rank; write the metrics."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    Path(folder, f"{rank}.json").write_text(json.dumps(compute([PARTS[rank]])))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_with_different_parts_have_the_same_metrics(tmp_path):
+    mp.spawn(count_parts, args=(str(tmp_path),), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second == pytest.approx(compute(PARTS))
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.floats(-2, 2), st.integers(1, 9)), min_size=2, max_size=12), st.data())
 def test_rollout_metrics_do_not_depend_on_the_split(rewards, data):
@@ -133,7 +178,7 @@ def test_preparation_metrics_by_hand():
     """Returns 1, 3 and errors 0, 1: variances 1 and 1/4."""
     statistics = PreparationStatistics()
     statistics.update(
-        {"tokens": 4, "mismatch": 0.2, "mismatch_max": 0.1, "mismatch_kl": 0.4,
+        {"tokens": 4, "mismatch": 0.2, "mismatch_max": 0.1, "mismatch_kl": 0.4, "entropy": 1.0, "trained": 2,
          "credited": 1, "returns": 1.0, "returns_square": 1.0}
     )  # fmt: skip
     statistics.update(
@@ -145,6 +190,7 @@ def test_preparation_metrics_by_hand():
     assert metrics["logprob_mismatch_max"] == pytest.approx(0.1)
     assert metrics["logprob_mismatch_kl"] == pytest.approx(0.05)
     assert metrics["explained_variance"] == pytest.approx(0.75)
+    assert metrics["policy_entropy"] == pytest.approx(0.5)
 
 
 def test_sums_survive_export_and_import_bit_for_bit():

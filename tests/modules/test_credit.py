@@ -89,6 +89,24 @@ def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=
     return batch
 
 
+def test_no_mask_drops_a_reward(bundle) -> None:
+    """A turn that a mask leaves empty keeps its sampled tokens, whoever wrote the mask."""
+    batch = collate([episode(bundle, number=number, window="all") for number in range(6)], bundle)
+    layout = CreditLayout.of(batch)
+    spans, turn = layout.gather(batch.samples.spans), layout.turn
+
+    def own(spans, turn):
+        return (spans == Span.ACTION) & (turn > 0)
+
+    kept = token_masks(batch, layout, Masks(advantage=own), kl=None).advantage
+    for row in range(len(turn)):
+        for each in range(int(turn[row].max()) + 1):
+            here, wanted = turn[row] == each, own(spans, turn)[row]
+            expected = here & wanted if (here & wanted).any() else here
+            assert (kept[row] & here).tolist() == expected.tolist()
+    assert (kept & ~own(spans, turn)).any()
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: type(estimator).__name__)
 def test_credit_does_not_depend_on_the_window(bundle, estimator) -> None:
     whole = credited(bundle, window="all", estimator=estimator)

@@ -233,5 +233,7 @@ def test_demonstration_beyond_the_response_limit_raises(lm):
         context=ContextManager(lm),
         max_response_tokens=24,
     )
-    with pytest.raises(ValueError, match="max_response_tokens=24; raise it"):
+    with pytest.raises(
+        ValueError, match=r"max_response_tokens=24: a scripted response .*; raise it"
+    ):
         proxy.rollout(ScriptedResponder(policy=RandomPolicy()), SPECS[:1], seed_key=(0,))

@@ -7,17 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from module_process import run_module
 
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+LIMIT_S = 300
 SMALL = (
     "env=frozenlake",
     "++model.build.text.hidden_size=32",
@@ -49,30 +52,24 @@ class Job:
     folder: Path
 
     def run(self, *overrides: str, codes: tuple[int, ...] = (0,), signaled: bool = False) -> str:
-        """Run `python -m ragen_pl.fit` in this folder, check how it ended and return its stderr.
+        """Run `python -m ragen_pl.fit` in this folder, check how it ended and return its output.
 
         Args:
             overrides: of the config.
             codes: expected exit codes.
             signaled: whether the callback of `killing.py` must have sent its signal.
         """
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "ragen_pl.fit", *SMALL, *overrides),
-                f"paths.root={self.folder.parent}",
-                f"paths.run_dir={self.folder}",
-            ],
-            env=os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
-            cwd=self.folder.parent,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
+        overrides = (
+            *(*SMALL, *overrides),
+            f"paths.root={self.folder.parent}",
+            f"paths.run_dir={self.folder}",
         )
-        assert self.note.exists() == signaled, done.stderr[-3000:]
+        start = _start_ranks if "trainer.devices=2" in overrides else _start
+        code, output = start(overrides, self.folder.parent)
+        assert self.note.exists() == signaled, output[-3000:]
         self.note.unlink(missing_ok=True)
-        assert done.returncode in codes, done.stderr[-3000:]
-        return done.stderr
+        assert code in codes, output[-3000:]
+        return output
 
     @property
     def note(self) -> Path:
@@ -118,6 +115,29 @@ class Job:
         assert self.weights.keys() == weights.keys() and self.metrics.keys() == metrics.keys()
         changed = [name for name, value in self.weights.items() if not value.equal(weights[name])]
         return changed + [name for name, value in self.metrics.items() if value != metrics[name]]
+
+
+def _start(overrides: Sequence[str], folder: Path) -> tuple[int | None, str]:
+    """Run the command of a job of one process, and return its exit code and output."""
+    return run_module(
+        "ragen_pl.fit", overrides,
+        folder=folder, paths=(HERE, ROOT), timeout=LIMIT_S,
+    )  # fmt: skip
+
+
+def _start_ranks(overrides: Sequence[str], folder: Path) -> tuple[int | None, str]:
+    """Run the command of a job whose first process starts the others by the same command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_pl.fit", *overrides],
+        env=os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    return done.returncode, done.stdout
 
 
 def signal_at(moment: str, *, rank: int, name: str = "SIGKILL") -> list[str]:

@@ -23,10 +23,12 @@ TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
 @pytest.mark.parametrize(
     "checkpoints, moments",
     [
+        pytest.param(EVERY_ITERATION, ["rollout-1-3", "step-10"], id="rollout and update"),
         pytest.param(
             EVERY_ITERATION,
             ["begin-1", "rollout-1-3", "step-10", "validation-1", "begin-2"],
             id="every iteration",
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             EVERY_STEP,
@@ -36,7 +38,7 @@ TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
         ),
     ],
 )
-def test_a_job_killed_in_every_phase_ends_bit_identical(job, checkpoints, moments):
+def test_a_killed_job_ends_bit_identical(job, checkpoints, moments):
     reference, killed = job(), job()
     reference.run(*checkpoints)
     # one command starts the run and continues it
@@ -85,19 +87,28 @@ def test_a_warm_start_killed_in_its_middle_is_resumed_exactly(job):
 
 
 @pytest.mark.slow
-def test_a_job_stopped_by_sigterm_in_every_phase_loses_at_most_that_phase(job):
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param({"step-10": 11, "validating-2-0": 24}, id="update and validation"),
+        pytest.param(
+            {"rollout-0-3": 0, "step-10": 11, "validation-1": 16, "rollout-2-3": 16, "validating-2-0": 24},
+            id="every phase",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)  # fmt: skip
+def test_a_job_stopped_by_sigterm_loses_at_most_the_phase_it_was_in(job, moments):
     reference, stopped = job(), job()
     reference.run(*NEVER)
     stopped.stop_at("warm_start-30", *NEVER, "ckpt_path=auto")
     assert (stopped.folder / "warm_start.ckpt").exists()
-    for moment, steps in (("rollout-0-3", 0), ("step-10", 11), ("validation-1", 16)):
-        message = stopped.stop_at(moment, *NEVER, *never_reached("warm_start-30"), "ckpt_path=auto")
+    for moment, steps in moments.items():
+        batches = TWO_BATCHES if moment.startswith("validating") else ()
+        settings = (*NEVER, *never_reached("warm_start-30"), *batches)
+        message = stopped.stop_at(moment, *settings, "ckpt_path=auto")
         assert "ragen_pl: stopped by SIGTERM; the last checkpoint is" in message
         assert stopped.steps == steps
-    stopped.stop_at("rollout-2-3", *NEVER, "ckpt_path=auto")
-    assert stopped.steps == 16
-    stopped.stop_at("validating-2-0", *NEVER, *TWO_BATCHES, "ckpt_path=auto")
-    assert stopped.steps == 24
     stopped.run(*NEVER, *never_reached("step-15"), "ckpt_path=auto")
     assert stopped.differs_from(reference) == []
 

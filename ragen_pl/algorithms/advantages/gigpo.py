@@ -67,13 +67,14 @@ def gigpo(
         returns: `[trajectories]`.
         group: int64 `[trajectories]`.
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
-        state: int64 `[trajectories, turns]`, -1 beyond the last turn.
+        state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
         gamma: discount per turn of the step returns.
         step_weight: weight of the step advantage.
         scale_by_std: divide both by the deviation (GRPO) or only center them (Dr. GRPO).
 
     Returns:
-        float32 `[trajectories, turns]`, 0 beyond the last turn.
+        float32 `[trajectories, turns]`. Turns of unknown states, and those beyond the last one, have the advantage of
+        the episode alone.
 
     >>> rewards, state = torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([[5, 6], [5, 7]])
     >>> settings = {"gamma": 0.5, "step_weight": 1.0, "scale_by_std": False}
@@ -87,7 +88,7 @@ def gigpo(
     from_here = step_returns(turn_rewards, gamma=gamma)[known]
     steps[known] = relative(from_here, anchor_groups(state, group))
     episode = relative(returns, group)[:, None]
-    return torch.where(known, episode + step_weight * steps, 0.0)
+    return episode + step_weight * steps
 
 
 @checked
