@@ -8,8 +8,8 @@ WORLDS_VENV ?= .venv-worlds
 WORLDS := metaworld,minigrid,miniwob,miniworld,reasoning,textarena,textworld
 ARGS ?=
 PYTEST_ARGS ?=
-# Processes of the test run; each uses one thread.
-JOBS ?= 2
+# Processes of the test run; each uses one thread. One more than two cores, since tests wait for the processes they start.
+JOBS ?= 3
 PY := $(VENV)/bin/python
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -35,7 +35,7 @@ test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environm
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
 test-worlds: $(WORLDS_VENV)/.installed  ## Install other libraries' environments into an environment of their own, then run the tests with them
-	$(ONE_THREAD) $(WORLDS_VENV)/bin/python -m pytest -m worlds tests/worlds $(PYTEST_ARGS)
+	$(ONE_THREAD) $(WORLDS_VENV)/bin/python -m pytest -m worlds tests/worlds tests/envs $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .

@@ -1,7 +1,8 @@
 """Time iterations (rollout, preparation, update) of the default run and their components.
 
-Run `python benchmarks/iteration.py`. `--prototype FOLDER` also times a plain PyTorch prototype, iteration by
-iteration in alternation, with the same model size, vocabulary, number of episodes, minibatches and threads.
+Run `python benchmarks/iteration.py`; with `env=support_desk` for another environment. `--prototype FOLDER` also times
+a plain PyTorch prototype, iteration by iteration in alternation, with the same model size, vocabulary, number of
+episodes, minibatches and threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from timing import CLOCKS, Clock, StepTimer, Stopwatch, use_threads, warm_started
@@ -24,6 +25,7 @@ from timing import CLOCKS, Clock, StepTimer, Stopwatch, use_threads, warm_starte
 from ragen_pl.data import datamodule as datamodule_file
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.modules.agent import AgentModule
 from ragen_pl.run.build import build_agent, build_datamodule
 
 TARGET_RATIO = 1.2
@@ -115,10 +117,13 @@ class IterationTimer(RolloutCallback):
         self._began = 0.0
         self._counts: dict[str, float] = {}
 
-    def on_rollout_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_rollout_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         """Stop the time of the last iteration, run the prototype, start the time of this iteration."""
         if trainer.current_epoch:
             self._end()
+        else:
+            engine = cast(AgentModule, module).rollout_engine()
+            self.watch.wrap(engine, "collect", part="rollout: engine")
         if self.prototype is not None:
             self.theirs.append(self.prototype.iterate())
         self.watch.take()
@@ -141,14 +146,12 @@ class IterationTimer(RolloutCallback):
 
 
 def run_ours(args: argparse.Namespace) -> IterationTimer:
-    """Run iterations of the default run, alternating with the prototype."""
-    parts = warm_started(
-        ["env=frozenlake_visual", "curriculum=null", *args.overrides], cache=args.cache
-    )
+    """Run iterations of the default run or of another environment's, alternating with the prototype."""
+    default = [] if any(o.startswith("env=") for o in args.overrides) else ["env=frozenlake_visual"]
+    parts = warm_started([*default, "curriculum=null", *args.overrides], cache=args.cache)
     clock = CLOCKS[args.clock]
     watch = Stopwatch(clock)
     agent, datamodule = build_agent(parts), build_datamodule(parts)
-    watch.wrap(agent.rollout_engine(), "collect", part="rollout: engine")
     watch.wrap(parts.proxy.environments, "open", part="rollout: environments")
     watch.wrap(parts.proxy.environments, "start", part="rollout: environments")
     watch.wrap(parts.proxy.environments, "finished", part="rollout: environments")

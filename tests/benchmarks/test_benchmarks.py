@@ -101,7 +101,9 @@ def test_rollout_benchmark_prints_all_tables_without_vllm_and_trl(monkeypatch, c
     monkeypatch.setattr(dialogue, "find_spec", lambda _: None)
     text = printed(monkeypatch, capsys)
     assert text.count("default, text") == 4 and "exponent" in text
-    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    # thousands are separated by commas
+    lines = text.replace(",", "").splitlines()
+    rows = {line[:20].strip(): line[20:].split() for line in lines}
     assert rows["vLLM"] == ["not", "installed:", "vllm"] and rows["TRL"][0] == "not"
     tokens, turns, prefilled, share = rows["in-process engine"]
     assert float(tokens) == pytest.approx(3 * float(turns), rel=0.1)
@@ -140,6 +142,16 @@ def test_update_benchmark_prints_both_windows(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "context.window=1:" in printed and "context.window=all:" in printed
     assert printed.count("as configured (6)") == 2
+
+
+def test_iteration_benchmark_prints_parts_that_sum_to_an_iteration(monkeypatch, capsys):
+    arguments = "iteration.py --iterations 2 env=bandit warm_start=none rollout.groups=8 validation.held_out=false"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    load("iteration").main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if " ms" in line]
+    *parts, whole = [float(line[line.index("ms" if "ms" in line else "ms,") - 1]) for line in lines]
+    assert len(parts) == 9 and all(part > 0 for part in parts)
+    assert sum(parts) == pytest.approx(whole, abs=1)
 
 
 def test_comparison_reports_means_over_seeds(tmp_path: Path) -> None:

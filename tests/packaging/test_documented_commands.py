@@ -7,10 +7,8 @@ Training is cut to a few steps by overrides added behind the command's own.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from module_process import run_module
+
+from ragen_pl.config import config_dir
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
-# an import of torch, Lightning and transformers takes longer than most commands
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["ragen_pl.run.train", "ragen_pl.evaluation.evaluator", "mlflow"])
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REASONS = ("set-up", "server", "other hardware", "asks for keys")
 BLOCK = re.compile(
@@ -111,36 +110,11 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
         )  # fmt: skip
         code, output = done.returncode, done.stdout + done.stderr
     else:
-        code, output = run_module(module[1], shlex.split(command, comments=True)[3:], folder)
+        code, output = run_module(
+            module[1], shlex.split(command, comments=True)[3:],
+            folder=folder, timeout=LIMIT_S,
+        )  # fmt: skip
     assert code == 0, f"{command}\nended with {code}:\n{output[-3000:]}"
-
-
-def run_module(name: str, arguments: list[str], folder: Path) -> tuple[int | None, str]:
-    """Run `python -m NAME` in a fork of a process that has imported the heavy packages.
-
-    Returns:
-        The exit code and all output.
-    """
-    output = folder / "output.txt"
-    process = FORKS.Process(target=main, args=(name, arguments, folder, output))
-    process.start()
-    process.join(LIMIT_S)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    return process.exitcode, output.read_text(errors="replace")
-
-
-def main(name: str, arguments: list[str], folder: Path, output: Path) -> None:
-    """Become `python -m NAME`."""
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.chdir(folder)
-    sys.path[:0] = [str(folder), str(ROOT)]
-    sys.argv[1:] = arguments
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
@@ -166,6 +140,23 @@ def test_only_marked_commands_are_skipped() -> None:
         (page.name, block.reason) for page in PAGES for block in blocks(page) if block.reason
     ]
     assert [reason for reason in reasons if not reason[1].startswith(REASONS)] == []
+
+
+SKIPPED = [
+    command
+    for page in PAGES
+    for block in blocks(page)
+    if block.reason
+    for command in commands(block.body)
+    if "-m ragen_pl.fit " in command and "--config-dir" not in command
+]
+
+
+@pytest.mark.parametrize("command", SKIPPED)
+def test_overrides_of_skipped_commands_compose(command: str) -> None:
+    overrides = shlex.split(command.partition("-m ragen_pl.fit ")[2], comments=True)
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        compose("fit", overrides=[word for word in overrides if "=" in word])
 
 
 def test_links_between_pages_resolve() -> None:
