@@ -41,69 +41,93 @@ class Run:
 
 
 class Sandbox:
-    """A server process, started at the first program and again when it has died. Threads take turns.
+    """Server processes, one for each thread that runs a program at the same time.
 
-    Pickled and copied sandboxes start servers of their own.
+    They are started as they are needed. Pickled and copied sandboxes start servers of their own.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._server: subprocess.Popen[bytes] | None = None
-        self._owner = 0
+        self._idle: list[_Server] = []
+
+    def __reduce__(self) -> tuple[type[Sandbox], tuple[()]]:
+        return Sandbox, ()
 
     def run(self, program: str, *, name: str, inputs: Sequence[Any]) -> Run:
         """Run a program and call its function `name` with each input, a plain value.
 
         Raises:
-            RuntimeError: Programs cannot be confined on this machine.
+            RuntimeError: The server has died.
         """
-        request = {
-            "program": program,
-            "name": name,
-            "inputs": list(inputs),
+        request = {"program": program, "name": name, "inputs": list(inputs)}
+        server = self._take()
+        reply = server.ask(json.dumps(request).encode())
+        with self._lock:
+            self._idle.append(server)
+        return _outcome(reply, count=len(inputs))
+
+    def close(self) -> None:
+        """End the servers that run no program."""
+        with self._lock:
+            servers, self._idle = self._idle, []
+        for server in servers:
+            server.close()
+
+    def _take(self) -> _Server:
+        """Return an idle server or a new one. Those of another process, which has forked this one, are not used."""
+        with self._lock:
+            self._idle = [server for server in self._idle if server.owner == os.getpid()]
+            if self._idle:
+                return self._idle.pop()
+        return _Server()
+
+
+class _Server:
+    """A process of `sandbox_server`."""
+
+    def __init__(self) -> None:
+        limits = {
             "seconds": SECONDS,
             "wall_seconds": WALL_SECONDS,
             "memory_mb": MEMORY_MB,
             "max_output": MAX_OUTPUT,
         }
-        with self._lock:
-            reply = self._ask(json.dumps(request).encode())
-        return _outcome(reply, count=len(inputs))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-S", "-B", str(_SERVER), json.dumps(limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # the order of a set is the same in every process
+            env={"PYTHONHASHSEED": "0"},
+            cwd="/",
+        )
+        self.owner = os.getpid()
+        atexit.register(self.close)
 
-    def close(self) -> None:
-        """End the server."""
-        server, self._server = self._server, None
-        if server is not None and self._owner == os.getpid():
-            server.kill()
-            server.communicate()
+    def ask(self, request: bytes) -> bytes:
+        """Send a request and return the reply.
 
-    def _ask(self, request: bytes) -> bytes:
-        server = self._running()
-        assert server.stdin is not None and server.stdout is not None
+        Raises:
+            RuntimeError: The server has died.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        replies = self.process.stdout.fileno()
         try:
-            server.stdin.write(struct.pack("!I", len(request)) + request)
-            server.stdin.flush()
+            self.process.stdin.write(struct.pack("!I", len(request)) + request)
+            self.process.stdin.flush()
             end = time.monotonic() + WALL_SECONDS + _GRACE
-            (length,) = struct.unpack("!I", _read(server.stdout.fileno(), 4, end=end))
-            return _read(server.stdout.fileno(), length, end=end)
+            (length,) = struct.unpack("!I", _read(replies, 4, end=end))
+            return _read(replies, length, end=end)
         except (OSError, EOFError) as error:
             self.close()
             raise RuntimeError(f"the sandbox's server has died: {error}") from error
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        """Return the server of this process; a forked process needs one of its own."""
-        if self._server is None or self._owner != os.getpid():
-            self._server = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", str(_SERVER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={},
-                cwd="/",
-            )
-            self._owner = os.getpid()
-            atexit.register(self.close)
-        return self._server
+    def close(self) -> None:
+        """End the server."""
+        atexit.unregister(self.close)
+        if self.owner == os.getpid():
+            self.process.kill()
+            self.process.communicate()
 
 
 SANDBOX = Sandbox()

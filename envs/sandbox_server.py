@@ -1,18 +1,23 @@
 """Server of the sandbox: runs each program in a child process that the kernel lets do nothing but compute.
 
-It is a script of its own, run by an isolated interpreter (`python -I -S`) that imports nothing of this package.
-Requests and replies are frames on standard input and output: four bytes of length, then JSON.
+It is a script of its own, run by an interpreter (`python -P -s -S`) that imports nothing of this package. Its argument
+is a JSON object of limits. Requests and replies are frames on standard input and output: four bytes of length, then
+JSON.
 
 A child gives up every system call but those that allocate memory, read the clock, write to open descriptors and end it
 (seccomp). It has three null descriptors and one for its result, so it can open no file or socket, start no process or
 thread and send no signal. Modules are imported before. CPU time, memory and the length of the result are limited.
+
+Most of a program's time is the start and the end of its child. Both are done while no request waits: children are
+started ahead, up to `_MOST_AHEAD` if that many requests come in a row. Each runs one program.
 """
 
 from __future__ import annotations
 
 import bisect  # noqa: F401 (programs may import what is imported here)
-import collections  # noqa: F401
+import collections
 import ctypes
+import fcntl
 import functools  # noqa: F401
 import gc
 import heapq  # noqa: F401
@@ -22,7 +27,7 @@ import math  # noqa: F401
 import operator  # noqa: F401
 import os
 import platform
-import random  # noqa: F401
+import random
 import re  # noqa: F401
 import resource
 import select
@@ -31,12 +36,30 @@ import string  # noqa: F401
 import struct
 import sys
 import time
-from typing import Any
+from contextlib import suppress
 
-_RESULT = 3
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # an import of `typing` would cost each child time
+    from typing import Any
+
+Child = collections.namedtuple("Child", ("pid", "request", "result"))
+"""A process that waits for its program, and the descriptors to write the request to and to read the result from."""
+
+_RESULT, _REQUEST = 3, 4
 _MIB = 1 << 20
+# Children that wait for a program, and those that wait for their end. Each has 1 MiB of its own, and after a program at
+# most so much more; larger ones are ended at once.
+_MOST_AHEAD, _MAX_KEPT_MB = 64, 8
+# without a request, before children are started and ended
+_IDLE_S = 0.005
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_ERROR = 200
+# a program with much of what the player's programs do
+_FIRST = {
+    "program": "import math\ndef f(x):\n y = [n * 2 for n in sorted(x)]\n return str(max(y, default=0)).upper()",
+    "name": "f",
+    "inputs": [[3, 1, 2]],
+}
 _TOO_LONG = b'{"starts": true, "error": "takes too long"}'
 _TOO_MUCH = b'{"starts": true, "error": "output is too long"}'
 
@@ -74,7 +97,7 @@ _MACHINES = {
         ),
     ),
 }
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _MODE_FILTER = 2
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 # instructions of the filter: load a word of the call, jump if equal, return
@@ -86,11 +109,11 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def refuse_system_calls() -> None:
-    """Give up all system calls but those of `_MACHINES`; the others fail with EPERM from now on.
+def seccomp_filter() -> _Filter:
+    """Return the filter that refuses all system calls but those of `_MACHINES` with EPERM.
 
     Raises:
-        OSError: The kernel or the machine has no such filter.
+        OSError: The machine is unknown.
     """
     known = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or known is None:
@@ -105,46 +128,87 @@ def refuse_system_calls() -> None:
     for number in permitted:
         lines += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     lines.append((_RETURN, 0, 0, _REFUSE))
-    code = b"".join(struct.pack("HBBI", *line) for line in lines)
-    control = ctypes.CDLL(None, use_errno=True).prctl
-    program = _Filter(len(lines), code)
-    if control(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or control(
-        _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0
-    ):
-        raise OSError(ctypes.get_errno(), "seccomp")
+    return _Filter(len(lines), b"".join(struct.pack("HBBI", *line) for line in lines))
 
 
-def run_child(request: dict[str, Any], descriptor: int) -> None:
+class Confinement:
+    """What a child does to itself before it takes a program, prepared so that little is left to do in the child.
+
+    Args:
+        seconds: CPU time of a child.
+        memory_mb: memory that it may allocate in MiB.
+
+    Raises:
+        OSError: The machine is unknown.
+    """
+
+    def __init__(self, *, seconds: int, memory_mb: int) -> None:
+        self.limits = {
+            resource.RLIMIT_CPU: seconds,
+            resource.RLIMIT_AS: memory_mb * _MIB,
+            resource.RLIMIT_FSIZE: 0,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_NPROC: 0,
+        }
+        self.filter = seccomp_filter()
+        self.control = ctypes.CDLL(None, use_errno=True).prctl
+        self.null = os.open(os.devnull, os.O_RDWR)
+        self.output = open(1, "w", closefd=False)  # noqa: SIM115 (the program's)
+
+    def enter(self, request: int, result: int) -> None:
+        """Confine this process. Descriptors become `_REQUEST` and `_RESULT`.
+
+        Raises:
+            OSError: The kernel has no seccomp.
+        """
+        # They and the null device may be among those that are overwritten.
+        null, result, request = (
+            fcntl.fcntl(descriptor, fcntl.F_DUPFD, _REQUEST + 1)
+            for descriptor in (self.null, result, request)
+        )
+        for number in range(_RESULT):
+            os.dup2(null, number)
+        os.dup2(result, _RESULT)
+        os.dup2(request, _REQUEST)
+        os.closerange(_REQUEST + 1, 4096)
+        sys.stdin = sys.stdout = sys.stderr = self.output
+        for limit, value in self.limits.items():
+            resource.setrlimit(limit, (value, value))
+        if (
+            self.control(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            or self.control(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            or self.control(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(self.filter), 0, 0)
+        ):
+            raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def start_child(confinement: Confinement) -> Child:
+    """Start a process that confines itself and waits for a request."""
+    request_reader, request_writer = os.pipe()
+    result_reader, result_writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run_child(confinement, request_reader, result_writer)
+    os.close(request_reader)
+    os.close(result_writer)
+    return Child(child, request_writer, result_reader)
+
+
+def run_child(confinement: Confinement, request: int, result: int) -> None:
     """Run a program in this process and write its results to a descriptor. Does not return."""
     try:
-        _confine(request, descriptor)
-        _write(_results(request))
+        confinement.enter(request, result)
+        # `random` takes a seed of its own after a fork; a program's results are the same in all children
+        random.seed(0)
+        # takes what memory the first program of a process takes
+        _results(_FIRST)
+        _write(_results(json.loads(read_frame(_REQUEST))))
+        # The end of a process takes time; that of this one comes when nothing else is to do.
+        os.read(_REQUEST, 1)
     except BaseException as error:
         _write({"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR], "starts": False})
     finally:
         os._exit(0)
-
-
-def _confine(request: dict[str, Any], descriptor: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    # The result's descriptor may be one of those that are overwritten.
-    result = os.dup2(descriptor, 100)
-    for number in range(_RESULT):
-        os.dup2(null, number)
-    os.dup2(result, _RESULT)
-    os.closerange(_RESULT + 1, 4096)
-    sys.stdin = sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115 (the program's)
-    os.environ.clear()
-    limits = {
-        resource.RLIMIT_CPU: request["seconds"],
-        resource.RLIMIT_AS: request["memory_mb"] * _MIB,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: 0,
-    }
-    for limit, value in limits.items():
-        resource.setrlimit(limit, (value, value))
-    refuse_system_calls()
 
 
 def _results(request: dict[str, Any]) -> dict[str, Any]:
@@ -175,60 +239,146 @@ def _write(answer: dict[str, Any]) -> None:
     text = json.dumps(answer).encode()
     while text:
         text = text[os.write(_RESULT, text) :]
+    # ends the result before the process ends
+    os.close(_RESULT)
 
 
-def run(request: dict[str, Any]) -> bytes:
-    """Run a program in a child and return what it wrote as its result, or why there is none."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        run_child(request, writer)
-    os.close(writer)
-    try:
-        reply = _read(reader, request)
-    finally:
-        os.close(reader)
-        # One that has ended by itself is a zombie, which no signal changes.
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    if not reply and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return _TOO_LONG
-    return reply
+def end_child(child: Child) -> int:
+    """End a child and return the signal that ended it, or 0."""
+    os.close(child.request)
+    os.close(child.result)
+    # One that has ended by itself is a zombie, which no signal changes.
+    os.kill(child.pid, signal.SIGKILL)
+    _, status = os.waitpid(child.pid, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def _read(reader: int, request: dict[str, Any]) -> bytes:
-    end, text = time.monotonic() + request["wall_seconds"], b""
+def _read_result(descriptor: int, *, end: float, most: int) -> bytes:
+    text = b""
     while True:
-        if not select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
             return _TOO_LONG
-        part = os.read(reader, 1 << 16)
+        part = os.read(descriptor, 1 << 16)
         if not part:
             return text
         text += part
-        if len(text) > request["max_output"]:
+        if len(text) > most:
             return _TOO_MUCH
 
 
-def _read_exactly(count: int) -> bytes:
+def read_frame(descriptor: int) -> bytes:
+    """Read a frame.
+
+    Raises:
+        SystemExit: The other end has been closed.
+    """
+    (length,) = struct.unpack("!I", _read_exactly(descriptor, 4))
+    return _read_exactly(descriptor, length)
+
+
+def _read_exactly(descriptor: int, count: int) -> bytes:
     text = b""
     while len(text) < count:
-        part = os.read(0, count - len(text))
+        part = os.read(descriptor, count - len(text))
         if not part:
             raise SystemExit
         text += part
     return text
 
 
+def write_frame(descriptor: int, text: bytes) -> None:
+    """Write a frame."""
+    frame = struct.pack("!I", len(text)) + text
+    while frame:
+        frame = frame[os.write(descriptor, frame) :]
+
+
+def address_space(pid: int) -> int:
+    """Return the address space of a process in bytes; 0 if it has ended."""
+    with open(f"/proc/{pid}/statm") as sizes:
+        return int(sizes.read().split()[0]) * resource.getpagesize()
+
+
+class Server:
+    """Answers requests with children that are started before, and ended after, they are needed.
+
+    Args:
+        seconds, memory_mb: limits of a child; see `Confinement`.
+        wall_seconds: longest time of a program.
+        max_output: longest result in bytes.
+
+    Raises:
+        OSError: The machine is unknown.
+    """
+
+    def __init__(
+        self, *, seconds: int, memory_mb: int, wall_seconds: float, max_output: int
+    ) -> None:
+        self.confinement = Confinement(seconds=seconds, memory_mb=memory_mb)
+        self.wall_seconds, self.max_output = wall_seconds, max_output
+        self.small = address_space(os.getpid()) + _MAX_KEPT_MB * _MIB
+        self.ahead: collections.deque[Child] = collections.deque()
+        self.answered: collections.deque[Child] = collections.deque()
+        self.wanted = 1
+
+    def serve(self) -> None:
+        """Answer requests until standard input ends. Does not return."""
+        while True:
+            self._prepare()
+            request = read_frame(0)
+            if not self.ahead:
+                self.wanted = min(2 * self.wanted, _MOST_AHEAD)
+                self.ahead.append(start_child(self.confinement))
+            write_frame(1, self._run(self.ahead.popleft(), request))
+            if len(self.answered) > _MOST_AHEAD:
+                end_child(self.answered.popleft())
+
+    def _prepare(self) -> None:
+        """Start and end children until a request comes or nothing is left to do."""
+        wait_s = _IDLE_S
+        while self.answered or len(self.ahead) < self.wanted:
+            if select.select([0], [], [], wait_s)[0]:
+                return
+            wait_s = 0.0
+            if len(self.ahead) < self.wanted:
+                self.ahead.append(start_child(self.confinement))
+            else:
+                end_child(self.answered.popleft())
+
+    def _run(self, child: Child, request: bytes) -> bytes:
+        """Return what a program wrote as its result, or why there is none. Its child is ended, now or later."""
+        with suppress(BrokenPipeError):  # its result says why it has ended
+            write_frame(child.request, request)
+        end = time.monotonic() + self.wall_seconds
+        result = _read_result(child.result, end=end, most=self.max_output)
+        # From now on it gets no memory, and one that has much of it does not wait for its end.
+        resource.prlimit(child.pid, resource.RLIMIT_AS, (0, 0))
+        if result and address_space(child.pid) <= self.small:
+            self.answered.append(child)
+            return result
+        ended_by = end_child(child)
+        return result or (_TOO_LONG if ended_by == signal.SIGKILL else b"")
+
+
+def refuse(reason: str) -> None:
+    """Answer requests with the reason why programs cannot be confined. Does not return."""
+    while True:
+        read_frame(0)
+        write_frame(1, json.dumps({"starts": False, "error": reason}).encode())
+
+
 def main() -> None:
     """Answer requests until standard input ends."""
+    try:
+        server = Server(**json.loads(sys.argv.pop()))
+    except OSError as error:
+        refuse(str(error))
+    os.environ.clear()
+    # Children find in memory what the first program of a process makes.
+    _results(_FIRST)
+    gc.collect()
     gc.freeze()
-    while True:
-        (length,) = struct.unpack("!I", _read_exactly(4))
-        reply = run(json.loads(_read_exactly(length)))
-        frame = struct.pack("!I", len(reply)) + reply
-        while frame:
-            frame = frame[os.write(1, frame) :]
+    server.serve()
 
 
 if __name__ == "__main__":

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from envs import sandbox_server
 from envs.code import Code
 from envs.sandbox import MAX_OUTPUT, SANDBOX, Sandbox
 from envs.specifications import STEPS, Kind, draw_specification, draw_value
@@ -104,6 +111,40 @@ def test_a_result_of_another_type_is_wrong(result):
     assert env.step(program)[4]["success"]
 
 
+def children(server) -> dict[int, str]:
+    """Return the states of the server's children by their numbers."""
+    pid = server.process.pid
+    states = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):
+            states[int(child)] = (
+                Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            )
+    return states
+
+
+def waiting(server) -> int:
+    return list(children(server).values()).count("S")
+
+
+def running(server) -> int:
+    return len(children(server)) - waiting(server)
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    made = Sandbox()
+    yield made
+    made.close()
+
+
 HOSTILE = {
     "endless loop": "while True: pass",
     "endless loop in the call": "def f(x):\n while True: pass",
@@ -179,11 +220,11 @@ def test_hostile_programs_neither_pass_nor_harm(env, tmp_path, name):
     assert not info["success"] and reward == -0.1 and text in env.observation_space
     assert sorted(each.name for each in tmp_path.iterdir()) == ["other"]
     assert other.read_text() == "kept"
-    # the server goes on, without children
-    server = SANDBOX._server
-    assert server is not None and server.poll() is None
-    assert not Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
+    # the server goes on, and the program does not
+    (server,) = SANDBOX._idle
+    wait_until(lambda: waiting(server) and not running(server))
     assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
+    assert SANDBOX._idle == [server]
 
 
 def test_nothing_but_inputs_is_in_the_process_of_the_program():
@@ -214,19 +255,75 @@ def test_environments_of_a_process_share_a_server_and_a_copy_works():
     for env in (first, second):
         env.reset(seed=0)
         assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
-    assert SANDBOX._server is not None and SANDBOX._server.pid != os.getpid()
+    (server,) = SANDBOX._idle
+    assert server.process.pid != os.getpid()
 
 
 def test_a_server_that_has_died_costs_one_run():
     sandbox = Sandbox()
     program = "def f(x): return x"
     assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
-    sandbox._server.kill()
-    sandbox._server.wait()
+    sandbox._idle[0].process.kill()
+    sandbox._idle[0].process.wait()
     with pytest.raises(RuntimeError, match="has died"):
         sandbox.run(program, name="f", inputs=[5])
     assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
     sandbox.close()
+
+
+def test_results_are_those_of_every_server(sandbox):
+    program = "import random\ndef f(x): return [list(set(x))[0], str(random.random())]"
+    runs = [
+        each.run(program, name="f", inputs=["some letters"]) for each in (sandbox, sandbox, SANDBOX)
+    ]
+    assert runs[0].calls[0]["value"] and runs[1:] == runs[:1] * 2
+
+
+def test_programs_of_several_threads_run_at_the_same_time(sandbox):
+    program = "import time\ndef f(x):\n end = time.monotonic() + 0.4\n while time.monotonic() < end: pass\n return 1"
+    with ThreadPoolExecutor(4) as threads:
+        runs = list(
+            threads.map(lambda x: sandbox.run(program, name="f", inputs=[x]), range(8), timeout=60)
+        )
+    assert [run.calls for run in runs] == [[{"value": 1}]] * 8
+    assert len(sandbox._idle) == 4
+
+
+def test_processes_are_started_ahead_and_end_with_the_server(sandbox):
+    for _ in range(20):
+        assert sandbox.run("def f(x): return x", name="f", inputs=[5]).calls == [{"value": 5}]
+    (server,) = sandbox._idle
+    wait_until(lambda: waiting(server) > 4 and not running(server))
+    waited = children(server)
+    assert sandbox.run("def f(x): return x", name="f", inputs=[5]).calls == [{"value": 5}]
+    server.process.kill()
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in waited))
+
+
+def test_a_program_that_has_much_memory_ends_before_its_result_is_known(sandbox):
+    program = "kept = 'a' * 100 * 2**20\ndef f(x): return x"
+    for _ in range(10):
+        assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
+        for child in children(sandbox._idle[0]):
+            with suppress(FileNotFoundError):
+                assert sandbox_server.address_space(child) < 64 * 2**20
+
+
+def test_a_machine_that_cannot_confine_programs_says_so():
+    server = Path(sandbox_server.__file__)
+    code = (
+        "import platform, runpy\nplatform.machine = lambda: 'vax'\n"
+        f"runpy.run_path({str(server)!r}, run_name='__main__')"
+    )
+    limits = json.dumps({"seconds": 1, "memory_mb": 256, "wall_seconds": 5, "max_output": 100})
+    reply = subprocess.run(
+        [sys.executable, "-c", code, limits],
+        input=struct.pack("!I", 2) + b"{}", capture_output=True, timeout=60,
+    ).stdout  # fmt: skip
+    assert json.loads(reply[4:]) == {
+        "starts": False,
+        "error": "expected Linux on x86_64 or aarch64",
+    }
 
 
 def test_functions_of_every_kind_are_drawn():
