@@ -385,10 +385,13 @@ def test_a_server_that_another_run_uses_is_refused(start, connect) -> None:
 @pytest.mark.parametrize("fault", [429, 500, 503, "close", "garbage", "abort", "late"])
 def test_faults_change_no_response(start, connect, fault) -> None:
     servers = [start(), start()]
-    engine = connect(*servers, timeout_s=0.5)
+    late = fault == "late"
+    engine = connect(*servers, timeout_s=1.0 if late else 30.0)
     servers[0].faults = [fault, fault]
     assert sampled(engine) == expected()
-    assert servers[0].faults == [] and engine.resent == 2
+    assert servers[0].faults == []
+    # on a busy machine other answers may be late too
+    assert engine.resent >= 2 if late else engine.resent == 2
     assert sampled(engine) == expected()
 
 
@@ -397,7 +400,7 @@ def test_a_late_answer_of_the_only_server_is_asked_for_again(start, connect) -> 
     engine = connect(server, timeout_s=1.0)
     server.faults = ["late"]
     assert sampled(engine) == expected()
-    assert engine.resent == 1
+    assert engine.resent >= 1
 
 
 def test_addresses_of_the_api_are_those_of_the_server(
