@@ -52,18 +52,20 @@ class PreparationStatistics(NamedSums):
         super().__init__(names, maxima=("mismatch_max",))
 
     def compute(self) -> dict[str, float]:
-        """Return `logprob_mismatch` (mean and max of the absolute difference, k3 KL) and `explained_variance`.
+        """Return `logprob_mismatch` (mean and max of the absolute difference, k3 KL) and `policy_entropy`.
 
-        `policy_entropy` is the trainer's own, in nats a token: some rollout engines report none.
+        `policy_entropy` is the trainer's own, in nats a token: some rollout engines report none. With a critic there is
+        `explained_variance` too.
         """
         total = self.totals()
-        count = total["credited"]
-        spread = total["returns_square"] - ratio(total["returns"] ** 2, count)
-        errors = total["errors_square"] - ratio(total["errors"] ** 2, count)
-        return {
+        metrics = {
             "logprob_mismatch": ratio(total["mismatch"], total["tokens"]),
             "logprob_mismatch_max": total["mismatch_max"],
             "logprob_mismatch_kl": ratio(total["mismatch_kl"], total["tokens"]),
-            "explained_variance": 1.0 - ratio(errors, spread),
             "policy_entropy": ratio(total["entropy"], total["trained"]),
         }
+        if count := total["credited"]:
+            spread = total["returns_square"] - total["returns"] ** 2 / count
+            errors = total["errors_square"] - total["errors"] ** 2 / count
+            metrics["explained_variance"] = 1.0 - ratio(errors, spread)
+        return metrics

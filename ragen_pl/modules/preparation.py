@@ -271,10 +271,11 @@ def _statistics(samples: Samples, scores: TokenScores, entropies: Tensor) -> Pre
     """Return the statistics of this rank; `entropies` are those of its trained tokens, in nats."""
     # text that was shown has no log-probs of the engine
     sampled = samples.sampled & (samples.spans != Span.SHOWN)
-    advantage_mask = samples.advantage_mask
+    # returns and values are compared where a critic gives values
+    compared = samples.advantage_mask & (scores.values is not None)
     delta = (scores.logprobs - samples.behavior_logprobs)[sampled].double()
-    returns = samples.returns[advantage_mask].double()
-    errors = (samples.returns - samples.values)[advantage_mask].double()
+    returns = samples.returns[compared].double()
+    errors = (samples.returns - samples.values)[compared].double()
     statistics = PreparationStatistics().to(delta.device)
     statistics.update(
         {

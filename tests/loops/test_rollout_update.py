@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch.loops import fit_loop, loop, progress, training_epoch_loop
 
 from envs.policies import RandomPolicy
+from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
+from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops import rollout_update
 from ragen_pl.loops.hooks import RolloutCallback
@@ -141,6 +143,14 @@ def test_the_logged_learning_rate_is_that_of_the_iteration(setup_of):
         point["update/learning_rate"] for _, point in points if "update/learning_rate" in point
     ]
     assert rates == pytest.approx([3e-3] * len(rates)) and rates
+
+
+@pytest.mark.parametrize("estimator", [BilevelGAE(), GroupRelative()], ids=["critic", "none"])
+def test_the_variance_that_values_explain_is_logged_with_a_critic(setup_of, estimator):
+    _, points, _ = setup_of(estimator=estimator).fit(max_epochs=1)
+    names = {name for _, point in points for name in point}
+    assert "rollout/policy_entropy" in names
+    assert ("rollout/explained_variance" in names) == estimator.needs_values
 
 
 def test_rollout_progress_ends_with_all_episodes_done(setup_of):
