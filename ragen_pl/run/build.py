@@ -17,6 +17,7 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import HELD_OUT, ValidationSet
+from ragen_pl.distributed import all_ranks_do
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
@@ -142,12 +143,12 @@ def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) 
     It may need the processes that the Trainer starts, so it cannot be built before.
     """
     factory = engine_factory(cfg)
-    if engine_is_in_place(cfg):
-        return factory
 
     def build(policy: EnginePolicy, **settings: Any) -> RolloutEngine:
         with config_errors("rollout.engine"):
-            engine = factory(policy, **settings)
+            engine = all_ranks_do(lambda: factory(policy, **settings))
+            if engine.in_place:
+                return engine
             try:
                 load_engine(engine, policy, version=0)
                 context = ContextManager(policy.bundle, **plain(cfg.context))

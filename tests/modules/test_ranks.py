@@ -9,12 +9,17 @@ import played_agents
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from omegaconf import OmegaConf
 
+from ragen_pl.config import ConfigError
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.distributed import max_over_ranks, sum_over_ranks
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.run.build import agreeing_engine_factory
 
 
 def count_forwards(rank: int, folder: str) -> None:
@@ -66,6 +71,32 @@ def count_forwards(rank: int, folder: str) -> None:
             counts[f"update {tokens}"].append(taken())
     Path(folder, f"{rank}.json").write_text(json.dumps(counts))
     dist.destroy_process_group()
+
+
+def engine_of_first_rank(policy: PolicyModule, **settings: object) -> TransformersEngine:
+    """Raise on the second rank."""
+    if dist.get_rank():
+        raise ValueError("memory is full")
+    return TransformersEngine(policy)
+
+
+def build_engine(rank: int, folder: str) -> None:
+    """Build an engine that fails on one rank; write the error."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    target = f"{__name__}.{engine_of_first_rank.__name__}"
+    cfg = OmegaConf.create({"rollout": {"engine": {"_target_": target, "_partial_": True}}})
+    agent = played_agents.build_agent()
+    with pytest.raises(ConfigError) as caught:
+        agreeing_engine_factory(cfg, proxy=None)(agent.policy)
+    Path(folder, f"{rank}.txt").write_text(str(caught.value))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_an_engine_that_one_rank_cannot_build_ends_all(tmp_path):
+    mp.spawn(build_engine, args=(str(tmp_path),), nprocs=2)
+    errors = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert errors[0] == errors[1] and "memory is full" in errors[0]
 
 
 @pytest.mark.slow
