@@ -115,7 +115,7 @@ class ReasoningGym(Environment):
     ) -> tuple[Observation, dict[str, Any]]:
         """Draw a question."""
         self._begin(seed=seed, options=options)
-        self._item = self._data[int(self.np_random.integers(self.items))]
+        self._item = _item(self._data, int(self.np_random.integers(self.items)))
         self._used = 0
         self._lenient = any(self._score(text) == 1 for text in _NONSENSE)
         self._observation = self._question()
@@ -169,7 +169,7 @@ class ReasoningGym(Environment):
         if self.dataset in _JUDGES:
             return _random_expression(self._item["metadata"]["numbers"], rng)
         for _ in range(_DRAWS):
-            answer = _known_answer(self._data[int(rng.integers(self.items))])
+            answer = _known_answer(_item(self._data, int(rng.integers(self.items))))
             if answer is not None:
                 return answer
         return "0"
@@ -218,6 +218,13 @@ def _dataset(name: str, settings: str, items: int) -> Any:
         return library.create_dataset(name, size=items, seed=_DATA_SEED, **json.loads(settings))
     except (TypeError, AssertionError) as error:
         raise ValueError(f"settings of {name}: {error}") from error
+
+
+@functools.lru_cache(maxsize=10_000)
+def _item(data: Any, number: int) -> Mapping[str, Any]:
+    """Return an item of a data set. It is read only; some, such as those of countdown, take a millisecond to make."""
+    item: Mapping[str, Any] = data[number]
+    return item
 
 
 def _known_answer(item: Mapping[str, Any]) -> str | None:
