@@ -221,10 +221,10 @@ def test_hostile_programs_neither_pass_nor_harm(env, tmp_path, name):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["other"]
     assert other.read_text() == "kept"
     # the server goes on, and the program does not
-    (server,) = SANDBOX._idle
+    server = SANDBOX._idle[-1]
     wait_until(lambda: waiting(server) and not running(server))
     assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
-    assert SANDBOX._idle == [server]
+    assert SANDBOX._idle[-1] is server
 
 
 def test_nothing_but_inputs_is_in_the_process_of_the_program():
@@ -251,12 +251,12 @@ def test_a_result_of_the_permitted_length_arrives():
 
 
 def test_environments_of_a_process_share_a_server_and_a_copy_works():
-    first, second = Code(), pickle.loads(pickle.dumps(Code()))
-    for env in (first, second):
+    servers = []
+    for env in (Code(), pickle.loads(pickle.dumps(Code()))):
         env.reset(seed=0)
         assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
-    (server,) = SANDBOX._idle
-    assert server.process.pid != os.getpid()
+        servers.append(SANDBOX._idle[-1])
+    assert servers[0] is servers[1] and servers[0].process.pid != os.getpid()
 
 
 def test_a_server_that_has_died_costs_one_run():
@@ -286,7 +286,7 @@ def test_programs_of_several_threads_run_at_the_same_time(sandbox):
             threads.map(lambda x: sandbox.run(program, name="f", inputs=[x]), range(8), timeout=60)
         )
     assert [run.calls for run in runs] == [[{"value": 1}]] * 8
-    assert len(sandbox._idle) == 4
+    assert 1 < len(sandbox._idle) <= 4
 
 
 def test_processes_are_started_ahead_and_end_with_the_server(sandbox):
