@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,9 @@ class Sandbox:
         Raises:
             RuntimeError: The server has died.
         """
-        request = {"program": program, "name": name, "inputs": list(inputs)}
+        request = json.dumps({"program": program, "name": name, "inputs": list(inputs)}).encode()
         server = self._take()
-        reply = server.ask(json.dumps(request).encode())
+        reply = server.ask(request)
         with self._lock:
             self._idle.append(server)
         return _outcome(reply, count=len(inputs))
@@ -74,9 +75,9 @@ class Sandbox:
             server.close()
 
     def _take(self) -> _Server:
-        """Return an idle server or a new one. Those of another process, which has forked this one, are not used."""
+        """Return an idle server or a new one; none that has died or belongs to the process this one was forked from."""
         with self._lock:
-            self._idle = [server for server in self._idle if server.owner == os.getpid()]
+            self._idle = [server for server in self._idle if server.serves()]
             if self._idle:
                 return self._idle.pop()
         return _Server()
@@ -121,13 +122,28 @@ class _Server:
         except (OSError, EOFError) as error:
             self.close()
             raise RuntimeError(f"the sandbox's server has died: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def serves(self) -> bool:
+        """Return whether it serves this process."""
+        return self.owner == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, which ends its children."""
         atexit.unregister(self.close)
-        if self.owner == os.getpid():
+        if self.owner != os.getpid():
+            return
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
+        self.process.stdout.close()
 
 
 SANDBOX = Sandbox()
@@ -151,9 +167,10 @@ def check_sandbox() -> None:
 
 
 def _read(descriptor: int, count: int, *, end: float) -> bytes:
-    text = b""
+    text, poll = b"", select.poll()
+    poll.register(descriptor, select.POLLIN)
     while len(text) < count:
-        if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not poll.poll(1000 * max(0.0, end - time.monotonic())):
             raise EOFError("no answer")
         part = os.read(descriptor, count - len(text))
         if not part:

@@ -4,12 +4,14 @@ It is a script of its own, run by an interpreter (`python -P -s -S`) that import
 is a JSON object of limits. Requests and replies are frames on standard input and output: four bytes of length, then
 JSON.
 
-A child gives up every system call but those that allocate memory, read the clock, write to open descriptors and end it
-(seccomp). It has three null descriptors and one for its result, so it can open no file or socket, start no process or
-thread and send no signal. Modules are imported before. CPU time, memory and the length of the result are limited.
+A child gives up every system call but those that allocate memory, read the clock, read and write open descriptors and
+end it (seccomp). It has three null descriptors, one for its request and one for its result, so it can open no file or
+socket, start no process or thread and send no signal. Modules are imported before. CPU time, memory and the length of
+the result are limited. No program is ever in the memory of the server, from which the next ones are forked.
 
 Most of a program's time is the start and the end of its child. Both are done while no request waits: children are
-started ahead, up to `_MOST_AHEAD` if that many requests come in a row. Each runs one program.
+started ahead, twice as many whenever there were too few, and those that have answered are stopped until they are ended.
+Each runs one program.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ import string  # noqa: F401
 import struct
 import sys
 import time
-from contextlib import suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # an import of `typing` would cost each child time
@@ -47,9 +48,9 @@ Child = collections.namedtuple("Child", ("pid", "request", "result"))
 
 _RESULT, _REQUEST = 3, 4
 _MIB = 1 << 20
-# Children that wait for a program, and those that wait for their end. Each has 1 MiB of its own, and after a program at
-# most so much more; larger ones are ended at once.
-_MOST_AHEAD, _MAX_KEPT_MB = 64, 8
+# Children that wait for a program, and those that wait for their end, each with about 1 MiB of its own. One whose
+# address space has grown by more than this does not wait.
+_MOST_AHEAD, _MAX_KEPT_MB = 64, 2
 # without a request, before children are started and ended
 _IDLE_S = 0.005
 _PLAIN = (bool, int, float, str, type(None))
@@ -161,7 +162,12 @@ class Confinement:
         Raises:
             OSError: The kernel has no seccomp.
         """
-        # They and the null device may be among those that are overwritten.
+        first = _RESULT
+        for descriptor in sorted((self.null, request, result)):
+            os.closerange(first, descriptor)
+            first = descriptor + 1
+        os.closerange(first, 4096)
+        # They may be among those that are overwritten.
         null, result, request = (
             fcntl.fcntl(descriptor, fcntl.F_DUPFD, _REQUEST + 1)
             for descriptor in (self.null, result, request)
@@ -183,15 +189,25 @@ class Confinement:
 
 
 def start_child(confinement: Confinement) -> Child:
-    """Start a process that confines itself and waits for a request."""
-    request_reader, request_writer = os.pipe()
-    result_reader, result_writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+    """Start a process that confines itself and waits for a request.
+
+    Raises:
+        OSError: There are too many processes or open descriptors.
+    """
+    descriptors = list(os.pipe())
+    try:
+        descriptors += os.pipe()
+        pid = os.fork()
+    except OSError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    request_reader, request_writer, result_reader, result_writer = descriptors
+    if pid == 0:
         run_child(confinement, request_reader, result_writer)
     os.close(request_reader)
     os.close(result_writer)
-    return Child(child, request_writer, result_reader)
+    return Child(pid, request_writer, result_reader)
 
 
 def run_child(confinement: Confinement, request: int, result: int) -> None:
@@ -253,17 +269,40 @@ def end_child(child: Child) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def _read_result(descriptor: int, *, end: float, most: int) -> bytes:
+def _read_result(descriptor: int, *, end: float, most: int) -> tuple[bytes, bool]:
+    """Return what a child wrote or why there is none, and whether it has closed its result."""
     text = b""
     while True:
         if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
-            return _TOO_LONG
+            return _TOO_LONG, False
         part = os.read(descriptor, 1 << 16)
         if not part:
-            return text
+            return text, True
         text += part
         if len(text) > most:
-            return _TOO_MUCH
+            return _TOO_MUCH, False
+
+
+def forward_frame(source: int, target: int) -> None:
+    """Move a frame from one pipe to another without reading it; drop it if nobody reads the other.
+
+    Raises:
+        SystemExit: The other end of the source has been closed.
+    """
+    header = _read_exactly(source, 4)
+    (left,) = struct.unpack("!I", header)
+    try:
+        os.write(target, header)
+        while left:
+            moved = os.splice(source, target, left)
+            if not moved:
+                raise SystemExit
+            left -= moved
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        while left:
+            left -= os.splice(source, null, left)
+        os.close(null)
 
 
 def read_frame(descriptor: int) -> bytes:
@@ -294,7 +333,7 @@ def write_frame(descriptor: int, text: bytes) -> None:
 
 
 def address_space(pid: int) -> int:
-    """Return the address space of a process in bytes; 0 if it has ended."""
+    """Return the address space of a process in bytes; 0 of a zombie."""
     with open(f"/proc/{pid}/statm") as sizes:
         return int(sizes.read().split()[0]) * resource.getpagesize()
 
@@ -323,39 +362,60 @@ class Server:
 
     def serve(self) -> None:
         """Answer requests until standard input ends. Does not return."""
-        while True:
-            self._prepare()
-            request = read_frame(0)
-            if not self.ahead:
-                self.wanted = min(2 * self.wanted, _MOST_AHEAD)
-                self.ahead.append(start_child(self.confinement))
-            write_frame(1, self._run(self.ahead.popleft(), request))
-            if len(self.answered) > _MOST_AHEAD:
-                end_child(self.answered.popleft())
+        try:
+            while True:
+                self._prepare()
+                select.select([0], [], [])
+                write_frame(1, self._run(self._take()))
+        finally:
+            for child in (*self.ahead, *self.answered):
+                end_child(child)
 
     def _prepare(self) -> None:
-        """Start and end children until a request comes or nothing is left to do."""
+        """End and start children until a request comes or nothing is left to do."""
         wait_s = _IDLE_S
         while self.answered or len(self.ahead) < self.wanted:
             if select.select([0], [], [], wait_s)[0]:
                 return
             wait_s = 0.0
-            if len(self.ahead) < self.wanted:
-                self.ahead.append(start_child(self.confinement))
-            else:
+            if self.answered:
                 end_child(self.answered.popleft())
+                continue
+            try:
+                self.ahead.append(start_child(self.confinement))
+            except OSError:
+                # as many as there is room for
+                self.wanted = len(self.ahead)
 
-    def _run(self, child: Child, request: bytes) -> bytes:
-        """Return what a program wrote as its result, or why there is none. Its child is ended, now or later."""
-        with suppress(BrokenPipeError):  # its result says why it has ended
-            write_frame(child.request, request)
+    def _take(self) -> Child:
+        """Return a child that waits for its program."""
+        while self.ahead:
+            child = self.ahead.popleft()
+            ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            # one that could not confine itself has said so; others may have been killed for lack of memory
+            if ended is None or ended.si_code == os.CLD_EXITED:
+                return child
+            end_child(child)
+        self.wanted = min(max(1, 2 * self.wanted), _MOST_AHEAD)
+        try:
+            return start_child(self.confinement)
+        except OSError:
+            while self.answered:
+                end_child(self.answered.popleft())
+            return start_child(self.confinement)
+
+    def _run(self, child: Child) -> bytes:
+        """Return what the next program wrote as its result, or why there is none. Its child is ended, now or later."""
+        forward_frame(0, child.request)
         end = time.monotonic() + self.wall_seconds
-        result = _read_result(child.result, end=end, most=self.max_output)
-        # From now on it gets no memory, and one that has much of it does not wait for its end.
-        resource.prlimit(child.pid, resource.RLIMIT_AS, (0, 0))
-        if result and address_space(child.pid) <= self.small:
-            self.answered.append(child)
-            return result
+        result, closed = _read_result(child.result, end=end, most=self.max_output)
+        if result and closed and len(self.answered) < _MOST_AHEAD:
+            # It computes no more and gets no memory; one that has much of it does not wait for its end.
+            os.kill(child.pid, signal.SIGSTOP)
+            resource.prlimit(child.pid, resource.RLIMIT_AS, (0, 0))
+            if address_space(child.pid) <= self.small:
+                self.answered.append(child)
+                return result
         ended_by = end_child(child)
         return result or (_TOO_LONG if ended_by == signal.SIGKILL else b"")
 

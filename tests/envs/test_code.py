@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -111,20 +113,26 @@ def test_a_result_of_another_type_is_wrong(result):
     assert env.step(program)[4]["success"]
 
 
-def children(server) -> dict[int, str]:
-    """Return the states of the server's children by their numbers."""
+def runs_identity(sandbox: Sandbox, *, times: int = 20) -> None:
+    for number in range(times):
+        run = sandbox.run("def f(x): return x", name="f", inputs=[number])
+        assert run.calls == [{"value": number}]
+
+
+def state(pid: int) -> str | None:
+    """Return the letter of a process's state, such as `S` of one that waits, or None if there is none."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return None
+
+
+def children(server) -> list[int]:
     pid = server.process.pid
-    states = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with suppress(OSError):
-            states[int(child)] = (
-                Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-            )
-    return states
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def waiting(server) -> int:
-    return list(children(server).values()).count("S")
+    return [state(child) for child in children(server)].count("S")
 
 
 def running(server) -> int:
@@ -259,16 +267,16 @@ def test_environments_of_a_process_share_a_server_and_a_copy_works():
     assert servers[0] is servers[1] and servers[0].process.pid != os.getpid()
 
 
-def test_a_server_that_has_died_costs_one_run():
-    sandbox = Sandbox()
-    program = "def f(x): return x"
-    assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
-    sandbox._idle[0].process.kill()
-    sandbox._idle[0].process.wait()
-    with pytest.raises(RuntimeError, match="has died"):
-        sandbox.run(program, name="f", inputs=[5])
-    assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
-    sandbox.close()
+def test_a_server_that_dies_costs_the_programs_that_it_runs(sandbox):
+    runs_identity(sandbox, times=1)
+    server = sandbox._idle[0]
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(sandbox.run, "while True: pass", name="f", inputs=[5])
+        wait_until(lambda: "R" in map(state, children(server)))
+        server.process.kill()
+        with pytest.raises(RuntimeError, match="has died"):
+            run.result(timeout=60)
+    runs_identity(sandbox)
 
 
 def test_results_are_those_of_every_server(sandbox):
@@ -289,15 +297,61 @@ def test_programs_of_several_threads_run_at_the_same_time(sandbox):
     assert 1 < len(sandbox._idle) <= 4
 
 
-def test_processes_are_started_ahead_and_end_with_the_server(sandbox):
-    for _ in range(20):
-        assert sandbox.run("def f(x): return x", name="f", inputs=[5]).calls == [{"value": 5}]
-    (server,) = sandbox._idle
-    wait_until(lambda: waiting(server) > 4 and not running(server))
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_processes_are_started_ahead_and_end_with_the_server(sandbox, how):
+
+    def several_wait() -> bool:
+        runs_identity(sandbox)
+        time.sleep(0.2)
+        return waiting(sandbox._idle[0]) > 4
+
+    wait_until(several_wait)
+    server = sandbox._idle[0]
+    wait_until(lambda: not running(server))
     waited = children(server)
-    assert sandbox.run("def f(x): return x", name="f", inputs=[5]).calls == [{"value": 5}]
-    server.process.kill()
-    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in waited))
+    if how == "killed":
+        server.process.kill()
+    else:
+        sandbox.close()
+        assert server.process.returncode == 0
+    wait_until(lambda: all(state(child) in ("Z", None) for child in waited))
+
+
+def test_what_has_died_while_it_waited_costs_no_run(sandbox):
+    runs_identity(sandbox)
+    server = sandbox._idle[0]
+    wait_until(lambda: waiting(server) and not running(server))
+    waited = children(server)
+    for child in waited:
+        os.kill(child, signal.SIGKILL)
+    wait_until(lambda: all(state(child) == "Z" for child in waited))
+    runs_identity(sandbox)
+    sandbox._idle[0].process.kill()
+    sandbox._idle[0].process.wait()
+    runs_identity(sandbox)
+
+
+def test_a_limit_of_descriptors_leaves_fewer_processes_ahead(sandbox):
+    runs_identity(sandbox)
+    server = sandbox._idle[0]
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (24, 24))
+    for _ in range(20):
+        runs_identity(sandbox, times=4)
+        time.sleep(0.02)
+    assert sandbox._idle == [server]
+
+
+def test_no_program_can_read_the_ones_before(sandbox):
+    reader = (
+        "import sys\ndef f(x):\n mark, frame, texts = ''.join(['se', 'cr', 'et']), sys._getframe(), []\n"
+        " while frame:\n  texts += [repr(value) for value in frame.f_locals.values()]\n"
+        "  frame = frame.f_back\n return [mark in text for text in texts if text != repr(mark)]"
+    )
+    for _ in range(10):
+        sandbox.run("def f(x): return 'secret'", name="f", inputs=["secret"])
+        time.sleep(0.02)
+        found = sandbox.run(reader, name="f", inputs=[0]).calls[0]["value"]
+        assert len(found) > 3 and not any(found)
 
 
 def test_a_program_that_has_much_memory_ends_before_its_result_is_known(sandbox):
@@ -305,7 +359,7 @@ def test_a_program_that_has_much_memory_ends_before_its_result_is_known(sandbox)
     for _ in range(10):
         assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
         for child in children(sandbox._idle[0]):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 assert sandbox_server.address_space(child) < 64 * 2**20
 
 
