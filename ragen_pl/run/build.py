@@ -142,12 +142,12 @@ def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) 
 
     It may need the processes that the Trainer starts, so it cannot be built before.
     """
-    factory = engine_factory(cfg)
+    factory, in_place = engine_factory(cfg), engine_is_in_place(cfg)
 
     def build(policy: EnginePolicy, **settings: Any) -> RolloutEngine:
         with config_errors("rollout.engine"):
             engine = all_ranks_do(lambda: factory(policy, **settings))
-            if engine.in_place:
+            if in_place:
                 return engine
             try:
                 load_engine(engine, policy, version=0)
