@@ -55,12 +55,14 @@ _MOST_AHEAD, _MAX_KEPT_MB = 64, 2
 _IDLE_S = 0.005
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_ERROR = 200
-# a program with much of what the player's programs do
-_FIRST = {
-    "program": "import math\ndef f(x):\n y = [n * 2 for n in sorted(x)]\n return str(max(y, default=0)).upper()",
-    "name": "f",
-    "inputs": [[3, 1, 2]],
-}
+# a request for a program with much of what the player's programs do
+_FIRST = json.dumps(
+    {
+        "program": "import math\ndef f(x):\n y = [n * 2 for n in sorted(x)]\n return str(max(y, default=0)).upper()",
+        "name": "f",
+        "inputs": [[3, 1, 2]] * 10,
+    }
+)
 _TOO_LONG = b'{"starts": true, "error": "takes too long"}'
 _TOO_MUCH = b'{"starts": true, "error": "output is too long"}'
 
@@ -216,23 +218,30 @@ def run_child(confinement: Confinement, request: int, result: int) -> None:
         confinement.enter(request, result)
         # `random` takes a seed of its own after a fork; a program's results are the same in all children
         random.seed(0)
-        # takes what memory the first program of a process takes
+        # takes what memory the first request to a process takes
         _results(_FIRST)
-        _write(_results(json.loads(read_frame(_REQUEST))))
+        _write(_results(read_frame(_REQUEST)))
         # The end of a process takes time; that of this one comes when nothing else is to do.
         os.read(_REQUEST, 1)
     except BaseException as error:
-        _write({"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR], "starts": False})
+        failure = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR], "starts": False}
+        _write(json.dumps(failure).encode())
     finally:
         os._exit(0)
 
 
-def _results(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the value or the error of each call; and whether the program starts, with the error if not."""
+def _results(text: str | bytes) -> bytes:
+    """Return the value or the error of each call of a request; and whether its program starts, with the error if not.
+
+    Raises:
+        BaseException: The program does not start, or ends this process.
+    """
+    request = json.loads(text)
     space: dict[str, Any] = {"__name__": "program"}
     exec(compile(request["program"], "program", "exec"), space)
     function = space[request["name"]]
-    return {"starts": True, "calls": [_call(function, value) for value in request["inputs"]]}
+    calls = [_call(function, value) for value in request["inputs"]]
+    return json.dumps({"starts": True, "calls": calls}).encode()
 
 
 def _call(function: Any, value: Any) -> dict[str, Any]:
@@ -251,8 +260,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _write(answer: dict[str, Any]) -> None:
-    text = json.dumps(answer).encode()
+def _write(text: bytes) -> None:
     while text:
         text = text[os.write(_RESULT, text) :]
     # ends the result before the process ends
