@@ -232,7 +232,8 @@ class UserServer:
         raise AssertionError(f"{self.url} has not started")
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -308,10 +309,13 @@ def test_a_killed_server_is_no_loss_and_is_taken_back_with_the_weights(connect, 
     change_weights(bundle, seed=3)
     engine = connect(bundle, timeout_s=600.0)
     engine.load_weights(1)
-    requests = [request(bundle, "Go.", session=n, seed=n, tokens=200) for n in range(32)]
+    requests = [request(bundle, "Go.", session=n, seed=n, tokens=300) for n in range(32)]
+    started = time.monotonic()
     expected = [one.ids.tolist() for one in generate(engine, requests, keep=False)]
+    took_s = time.monotonic() - started
     engine.submit(requests, keep=False)
-    wait(lambda: all(running(server.url) for server in servers))
+    # in the midst of its responses; /metrics answers too late on a busy machine
+    time.sleep(took_s / 4)
     servers[0].kill()
     found = {}
     while len(found) < 32:
