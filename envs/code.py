@@ -20,7 +20,7 @@ from envs.base import (
     Reward,
     checked_arguments,
 )
-from envs.sandbox import SANDBOX, check_sandbox
+from envs.sandbox import ENDINGS, SANDBOX, check_sandbox
 from envs.specifications import Kind, Specification, Value, draw_specification, draw_task
 
 _FENCED = re.compile(r"\s*```(?:python)?\n(.*?)```\s*", re.DOTALL)
@@ -37,7 +37,8 @@ class Code(Environment):
 
     ## Observations
     The steps in words with visible examples; after an attempt the first example that fails. Of the hidden tests a
-    player hears only that one fails. Their results never enter the process of the program.
+    player hears only that one fails, or that the program ended or took too long there. Their results never enter the
+    process of the program, and their inputs after the results of the examples have left it.
 
     ## Episode End
     Terminated when a program passes all tests, and after `attempts` programs.
@@ -150,17 +151,23 @@ class Code(Environment):
 
     def _judge(self, program: str) -> tuple[bool, str]:
         """Return whether a text is a program that defines `f`, and what fails, or an empty text."""
-        run = SANDBOX.run(program, name="f", inputs=self.inputs)
+        shown = self.example_count
+        examples, tests = self.inputs[:shown], self.inputs[shown:]
+        run = SANDBOX.run(program, name="f", inputs=examples, hidden=tests)
         if run.error:
             return run.starts, f"error: {_printable(run.error)}"
-        for number, (value, call) in enumerate(zip(self.inputs, run.calls, strict=True)):
-            if "value" in call and _same(call["value"], self.specification.apply(value)):
-                continue
-            if number >= self.example_count:
-                return True, "a hidden test fails"
-            given = _shown(call["value"]) if "value" in call else _printable(str(call.get("error")))
-            return True, f"{self._example(value)}, not {given}"
-        return True, ""
+        assert run.hidden is not None
+        if run.hidden.error in ENDINGS:
+            return True, f"error: {run.hidden.error}"
+        for value, call in zip(examples, run.calls, strict=True):
+            if not self._passes(value, call):
+                given = _shown(call["value"]) if "value" in call else str(call.get("error"))
+                return True, f"{self._example(value)}, not {_printable(given)}"
+        passes = not run.hidden.error and all(map(self._passes, tests, run.hidden.calls))
+        return True, "" if passes else "a hidden test fails"
+
+    def _passes(self, value: Value, call: Mapping[str, Any]) -> bool:
+        return "value" in call and _same(call["value"], self.specification.apply(value))
 
     def _example(self, value: Value) -> str:
         return f"f({json.dumps(value)}) = {json.dumps(self.specification.apply(value))}"
@@ -178,7 +185,7 @@ def _same(value: object, expected: Value) -> bool:
 
 def _shown(value: Any) -> str:
     try:
-        return _printable(json.dumps(value))
+        return json.dumps(value)
     except (RecursionError, ValueError):
         return "something else"
 

@@ -1,6 +1,7 @@
 """Runs a player's programs in another process without files, network, processes or more than a second of CPU time.
 
-`sandbox_server` says how. Neither expected results nor anything else worth reading is in that process.
+`sandbox_server` says how. Neither expected results nor anything else worth reading is in that process. Hidden inputs
+enter it when nothing that it writes is shown any more.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 _SERVER = Path(__file__).with_name("sandbox_server.py")
 SECONDS, WALL_SECONDS, MEMORY_MB, MAX_OUTPUT = 1, 5, 256, 20_000
+WAITING_SECONDS = 1
+"""Longest time that a program waits, such as for a lock, which does not count as CPU time."""
+ENDINGS = ("takes too long", "output is too long", "output is unreadable", "ended early")
+"""Errors of a program that tell nothing of what it has computed."""
 # for the server itself, beyond the time of a program
 _GRACE = 10.0
 
@@ -34,11 +39,14 @@ class Run:
         starts: whether it could be compiled, ran to its end and defined the function.
         calls: `{"value": …}` or `{"error": …}` of each call; empty if there is an error.
         error: why there are no calls.
+        hidden: outcome of the calls with hidden inputs. The program may have put the inputs anywhere in it but for the
+            `ENDINGS`.
     """
 
     starts: bool
     calls: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
+    hidden: Run | None = None
 
 
 class Sandbox:
@@ -54,18 +62,28 @@ class Sandbox:
     def __reduce__(self) -> tuple[type[Sandbox], tuple[()]]:
         return Sandbox, ()
 
-    def run(self, program: str, *, name: str, inputs: Sequence[Any]) -> Run:
+    def run(
+        self, program: str, *, name: str, inputs: Sequence[Any], hidden: Sequence[Any] = ()
+    ) -> Run:
         """Run a program and call its function `name` with each input, a plain value.
+
+        Args:
+            program: The program.
+            name: The function.
+            inputs: Inputs that the player knows.
+            hidden: Inputs of later calls in the same process. They are not there before the results of the first ones
+                have left it.
 
         Raises:
             RuntimeError: The server has died.
         """
-        request = json.dumps({"program": program, "name": name, "inputs": list(inputs)}).encode()
+        request = {"program": program, "name": name, "inputs": list(inputs)}
         server = self._take()
-        reply = server.ask(request)
+        first, second = server.ask(json.dumps(request).encode(), json.dumps(list(hidden)).encode())
         with self._lock:
             self._idle.append(server)
-        return _outcome(reply, count=len(inputs))
+        run = _outcome(first, count=len(inputs))
+        return run if run.error else replace(run, hidden=_outcome(second, count=len(hidden)))
 
     def close(self) -> None:
         """End the servers that run no program."""
@@ -90,6 +108,7 @@ class _Server:
         limits = {
             "seconds": SECONDS,
             "wall_seconds": WALL_SECONDS,
+            "waiting_seconds": WAITING_SECONDS,
             "memory_mb": MEMORY_MB,
             "max_output": MAX_OUTPUT,
         }
@@ -105,8 +124,8 @@ class _Server:
         self.owner = os.getpid()
         atexit.register(self.close)
 
-    def ask(self, request: bytes) -> bytes:
-        """Send a request and return the reply.
+    def ask(self, *frames: bytes) -> list[bytes]:
+        """Send the frames of a request and return the reply to each.
 
         Raises:
             RuntimeError: The server has died.
@@ -114,11 +133,11 @@ class _Server:
         assert self.process.stdin is not None and self.process.stdout is not None
         replies = self.process.stdout.fileno()
         try:
-            self.process.stdin.write(struct.pack("!I", len(request)) + request)
+            for frame in frames:
+                self.process.stdin.write(struct.pack("!I", len(frame)) + frame)
             self.process.stdin.flush()
             end = time.monotonic() + WALL_SECONDS + _GRACE
-            (length,) = struct.unpack("!I", _read(replies, 4, end=end))
-            return _read(replies, length, end=end)
+            return [_read_frame(replies, end=end) for _ in frames]
         except (OSError, EOFError) as error:
             self.close()
             raise RuntimeError(f"the sandbox's server has died: {error}") from error
@@ -166,6 +185,11 @@ def check_sandbox() -> None:
     raise RuntimeError(f"programs are not confined: found {run}; run on Linux with seccomp")
 
 
+def _read_frame(descriptor: int, *, end: float) -> bytes:
+    (length,) = struct.unpack("!I", _read(descriptor, 4, end=end))
+    return _read(descriptor, length, end=end)
+
+
 def _read(descriptor: int, count: int, *, end: float) -> bytes:
     text, poll = b"", select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -187,9 +211,13 @@ def _outcome(reply: bytes, *, count: int) -> Run:
         answer = json.loads(reply)
     except (ValueError, RecursionError):
         return Run(starts=True, error="output is unreadable")
-    if not isinstance(answer, dict):
+    if (
+        isinstance(answer, list)
+        and len(answer) == count
+        and all(isinstance(c, dict) for c in answer)
+    ):
+        return Run(starts=True, calls=answer)
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, str):
         return Run(starts=True, error="output is unreadable")
-    calls = answer.get("calls")
-    if isinstance(calls, list) and len(calls) == count and all(isinstance(c, dict) for c in calls):
-        return Run(starts=True, calls=calls)
-    return Run(starts=bool(answer.get("starts")), error=str(answer.get("error"))[:200])
+    return Run(starts=bool(answer.get("starts")), error=error[:200])

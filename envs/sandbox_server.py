@@ -1,13 +1,15 @@
 """Server of the sandbox: runs each program in a child process that the kernel lets do nothing but compute.
 
 It is a script of its own, run by an interpreter (`python -P -s -S`) that imports nothing of this package. Its argument
-is a JSON object of limits. Requests and replies are frames on standard input and output: four bytes of length, then
-JSON.
+is a JSON object of limits. Requests and replies are pairs of frames on standard input and output: four bytes of length,
+then JSON. The first frame of a request has the program and its inputs, the second one hidden inputs. They enter the
+child when the results of the first ones have left it.
 
 A child gives up every system call but those that allocate memory, read the clock, read and write open descriptors and
-end it (seccomp). It has three null descriptors, one for its request and one for its result, so it can open no file or
-socket, start no process or thread and send no signal. Modules are imported before. CPU time, memory and the length of
-the result are limited. No program is ever in the memory of the server, from which the next ones are forked.
+end it (seccomp), and all capabilities. It has three null descriptors, one for its request and one for its result, so it
+can open no file or socket, start no process or thread and send no signal. Modules are imported before. CPU time, time
+spent waiting, memory and the length of the result are limited. No program is ever in the memory of the server, from
+which the next ones are forked.
 
 Most of a program's time is the start and the end of its child. Both are done while no request waits: children are
 started ahead, twice as many whenever there were too few, and those that have answered are stopped until they are ended.
@@ -53,6 +55,8 @@ _MIB = 1 << 20
 _MOST_AHEAD, _MAX_KEPT_MB = 64, 2
 # without a request, before children are started and ended
 _IDLE_S = 0.005
+# between two looks at a child that has not answered
+_LOOK_S = 0.05
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_ERROR = 200
 # a request for a program with much of what the player's programs do
@@ -66,46 +70,31 @@ _FIRST = json.dumps(
 _TOO_LONG = b'{"starts": true, "error": "takes too long"}'
 _TOO_MUCH = b'{"starts": true, "error": "output is too long"}'
 
-# audit architecture of each machine, and the numbers of the permitted calls: read, write, close, fstat, lseek, mmap,
-# mprotect, munmap, brk, rt_sigaction, rt_sigprocmask, rt_sigreturn, mremap, madvise, exit, sigaltstack, futex,
-# clock_gettime, exit_group, getrandom
+# audit architecture of each machine, the number of madvise, and those of the permitted calls: read, write, close,
+# fstat, lseek, mmap, mprotect, munmap, brk, rt_sigaction, rt_sigprocmask, rt_sigreturn, mremap, exit, sigaltstack,
+# futex, clock_gettime, exit_group, getrandom
 _MACHINES = {
     "x86_64": (
         0xC000003E,
-        (0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 25, 28, 60, 131, 202, 228, 231, 318),
+        28,
+        (0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 25, 60, 131, 202, 228, 231, 318),
     ),
     "aarch64": (
         0xC00000B7,
-        (
-            63,
-            64,
-            57,
-            80,
-            62,
-            222,
-            226,
-            215,
-            214,
-            134,
-            135,
-            139,
-            216,
-            233,
-            93,
-            132,
-            98,
-            113,
-            94,
-            278,
-        ),
+        233,
+        (63, 64, 57, 80, 62, 222, 226, 215, 214, 134, 135, 139, 216, 93, 132, 98, 113, 94, 278),
     ),
 }
+# permitted advice about memory: normal, random, sequential, will need, don't need, free, huge pages, no huge pages
+_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
+# of capset: version 3 of its structures, this process, and no capabilities
+_CAPABILITIES_OF, _NO_CAPABILITIES = struct.pack("Ii", 0x20080522, 0), bytes(24)
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _MODE_FILTER = 2
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 # instructions of the filter: load a word of the call, jump if equal, return
 _LOAD, _JUMP_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_NUMBER, _ARCHITECTURE = 0, 4
+_NUMBER, _ARCHITECTURE, _THIRD_ARGUMENT = 0, 4, 32
 
 
 class _Filter(ctypes.Structure):
@@ -113,7 +102,9 @@ class _Filter(ctypes.Structure):
 
 
 def seccomp_filter() -> _Filter:
-    """Return the filter that refuses all system calls but those of `_MACHINES` with EPERM.
+    """Return the filter that refuses all system calls but those of `_MACHINES`, and other advice than `_ADVICE`.
+
+    What is refused fails with EPERM.
 
     Raises:
         OSError: The machine is unknown.
@@ -121,7 +112,7 @@ def seccomp_filter() -> _Filter:
     known = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or known is None:
         raise OSError("expected Linux on x86_64 or aarch64")
-    architecture, permitted = known
+    architecture, madvise, permitted = known
     lines = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, architecture),
@@ -130,6 +121,10 @@ def seccomp_filter() -> _Filter:
     lines.append((_LOAD, 0, 0, _NUMBER))
     for number in permitted:
         lines += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    lines += [(_JUMP_EQUAL, 1, 0, madvise), (_RETURN, 0, 0, _REFUSE)]
+    lines.append((_LOAD, 0, 0, _THIRD_ARGUMENT))
+    for advice in _ADVICE:
+        lines += [(_JUMP_EQUAL, 0, 1, advice), (_RETURN, 0, 0, _ALLOW)]
     lines.append((_RETURN, 0, 0, _REFUSE))
     return _Filter(len(lines), b"".join(struct.pack("HBBI", *line) for line in lines))
 
@@ -154,7 +149,8 @@ class Confinement:
             resource.RLIMIT_NPROC: 0,
         }
         self.filter = seccomp_filter()
-        self.control = ctypes.CDLL(None, use_errno=True).prctl
+        library = ctypes.CDLL(None, use_errno=True)
+        self.control, self.set_capabilities = library.prctl, library.capset
         self.null = os.open(os.devnull, os.O_RDWR)
         self.output = open(1, "w", closefd=False)  # noqa: SIM115 (the program's)
 
@@ -183,11 +179,12 @@ class Confinement:
         for limit, value in self.limits.items():
             resource.setrlimit(limit, (value, value))
         if (
-            self.control(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            self.set_capabilities(_CAPABILITIES_OF, _NO_CAPABILITIES)
+            or self.control(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             or self.control(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             or self.control(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(self.filter), 0, 0)
         ):
-            raise OSError(ctypes.get_errno(), "seccomp")
+            raise OSError(ctypes.get_errno(), "seccomp or capset")
 
 
 def start_child(confinement: Confinement) -> Child:
@@ -219,8 +216,10 @@ def run_child(confinement: Confinement, request: int, result: int) -> None:
         # `random` takes a seed of its own after a fork; a program's results are the same in all children
         random.seed(0)
         # takes what memory the first request to a process takes
-        _results(_FIRST)
-        _write(_results(read_frame(_REQUEST)))
+        _results(*_defined(_FIRST))
+        function, inputs = _defined(read_frame(_REQUEST))
+        _write(_results(function, inputs))
+        _write(_results(function, json.loads(read_frame(_REQUEST))))
         # The end of a process takes time; that of this one comes when nothing else is to do.
         os.read(_REQUEST, 1)
     except BaseException as error:
@@ -230,8 +229,8 @@ def run_child(confinement: Confinement, request: int, result: int) -> None:
         os._exit(0)
 
 
-def _results(text: str | bytes) -> bytes:
-    """Return the value or the error of each call of a request; and whether its program starts, with the error if not.
+def _defined(text: str | bytes) -> tuple[Any, list[Any]]:
+    """Return the function that the program of a request defines, and the inputs.
 
     Raises:
         BaseException: The program does not start, or ends this process.
@@ -239,9 +238,12 @@ def _results(text: str | bytes) -> bytes:
     request = json.loads(text)
     space: dict[str, Any] = {"__name__": "program"}
     exec(compile(request["program"], "program", "exec"), space)
-    function = space[request["name"]]
-    calls = [_call(function, value) for value in request["inputs"]]
-    return json.dumps({"starts": True, "calls": calls}).encode()
+    return space[request["name"]], request["inputs"]
+
+
+def _results(function: Any, inputs: list[Any]) -> bytes:
+    """Return the value or the error of each call."""
+    return json.dumps([_call(function, value) for value in inputs]).encode()
 
 
 def _call(function: Any, value: Any) -> dict[str, Any]:
@@ -261,10 +263,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _write(text: bytes) -> None:
-    while text:
-        text = text[os.write(_RESULT, text) :]
-    # ends the result before the process ends
-    os.close(_RESULT)
+    line = text + b"\n"
+    while line:
+        line = line[os.write(_RESULT, line) :]
 
 
 def end_child(child: Child) -> int:
@@ -277,18 +278,49 @@ def end_child(child: Child) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def _read_result(descriptor: int, *, end: float, most: int) -> tuple[bytes, bool]:
-    """Return what a child wrote or why there is none, and whether it has closed its result."""
-    text = b""
-    while True:
-        if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
-            return _TOO_LONG, False
-        part = os.read(descriptor, 1 << 16)
-        if not part:
-            return text, True
-        text += part
-        if len(text) > most:
-            return _TOO_MUCH, False
+class Output:
+    """The lines that a child writes.
+
+    Args:
+        child: The process.
+        seconds: Longest time until the last line.
+        waiting_seconds: Longest time that the process may wait for something. It can only wait for what never comes,
+            such as a lock: it has no threads, and its request is there.
+        most: Largest number of bytes.
+    """
+
+    def __init__(self, child: Child, *, seconds: float, waiting_seconds: float, most: int) -> None:
+        self.child, self.left = child, most
+        self.end = time.monotonic() + seconds
+        self.looks = round(waiting_seconds / _LOOK_S)
+        self.text, self.ended = b"", False
+
+    def line(self) -> bytes:
+        """Return the next line; where none comes, and none will, what there is of it or why not."""
+        while b"\n" not in self.text:
+            part = os.read(self.child.result, 1 << 16) if self._comes() else None
+            self.left -= len(part or b"")
+            if not part or self.left < 0:
+                self.ended = True
+                return self.text if part == b"" else _TOO_MUCH if part else _TOO_LONG
+            self.text += part
+        line, _, self.text = self.text.partition(b"\n")
+        return line
+
+    def _comes(self) -> bool:
+        """Wait for something to read; return False where it takes too long."""
+        while not select.select([self.child.result], [], [], _LOOK_S)[0]:
+            # whether it waits does not depend on what else the machine does
+            self.looks -= state(self.child.pid) == "S"
+            if self.looks <= 0 or time.monotonic() > self.end:
+                return False
+        return True
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state: S of one that waits, R of one that computes or would."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as values:
+        return values.read().rpartition(")")[2].split()[0]
 
 
 def forward_frame(source: int, target: int) -> None:
@@ -307,10 +339,7 @@ def forward_frame(source: int, target: int) -> None:
                 raise SystemExit
             left -= moved
     except BrokenPipeError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        while left:
-            left -= os.splice(source, null, left)
-        os.close(null)
+        _read_exactly(source, left)
 
 
 def read_frame(descriptor: int) -> bytes:
@@ -352,6 +381,7 @@ class Server:
     Args:
         seconds, memory_mb: limits of a child; see `Confinement`.
         wall_seconds: longest time of a program.
+        waiting_seconds: longest time that it waits; see `Output`.
         max_output: longest result in bytes.
 
     Raises:
@@ -359,10 +389,20 @@ class Server:
     """
 
     def __init__(
-        self, *, seconds: int, memory_mb: int, wall_seconds: float, max_output: int
+        self,
+        *,
+        seconds: int,
+        memory_mb: int,
+        wall_seconds: float,
+        waiting_seconds: float,
+        max_output: int,
     ) -> None:
         self.confinement = Confinement(seconds=seconds, memory_mb=memory_mb)
-        self.wall_seconds, self.max_output = wall_seconds, max_output
+        self.limits: dict[str, Any] = {
+            "seconds": wall_seconds,
+            "waiting_seconds": waiting_seconds,
+            "most": max_output,
+        }
         self.small = address_space(os.getpid()) + _MAX_KEPT_MB * _MIB
         self.ahead: collections.deque[Child] = collections.deque()
         self.answered: collections.deque[Child] = collections.deque()
@@ -374,7 +414,8 @@ class Server:
             while True:
                 self._prepare()
                 select.select([0], [], [])
-                write_frame(1, self._run(self._take()))
+                for reply in self._run(self._take()):
+                    write_frame(1, reply)
         finally:
             for child in (*self.ahead, *self.answered):
                 end_child(child)
@@ -412,27 +453,30 @@ class Server:
                 end_child(self.answered.popleft())
             return start_child(self.confinement)
 
-    def _run(self, child: Child) -> bytes:
-        """Return what the next program wrote as its result, or why there is none. Its child is ended, now or later."""
-        forward_frame(0, child.request)
-        end = time.monotonic() + self.wall_seconds
-        result, closed = _read_result(child.result, end=end, most=self.max_output)
-        if result and closed and len(self.answered) < _MOST_AHEAD:
+    def _run(self, child: Child) -> list[bytes]:
+        """Return what the next program writes as its results, or why there are none. Its child ends, now or later."""
+        output = Output(child, **self.limits)
+        replies = []
+        for _ in range(2):
+            forward_frame(0, child.request)
+            replies.append(b"" if output.ended else output.line())
+        if not output.ended and len(self.answered) < _MOST_AHEAD:
             # It computes no more and gets no memory; one that has much of it does not wait for its end.
             os.kill(child.pid, signal.SIGSTOP)
             resource.prlimit(child.pid, resource.RLIMIT_AS, (0, 0))
             if address_space(child.pid) <= self.small:
                 self.answered.append(child)
-                return result
-        ended_by = end_child(child)
-        return result or (_TOO_LONG if ended_by == signal.SIGKILL else b"")
+                return replies
+        is_killed = end_child(child) == signal.SIGKILL
+        return [reply or _TOO_LONG if is_killed else reply for reply in replies]
 
 
 def refuse(reason: str) -> None:
     """Answer requests with the reason why programs cannot be confined. Does not return."""
     while True:
-        read_frame(0)
-        write_frame(1, json.dumps({"starts": False, "error": reason}).encode())
+        for reply in (json.dumps({"starts": False, "error": reason}).encode(), b""):
+            read_frame(0)
+            write_frame(1, reply)
 
 
 def main() -> None:
@@ -443,7 +487,7 @@ def main() -> None:
         refuse(str(error))
     os.environ.clear()
     # Children find in memory what the first program of a process makes.
-    _results(_FIRST)
+    _results(*_defined(_FIRST))
     gc.collect()
     gc.freeze()
     server.serve()

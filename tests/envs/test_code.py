@@ -245,6 +245,88 @@ def test_nothing_but_inputs_is_in_the_process_of_the_program():
     assert "expected" not in run.calls[0]["value"] and "specification" not in run.calls[0]["value"]
 
 
+SEARCH = """
+import gc, sys
+def found():
+    frame, texts = sys._getframe(), [repr(thing) for thing in gc.get_objects() if type(thing) in (dict, list)]
+    while frame:
+        texts += [repr(value) for value in frame.f_locals.values()]
+        frame = frame.f_back
+    return ''.join(['sec', 'ret7']) in str(texts)
+"""
+
+
+def test_hidden_inputs_are_not_there_while_results_are_shown(sandbox):
+    hidden = ["secret7", 7]
+    run = sandbox.run(SEARCH + "def f(x): return found()", name="f", inputs=[1], hidden=hidden)
+    # the search finds them once they are there
+    assert run.calls == [{"value": False}] and run.hidden.calls == [{"value": True}] * 2
+    for forged in ("os.write(3, b'[{}]\\n')", "os.close(3)", "os.write(3, os.read(4, 999))"):
+        program = f"import os\ndef f(x):\n {forged}\n return str(os.read(4, 999))"
+        assert "secret7" not in repr(sandbox.run(program, name="f", inputs=[1], hidden=hidden))
+    counts = "n = 0\ndef f(x):\n global n\n n += x\n return n"
+    run = sandbox.run(counts, name="f", inputs=[1, 2], hidden=[3, 4])
+    assert [call["value"] for call in run.calls + run.hidden.calls] == [1, 3, 6, 10]
+
+
+@pytest.mark.parametrize(
+    ("end", "heard"),
+    [
+        ("raise SystemExit", "a hidden test fails"),
+        ("while True: pass", "error: takes too long"),
+        ("os._exit(0)", "error: ended early"),
+        ('os.write(3, b\'{"error": "the input"}\'); os._exit(0)', "a hidden test fails"),
+        ('os.write(3, b\'{"error": "the input"}\\n\'); os.read(4, 1)', "a hidden test fails"),
+    ],
+)
+def test_a_player_hears_of_hidden_tests_how_the_program_ends_and_no_more(env, end, heard):
+    shown = [repr(x) for x in env.inputs[: env.example_count]]
+    table = {repr(x): env.specification.apply(x) for x in env.inputs}
+    program = f"import os\ntable = {table!r}\ndef f(x):\n if repr(x) not in {shown!r}:\n  {end}\n return table[repr(x)]"
+    assert env.step(program)[0] == heard
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\ndef f(x): return os.read(4, 1)",
+        "import _thread\ndef f(x):\n lock = _thread.allocate_lock()\n lock.acquire()\n lock.acquire()",
+    ],
+)
+def test_a_program_that_waits_for_nothing_ends_long_before_its_time(monkeypatch, program):
+    monkeypatch.setattr("envs.sandbox.WALL_SECONDS", 3600)
+    sandbox = Sandbox()
+    assert sandbox.run(program, name="f", inputs=[1]).error == "takes too long"
+    lock = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\n"
+    short = f"{lock}def f(x): return lock.acquire(timeout=0.2)"
+    assert sandbox.run(short, name="f", inputs=[1]).calls == [{"value": False}]
+    sandbox.close()
+
+
+def test_a_process_has_no_capabilities_and_gives_no_unusual_advice_about_memory(sandbox):
+    runs_identity(sandbox, times=1)
+    server = sandbox._idle[0]
+    wait_until(lambda: waiting(server) and not running(server))
+    # of this process, if it is root's
+    wanted = {"CapInh", "CapPrm", "CapEff", "CapAmb"}
+    for child in children(server):
+        lines = Path(f"/proc/{child}/status").read_text().splitlines()
+        sets = {
+            name: int(value, 16)
+            for name, value in (line.split(":") for line in lines if line.startswith("Cap"))
+        }
+        assert {name: sets[name] for name in wanted} == dict.fromkeys(wanted, 0)
+    program = (
+        "import ctypes\ndef f(x):\n library = ctypes.CDLL(None, use_errno=True)\n"
+        " library.mmap.restype = ctypes.c_void_p\n"
+        " place = ctypes.c_void_p(library.mmap(None, 4096, 3, 0x22, -1, 0))\n"
+        " return [library.madvise(place, 4096, x), ctypes.get_errno()]"
+    )
+    advice = [0, 3, 4, 10, 12, 100, 101]  # the last one poisons a page, for root
+    run = sandbox.run(program, name="f", inputs=advice)
+    assert [call["value"] for call in run.calls] == [[0, 0]] * 3 + [[-1, 1]] * 4
+
+
 def test_programs_keep_nothing_for_the_next_one():
     SANDBOX.run("import math\nmath.leak = 7\ndef f(x): return 1", name="f", inputs=[0])
     run = SANDBOX.run("import math\ndef f(x): return hasattr(math, 'leak')", name="f", inputs=[0])
@@ -270,6 +352,7 @@ def test_environments_of_a_process_share_a_server_and_a_copy_works():
 def test_a_server_that_dies_costs_the_programs_that_it_runs(sandbox):
     runs_identity(sandbox, times=1)
     server = sandbox._idle[0]
+    wait_until(lambda: waiting(server) and not running(server))
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(sandbox.run, "while True: pass", name="f", inputs=[5])
         wait_until(lambda: "R" in map(state, children(server)))
@@ -369,7 +452,9 @@ def test_a_machine_that_cannot_confine_programs_says_so():
         "import platform, runpy\nplatform.machine = lambda: 'vax'\n"
         f"runpy.run_path({str(server)!r}, run_name='__main__')"
     )
-    limits = json.dumps({"seconds": 1, "memory_mb": 256, "wall_seconds": 5, "max_output": 100})
+    limits = json.dumps(
+        {"seconds": 1, "memory_mb": 256, "wall_seconds": 5, "waiting_seconds": 1, "max_output": 100}
+    )
     reply = subprocess.run(
         [sys.executable, "-c", code, limits],
         input=struct.pack("!I", 2) + b"{}", capture_output=True, timeout=60,
