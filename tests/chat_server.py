@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,7 +13,11 @@ KEY = "sk-a-key-of-this-test"
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Answers chat completions; `faults` are answers to the first requests: a status, or what to do."""
+    """Answers chat completions.
+
+    `faults` are answers to the first requests: a status, or the name of what to do. `breaks` says the fault for any
+    later request, None for an answer.
+    """
 
     daemon_threads = True
 
@@ -22,11 +26,15 @@ class ChatServer(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.keys: set[str] = set()
         self.faults: list[int | str] = []
+        self.breaks: Callable[[dict], int | str | None] = lambda request: None
         self.fails_from: int | None = None
         self.text: str | None = None
+        self.message: dict = {}
         self.finish_reason = "stop"
+        self.usage: object = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        self.error = f"no, {KEY}"
         self.delay = 0.0
-        self.under_way = self.most_under_way = 0
+        self.sent = self.under_way = self.most_under_way = 0
         self.lock = threading.Lock()
 
     @property
@@ -44,8 +52,9 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
+            server.sent += 1
             server.keys.add(self.headers["Authorization"])
-            fault = server.faults.pop(0) if server.faults else None
+            fault = server.faults.pop(0) if server.faults else server.breaks(request)
             if fault is None:
                 server.requests.append(request)
             if server.fails_from is not None and len(server.requests) > server.fails_from:
@@ -54,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
             server.most_under_way = max(server.most_under_way, server.under_way)
         try:
             time.sleep(server.delay)
-            with suppress(BrokenPipeError):  # the client has given up
+            with suppress(OSError):  # the client has given up
                 self.answer(request, fault)
         finally:
             with server.lock:
@@ -64,21 +73,52 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "close":
             self.connection.close()
             return
-        status, body = 200, completion(self.server, request)
+        status = 200
+        body: object = completion(self.server, request)
         if fault == "late":
             time.sleep(1.0)
-        elif fault == "garbage":
-            body = "<html>no completion</html>"
-        elif fault is not None:
-            status, body = int(fault), {"error": {"message": f"no, {KEY}", "code": "refused"}}
-        data = json.dumps(body).encode()
+        elif fault in UNUSABLE:
+            body = UNUSABLE[fault]
+        elif fault == "quota":
+            status = 429
+            body = {"error": {"message": "pay first", "type": "insufficient_quota"}}
+        elif isinstance(fault, int):
+            status = fault
+            body = {"error": {"message": self.server.error, "code": "refused"}}
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        if fault == "huge":
+            data = b" " * 3 * 2**20
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         if fault == 429:
             self.send_header("Retry-After", "0.05")
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(data) + (fault == "cut")))
         self.end_headers()
+        if fault == "drip":
+            for byte in data:
+                time.sleep(0.2)
+                self.wfile.write(bytes([byte]))
         self.wfile.write(data)
+
+
+# answers of status 200 that hold no answer
+UNUSABLE: dict[int | str | None, object] = {
+    "garbage": json.dumps("no completion"),
+    "html": "<html>please log in</html>",
+    "error": {"error": {"message": "upstream is down", "code": 502}},
+    "sse": 'data: {"choices": []}\n\ndata: [DONE]\n\n',
+    "no choices": {"choices": []},
+    "null choices": {"choices": None, "usage": {"prompt_tokens": 7, "completion_tokens": 0}},
+    "null choice": {"choices": [None]},
+    "null message": {"choices": [{"message": None}]},
+    "empty message": {"choices": [{"message": {}}]},
+    "number": {"choices": [{"message": {"content": 5}}]},
+    "picture": {"choices": [{"message": {"content": [{"type": "image_url"}]}}]},
+    "deep": "[" * 100_000,
+    "list": "[]",
+    "nothing": "",
+    "bytes": "\x00\xff",
+}
 
 
 def completion(server: ChatServer, request: dict) -> dict:
@@ -91,11 +131,11 @@ def completion(server: ChatServer, request: dict) -> dict:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": text},
+                "message": {"role": "assistant", "content": text, **server.message},
                 "finish_reason": server.finish_reason,
             }
         ],
-        "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110},
+        "usage": server.usage,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -142,7 +142,7 @@ class Evaluator:
             log.info("%s: %s", self.endpoint.model, self.endpoint.usage)
             self.evaluation.about["endpoint"] = {
                 "model": self.endpoint.model,
-                **asdict(self.endpoint.usage),
+                **self.endpoint.usage.report(),
             }
             self.endpoint.close()
 

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Protocol
 
 from ragen_pl.constraints import Open, checked
 from ragen_pl.rewards.shaping import Gather
-from ragen_pl.rollout.endpoint import ChatEndpoint, Message
+from ragen_pl.rollout.chat_answers import Answer
+from ragen_pl.rollout.endpoint import ChatEndpoint, Failure, Message
 from ragen_pl.trajectory import Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class EndpointJudge:
     """A language model behind a chat API that scores by a rubric in words.
 
     The endpoint's file of answers is the cache: the same text is asked about once. A verdict that is no JSON object
-    with a score from 0 to 1 counts as none.
+    with a score from 0 to 1 counts as none, as does a request that fails.
 
     Attributes:
         endpoint: the model.
@@ -124,20 +125,21 @@ class EndpointJudge:
         """Score texts; see `Judge`.
 
         Raises:
-            RolloutError: the endpoint did not answer a request.
+            RolloutError: too many requests failed, or all would.
         """
         for number, text in enumerate(texts):
             self.endpoint.submit(number, self._messages(text), temperature=0.0, seed=0)
-        verdicts: dict[int, str] = {}
-        while len(verdicts) < len(texts):
-            verdicts |= {number: answer.text for number, answer in self.endpoint.collect()}
-        scores = [read_verdict(verdicts[number]) for number in range(len(texts))]
-        if unreadable := [verdicts[n] for n, score in enumerate(scores) if score is None]:
+        replies: dict[int, Answer | Failure] = {}
+        while len(replies) < len(texts):
+            replies |= dict(self.endpoint.collect())
+        scores = [_score(replies[number]) for number in range(len(texts))]
+        if unreadable := [replies[n] for n, score in enumerate(scores) if score is None]:
+            first = unreadable[0]
             log.warning(
                 "algorithm.rewards.judge: %d of %d verdicts have no score and give no reward, such as %r",
                 len(unreadable),
                 len(texts),
-                unreadable[0][:_SHOWN],
+                (first.text if isinstance(first, Answer) else first.reason)[:_SHOWN],
             )
         return scores
 
@@ -153,6 +155,10 @@ class EndpointJudge:
             {"role": "system", "content": system},
             {"role": "user", "content": json.dumps(data, ensure_ascii=False)},
         ]
+
+
+def _score(reply: Answer | Failure) -> float | None:
+    return read_verdict(reply.text) if isinstance(reply, Answer) else None
 
 
 def read_verdict(reply: str) -> float | None:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import io
-import json
-import logging
-import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +25,7 @@ from PIL import Image
 from ragen_pl.constraints import (
     Count,
     CountOrZero,
+    Fraction,
     NonNegative,
     Note,
     Open,
@@ -36,6 +33,8 @@ from ragen_pl.constraints import (
     TurnTemplate,
     checked,
 )
+from ragen_pl.rollout.chat_answers import Answer, AnswerFile, Usage
+from ragen_pl.rollout.chat_client import ChatClient, Effect, RequestError
 from ragen_pl.rollout.conversation import (
     Conversation,
     Exchange,
@@ -50,7 +49,8 @@ from ragen_pl.rollout.responders import Episode, Response
 from ragen_pl.trajectory import Observation
 
 Message = dict[str, Any]
-_MILLION = 1_000_000
+# failed requests that never end an evaluation
+_FEW = 3
 
 
 class ChatContext(TextContext):
@@ -119,90 +119,23 @@ def data_url(image: np.ndarray) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """An endpoint's answer to a request."""
+class Failure:
+    """A request that no attempt brought an answer to.
 
-    text: str
-    finish_reason: str | None
-    """Why the response ended; `length` for its length limit."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-@dataclass(kw_only=True, slots=True)
-class Usage:
-    """What an evaluation has used of an endpoint."""
-
-    requests: int = 0
-    known: int = 0
-    """Requests whose answer was in the file of answers."""
-    prompt_tokens: int = 0
-    """Of requests that were sent, as `completion_tokens`."""
-    completion_tokens: int = 0
-    cost: float | None = None
-    """USD; None without prices."""
-
-    def __str__(self) -> str:
-        cost = "" if self.cost is None else f", {self.cost:.4f} USD"
-        known = f" and {self.known} known answers" if self.known else ""
-        return (
-            f"{self.requests} requests{known}, {self.prompt_tokens:,} prompt and "
-            f"{self.completion_tokens:,} completion tokens{cost}"
-        )
-
-
-class AnswerFile:
-    """Answers by request, in a file of one JSON line each, so that nothing is asked twice.
-
-    Args:
-        path: File; None for none.
+    Attributes:
+        reason: why, in one line, without the key.
+        ends_all: whether every other request would fail too.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._answers: dict[str, Answer] = {}
-        if path is None or not path.exists():
-            return
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the line that an interrupted run was writing
-            key = record.pop("request")
-            self._answers[key] = Answer(**record)
-
-    @staticmethod
-    def key(request: Mapping[str, Any]) -> str:
-        """Return the digest of a request."""
-        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-
-    def get(self, key: str) -> Answer | None:
-        """Return the answer to a request."""
-        return self._answers.get(key)
-
-    def add(self, key: str, answer: Answer) -> None:
-        """Append an answer."""
-        self._answers[key] = answer
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"request": key, **asdict(answer)}, ensure_ascii=False)
-        with self.path.open("a", encoding="utf-8") as file:
-            if file.tell() and not _ends_a_line(self.path):
-                file.write("\n")
-            file.write(line + "\n")
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+    reason: str
+    ends_all: bool
 
 
 class ChatEndpoint:
     """A model behind an OpenAI-compatible chat API.
 
-    Requests are sent from a thread of their own, `concurrency` at a time.
+    Requests are sent from a thread of their own, `concurrency` at a time. One that fails costs its own episode. More
+    than `max_failed` of them end the evaluation, as does what every request would meet: a refused key, no credit left.
 
     Args:
         model: Name of the model.
@@ -215,14 +148,14 @@ class ChatEndpoint:
         turn_template: As in `ChatContext`.
         parameters: Further fields of a request, such as `{"reasoning_effort": "low"}`; None leaves a field out.
         concurrency: Requests under way at once.
-        timeout_s: Longest wait for an answer, in seconds.
+        timeout_s: Longest time of an attempt, from the connection to the end of the answer, in seconds.
         max_retries: Attempts after the first, with growing pauses.
+        max_failed: Largest fraction of the requests that may fail; up to three may in any case.
         input_price: USD for a million prompt tokens.
         output_price: USD for a million completion tokens.
 
     Raises:
-        ModuleNotFoundError: The package openai is not installed.
-        ValueError: The environment variable of the key is not set.
+        ValueError: The environment variable of the key is not set, or the address holds a password.
     """
 
     @checked
@@ -241,31 +174,30 @@ class ChatEndpoint:
         concurrency: Count = 16,
         timeout_s: Positive = 120.0,
         max_retries: CountOrZero = 8,
+        max_failed: Fraction = 0.1,
         input_price: NonNegative | None = None,
         output_price: NonNegative | None = None,
     ) -> None:
-        self._key = key_of(api_key_variable, base_url=base_url)
-        try:
-            from openai import AsyncOpenAI
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(MISSING) from error
-        for client in ("httpx", "httpx2"):  # they log each request
-            logging.getLogger(client).setLevel(logging.WARNING)
-        self.model, self.max_tokens = model, max_tokens
+        self.model, self.max_tokens, self.max_failed = model, max_tokens, max_failed
         self.context = ChatContext(
             window=window, system_prompt=system_prompt, turn_template=turn_template
         )
-        self.usage = Usage()
-        self._variable, self._base_url = api_key_variable, base_url
-        self._parameters = dict(parameters or {})
-        self._prices = (input_price, output_price)
-        self._answers = AnswerFile(Path(answers).expanduser() if answers else None)
-        self._client = AsyncOpenAI(
-            api_key=self._key, base_url=base_url, timeout=timeout_s, max_retries=max_retries
+        self.usage = Usage(prices=(input_price, output_price))
+        self._base_url, self._parameters = base_url, dict(parameters or {})
+        self._client = ChatClient(
+            base_url=base_url,
+            key_variable=api_key_variable,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            usage=self.usage,
         )
+        self._answers = AnswerFile(Path(answers).expanduser() if answers else None)
         self._free = asyncio.Semaphore(concurrency)
-        self._finished: queue.SimpleQueue[tuple[int, Answer | Exception]] = queue.SimpleQueue()
-        self._under_way: dict[int, Future[None]] = {}
+        # numbers of the requests that wait for the answer of a key; those of known answers
+        self._waiting: dict[str, list[int]] = {}
+        self._known: list[tuple[int, Answer]] = []
+        self._finished: queue.SimpleQueue[tuple[str, Answer | Failure]] = queue.SimpleQueue()
+        self._under_way: dict[str, Future[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -293,38 +225,62 @@ class ChatEndpoint:
         key = AnswerFile.key(request | {"base_url": self._base_url, "seed": seed % 2**31})
         answer = self._answers.get(key)
         if answer is not None:
-            self.usage.known += 1
-            self._finished.put((number, answer))
-            return
-        task = self._ask(number, request, key=key)
-        self._under_way[number] = asyncio.run_coroutine_threadsafe(task, self._loop)
+            self.usage.answered(answer, known=True)
+            self._known.append((number, answer))
+        elif key in self._waiting:
+            self._waiting[key].append(number)
+        else:
+            self._waiting[key] = [number]
+            task = self._ask(request, key=key)
+            self._under_way[key] = asyncio.run_coroutine_threadsafe(task, self._loop)
 
-    def collect(self, *, wait: bool = True) -> list[tuple[int, Answer]]:
-        """Return the answers since the last call, each with its number.
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Answer | Failure]]:
+        """Return what has come of requests since the last call, each with its number.
 
         Args:
             wait: Wait for at least one.
 
         Raises:
-            RolloutError: The endpoint did not answer a request.
+            RolloutError: Too many requests failed, or all would.
         """
-        finished = [self._finished.get()] if wait else []
-        while not self._finished.empty():
-            finished.append(self._finished.get())
-        answers = []
-        for number, answer in finished:
-            self._under_way.pop(number, None)
-            if isinstance(answer, Exception):
-                self.release()
-                raise RolloutError(self._problem(answer)) from answer
-            answers.append((number, answer))
-        return answers
+        collected: list[tuple[int, Answer | Failure]] = list(self._known)
+        self._known.clear()
+        while (wait and not collected) or not self._finished.empty():
+            key, result = self._finished.get()
+            self._under_way.pop(key, None)
+            # none of a request that was released
+            numbers = self._waiting.pop(key, ())
+            collected += [(number, result) for number in numbers]
+            for again, _ in enumerate(numbers):
+                self._count(result, known=again > 0)
+        return collected
+
+    def _count(self, result: Answer | Failure, *, known: bool) -> None:
+        usage = self.usage
+        if isinstance(result, Answer):
+            usage.answered(result, known=known)
+            return
+        usage.failed += 1
+        total = usage.requests + usage.known + usage.failed
+        if not result.ends_all and usage.failed <= max(_FEW, self.max_failed * total):
+            return
+        self.release()
+        place = f"endpoint.model={self.model} at {self._client.address}"
+        many = "" if result.ends_all else f"{usage.failed} of {total} requests failed, the last: "
+        kept = (
+            ""
+            if self._answers.path is None
+            else f"; the same command goes on with the answers in {self._answers.path}"
+        )
+        raise RolloutError(f"{place}: {many}{result.reason}{kept}")
 
     def release(self) -> None:
-        """Cancel the requests under way and drop answers that were not collected."""
+        """Cancel the requests under way and drop what was not collected."""
         for future in self._under_way.values():
             future.cancel()
         self._under_way.clear()
+        self._waiting.clear()
+        self._known.clear()
         while not self._finished.empty():
             self._finished.get()
 
@@ -336,87 +292,18 @@ class ChatEndpoint:
         self._thread.join()
         self._loop.close()
 
-    async def _ask(self, number: int, request: dict[str, Any], *, key: str) -> None:
+    async def _ask(self, request: dict[str, Any], *, key: str) -> None:
+        result: Answer | Failure
         try:
             async with self._free:
-                answer = _answer(await self._client.chat.completions.create(**request))
-            self._answers.add(key, answer)
-            self._count(answer)
-            self._finished.put((number, answer))
-        except Exception as error:  # of the client, the network or the server; `collect` raises it
-            self._finished.put((number, error))
-
-    def _count(self, answer: Answer) -> None:
-        usage = self.usage
-        usage.requests += 1
-        usage.prompt_tokens += answer.prompt_tokens
-        usage.completion_tokens += answer.completion_tokens
-        if any(price is not None for price in self._prices):
-            prompt, completion = (price or 0.0 for price in self._prices)
-            cost = answer.prompt_tokens * prompt + answer.completion_tokens * completion
-            usage.cost = (usage.cost or 0.0) + cost / _MILLION
-
-    def _problem(self, error: Exception) -> str:
-        """Return one line about a request that failed, without the key."""
-        from openai import APIConnectionError, APIStatusError, AuthenticationError, NotFoundError
-
-        reason = " ".join(str(error).split())[:300].replace(self._key, "…")
-        place = f"endpoint.model={self.model} at {self._client.base_url}"
-        if isinstance(error, AuthenticationError):
-            return f"{place}: the key in {self._variable} was refused ({reason})"
-        if isinstance(error, NotFoundError):
-            return f"{place}: there is no such model or address ({reason}); set endpoint.model or endpoint.base_url"
-        kept = ""
-        if self._answers.path is not None:
-            kept = f"; the same command goes on with the answers in {self._answers.path}"
-        if isinstance(error, APIStatusError) and error.status_code < 500:
-            return (
-                f"{place} refuses a request: {reason}; endpoint.parameters changes its fields{kept}"
-            )
-        if isinstance(error, APIConnectionError):
-            return f"{place} cannot be reached: {reason}{kept}"
-        return f"{place} gave no answer: {type(error).__name__}: {reason}{kept}"
-
-
-def _answer(completion: Any) -> Answer:
-    """Return the answer in a chat completion.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    from openai.types.chat import ChatCompletion
-
-    if not isinstance(completion, ChatCompletion) or not completion.choices:
-        raise ValueError(f"expected a chat completion, found {str(completion)[:100]!r}")
-    choice, usage = completion.choices[0], completion.usage
-    # a lone surrogate can't be written
-    text = (choice.message.content or "").encode("utf-8", "replace").decode()
-    return Answer(
-        text=text,
-        finish_reason=choice.finish_reason,
-        prompt_tokens=usage.prompt_tokens if usage else 0,
-        completion_tokens=usage.completion_tokens if usage else 0,
-    )
-
-
-MISSING = "endpoint: the package openai is not installed; pip install 'ragen_pl[openai]'"
-
-
-def key_of(variable: str, *, base_url: str | None) -> str:
-    """Return the key of an API.
-
-    Raises:
-        ValueError: The variable is not set and OpenAI's own API is asked.
-    """
-    key = os.environ.get(variable)
-    if key:
-        return key
-    if base_url is None:
-        raise ValueError(
-            f"endpoint.api_key_variable={variable}: this environment variable is not set; set it to your key, or set "
-            "endpoint.base_url to an API that needs none"
-        )
-    return "none"
+                result = await self._client.ask(request, number=key)
+            self._answers.add(key, result)
+        except RequestError as error:
+            result = Failure(reason=str(error), ends_all=error.effect is Effect.ALL)
+        except Exception as error:  # such as a full disk; `collect` raises it
+            reason = self._client.line(f"{type(error).__name__}: {error}")
+            result = Failure(reason=reason, ends_all=True)
+        self._finished.put((key, result))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -430,6 +317,7 @@ class EndpointResponder:
 
     endpoint: ChatEndpoint
     greedy: bool = False
+    _episodes: dict[int, Episode] = field(init=False, default_factory=dict)
 
     @property
     def samples(self) -> bool:
@@ -439,6 +327,7 @@ class EndpointResponder:
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Ask for a response to the present turn of each episode."""
         for episode in episodes:
+            self._episodes[episode.number] = episode
             self.endpoint.submit(
                 episode.number,
                 self.endpoint.context.messages(episode.conversation),
@@ -452,12 +341,25 @@ class EndpointResponder:
         return True
 
     def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
-        """Return the responses since the last call."""
-        answers = self.endpoint.collect(wait=wait)
-        return [(number, self._generation(answer)) for number, answer in answers]
+        """Return the responses since the last call. An episode whose request failed has failed.
+
+        Raises:
+            RolloutError: Too many requests failed, or all would.
+        """
+        return [
+            (number, self._response(self._episodes.pop(number), result))
+            for number, result in self.endpoint.collect(wait=wait)
+        ]
+
+    def _response(self, episode: Episode, result: Answer | Failure) -> Response:
+        if isinstance(result, Answer):
+            return self._generation(result)
+        episode.trajectory.error = f"endpoint: {result.reason}"
+        return None
 
     def release(self) -> None:
         """Cancel what is under way."""
+        self._episodes.clear()
         self.endpoint.release()
 
     def taking_part(self) -> AbstractContextManager[None]:

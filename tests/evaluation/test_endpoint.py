@@ -7,6 +7,7 @@ import io
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.viewing.checks import check_play
 from ragen_pl.viewing.play import play
+from ragen_pl.viewing.records import read_records
 
 
 @pytest.fixture
@@ -136,12 +138,27 @@ def test_images_are_sent_as_png(server: ChatServer, tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(base64.b64decode(data))).size == (64, 64)
 
 
-def test_faults_are_retried(server: ChatServer, tmp_path: Path) -> None:
-    server.faults = [429, 500, "close", "late", 503]
-    limits = ["endpoint.timeout_s=0.5", "endpoint.concurrency=4", "validation.episodes=4"]
-    results = evaluated(server, tmp_path, *limits)
-    assert server.faults == []
-    assert results.first_success == 1.0
+@pytest.mark.parametrize("fault", ["html", 400])
+def test_a_request_that_fails_costs_its_own_episode(
+    server: ChatServer, tmp_path: Path, fault: int | str
+) -> None:
+    def begins(request: dict) -> str:
+        return request["messages"][1]["content"]
+
+    few = ["validation.baselines=null", "validation.episodes=4", "endpoint.max_retries=0"]
+    server.faults = [fault]
+    results = evaluated(server, tmp_path, *few)
+    assert results.about["endpoint"]["failed"] == 1
+    assert results.validation_sets["held_out"]["policies"]["walker"]["failed"] == 0.25
+    records = list(read_records(tmp_path / "out" / "held_out" / "trajectories.jsonl"))
+    errors = [record["error"] for record in records if record["status"] == "failed"]
+    assert len(records) == 4 and len(errors) == 1 and errors[0].startswith("endpoint: ")
+    # it is asked for again, the others are not
+    played = {begins(request) for request in server.requests}
+    server.requests = []
+    assert evaluated(server, tmp_path, *few).first_success == 1.0
+    assert len({begins(request) for request in server.requests} | played) == 4
+    assert len({begins(request) for request in server.requests}) == 1
 
 
 def test_nothing_is_asked_twice_after_an_interruption(server: ChatServer, tmp_path: Path) -> None:
@@ -175,7 +192,7 @@ def test_nothing_is_asked_twice_after_an_interruption(server: ChatServer, tmp_pa
         (401, "the key in OPENAI_API_KEY was refused"),
         (404, "no such model or address"),
         (400, "endpoint.parameters changes its fields"),
-        (500, "gave no answer"),
+        (500, "requests failed, the last: status 500"),
         ("close", "cannot be reached"),
         ("garbage", "expected a chat completion"),
     ],
@@ -188,8 +205,9 @@ def test_failures_are_reported_in_one_line(
         evaluated(server, tmp_path, "endpoint.max_retries=0")
     # the endpoint is closed
     assert not any("run_forever" in thread.name for thread in threading.enumerate())
-    assert KEY not in str(caught.value)
     assert "\n" not in str(caught.value)
+    # with `debug=true`
+    assert KEY not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_response_without_its_end_is_no_answer(server: ChatServer, tmp_path: Path) -> None:
