@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
-from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.errors import config_errors
 
 
 @hydra_main("page")
@@ -19,12 +19,10 @@ def main(cfg: DictConfig) -> None:
     file = Path(cfg.records).expanduser().absolute()
     file = file / FILE if file.is_dir() else file
     path = Path(cfg.to).expanduser().absolute() if cfg.to else file.with_name(PAGE)
-    try:
-        records = list(read_records(file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"records={cfg.records}: {error}") from error
     title = cfg.title or file.parent.name
-    print(write_page(records, path, title=title, images=file.parent, episodes=cfg.episodes))
+    with config_errors(f"records={cfg.records}", hint="give records that ragen_pl has written"):
+        records = list(read_records(file))
+        print(write_page(records, path, title=title, images=file.parent, episodes=cfg.episodes))
 
 
 if __name__ == "__main__":

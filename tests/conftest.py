@@ -19,6 +19,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would reach for a model hub fa
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _account(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the key that signs settings away from the user's own."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture(autouse=True)
 def _shell_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "HYDRA_FULL_ERROR", "RAGEN_PL_RUN_DIR"):

@@ -122,6 +122,8 @@ class CollapseMonitor(pl.Callback):
         self.rollbacks = 0
         # Iteration of the state kept for a rollback.
         self.good: int | None = None
+        # whether this process has written the last good state
+        self._is_written = False
 
     def check_run(self, facts: RunFacts) -> None:
         """Check that the run has the diagnostics, and what the mitigation switches."""
@@ -265,7 +267,7 @@ class CollapseMonitor(pl.Callback):
     def _keep(self, trainer: pl.Trainer, iteration: int) -> None:
         """Keep the present state as the last good one; all ranks write it together."""
         if Action.ROLLBACK in self.actions:
-            self.good = iteration
+            self.good, self._is_written = iteration, True
             trainer.save_checkpoint(_good_checkpoint(trainer))
 
     def _roll_back(self, trainer: pl.Trainer) -> str:
@@ -278,7 +280,8 @@ class CollapseMonitor(pl.Callback):
             return f"stopped the run after {self.rollbacks} rollbacks"
         # The learning rates stay as the schedule and a mitigation have set them.
         rates = [group["lr"] for group in _parameter_groups(trainer)]
-        checkpoint = strategy.load_checkpoint(file, weights_only=False)
+        # a run that is continued may be somebody else's
+        checkpoint = strategy.load_checkpoint(file, weights_only=not self._is_written)
         module = trainer.lightning_module
         checkpoint["state_dict"] = with_frozen(module, checkpoint["state_dict"])
         strategy.load_model_state_dict(checkpoint, strict=True)

@@ -250,6 +250,7 @@ class Settings(TypedDict, total=False):
 
     seed: Seed
     debug: bool
+    trust: bool
     ckpt_path: Annotated[str, ExistingPath()] | Literal["last", "auto"] | None
     experiment: dict[str, Any] | None
     paths: Paths

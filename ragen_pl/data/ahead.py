@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
+from ragen_pl.known_pickle import packed, unpacked
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import Progress
-from ragen_pl.trajectory import Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Statement, Trajectory, Turn
 
 log = logging.getLogger(__name__)
-_OF_TRAJECTORIES = (
-    "PlayedRollout", "Trajectory", "Turn", "Observation", "Statement", "EpisodeStatus", "Span",
-)  # fmt: skip
-_OF_ARRAYS = ("ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer")
+# numpy's own pickles of arrays, which can break memory and are not read
+_OLD_ARRAYS = r"numpy(\._?core)?(\.\w+)?\.(_reconstruct|_frombuffer|scalar|dtype) is not known"
 
 IterationsAhead = Literal[0, 1]
 """Most updates between the weights that sample a rollout and those that are trained on it."""
@@ -49,24 +48,11 @@ class PlayedRollout:
         return self.iteration - self.weights_of
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads trajectories of plain values and arrays: a file of another's must not run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class that a trajectory is made of.
-
-        Raises:
-            pickle.UnpicklingError: It is another one.
-        """
-        own = module in (Trajectory.__module__, __name__) and name in _OF_TRAJECTORIES
-        arrays = module.partition(".")[0] == "numpy" and name in _OF_ARRAYS
-        if not (own or arrays):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a trajectory")
-        return super().find_class(module, name)
+_CLASSES = (PlayedRollout, Trajectory, Turn, Observation, Statement, EpisodeStatus, Span)
 
 
-def _unpacked(packed: bytes) -> PlayedRollout:
-    rollout: PlayedRollout = _PlainUnpickler(io.BytesIO(packed)).load()
+def _unpacked(data: bytes) -> PlayedRollout:
+    rollout: PlayedRollout = unpacked(data, _CLASSES)
     return rollout
 
 
@@ -163,19 +149,23 @@ class RolloutAhead:
         if self._played is None:
             return None
         try:
-            packed = pickle.dumps(self._played)
+            data = packed(self._played)
             # what can't be read must not be written
-            _unpacked(packed)
+            _unpacked(data)
         except (pickle.PickleError, TypeError, AttributeError) as error:
             raise RolloutError(
                 f"rollout.iterations_ahead={self.most}: a checkpoint holds the rollout ahead, which can't be pickled "
                 f"({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
             ) from error
         # a tensor, which files without other objects may hold
-        return gather_over_ranks(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+        return gather_over_ranks(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def load_state_dict(self, state: list[Tensor] | None) -> None:
-        """Restore `state_dict` on any number of ranks. Without rollouts ahead the next one is sampled anew."""
+        """Restore `state_dict` on any number of ranks. Without rollouts ahead the next one is sampled anew.
+
+        Raises:
+            RolloutError: It is none.
+        """
         if state is None:
             return
         if not self.most:
@@ -183,7 +173,19 @@ class RolloutAhead:
                 "rollout.iterations_ahead=0: the rollout ahead in the checkpoint is sampled again, with present weights"
             )
             return
-        parts = [_unpacked(np.asarray(part).tobytes()) for part in state]
+        try:
+            parts = [_unpacked(np.asarray(part).tobytes()) for part in state]
+        except pickle.UnpicklingError as error:
+            if not re.search(_OLD_ARRAYS, str(error)):
+                raise RolloutError(
+                    f"the rollout ahead in the checkpoint can't be read ({error}); give a checkpoint that ragen_pl "
+                    "wrote, or set rollout.iterations_ahead=0"
+                ) from error
+            log.warning(
+                "the rollout ahead in the checkpoint is of an earlier version: it is sampled again, with present "
+                "weights"
+            )
+            return
         trajectories = [one for part in parts for one in part.trajectories]
         own = [one for one in trajectories if one.group % world_size() == rank()]
         own.sort(key=lambda one: (one.group, one.member))

@@ -10,7 +10,8 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.run.checks import check_folder, check_new_folder
 from ragen_pl.run.environment_check import make_environment
-from ragen_pl.run.tracking import check_reachable, known_run
+from ragen_pl.run.tracking import check_reachable, known_run, tracking_uri
+from ragen_pl.run.trust import is_own
 
 _HINT = "give a folder that can be written"
 _NO_WEIGHTS = (
@@ -92,10 +93,16 @@ def pass_ks(cfg: DictConfig) -> list[int]:
 
 
 def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
-    """Return `run_id` and `tracking_uri` of the training run in MLflow, None without one."""
+    """Return `run_id` and `tracking_uri` of the training run in MLflow, None without one.
+
+    The server that somebody else's run names is not used.
+    """
     if not cfg.mlflow or cfg.source.run is None:
         return None
-    return known_run(Path(cfg.source.run)) or None
+    folder = Path(cfg.source.run)
+    run = known_run(folder)
+    own = cfg.trust or is_own(folder / "config.yaml")
+    return run if run and (own or run["tracking_uri"] == tracking_uri(cfg.paths.root)) else None
 
 
 def check_source(cfg: DictConfig, *, instead: str = "model=… for an untrained model") -> None:

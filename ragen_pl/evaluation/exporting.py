@@ -19,6 +19,7 @@ from ragen_pl.models.adapters import has_adapters, merge_adapters, only_adapters
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.run.build import plain
 from ragen_pl.run.checkpoints import EXPORTED
+from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import load_bundle
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def export(cfg: DictConfig) -> Path:
             },
         },
     }
-    (folder / EXPORTED).write_text(OmegaConf.to_yaml(OmegaConf.create(exported)), encoding="utf-8")
+    write_settings(folder / EXPORTED, OmegaConf.to_yaml(OmegaConf.create(exported)))
     log.info("%-11s%s", "written to", folder)
     log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate ckpt={folder}")
     return folder

@@ -2,13 +2,14 @@
 
 `resolve_settings` runs before Hydra composes. It finds the checkpoint of `ckpt=` and puts its run's settings
 into Hydra's store as the config `trained`, which `conf/evaluate.yaml` starts from. Every key of the run can be
-overridden as usual, and `env=...` replaces the run's whole environment.
+overridden as usual, and `env=...` replaces the run's whole environment. What comes from a file of somebody else is
+checked (`ragen_pl.run.trust`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from ragen_pl.config.errors import ConfigError, translated
 from ragen_pl.config.paths import config_dir, searched
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
+from ragen_pl.run.trust import check_settings, is_own
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
-_RESOLVED = ("ckpt", "env", "model")
+_ENGINE = "rollout/engine"
+_RESOLVED = ("ckpt", "env", "model", _ENGINE)
 # Settings of `rollout` and of a pretrained model that a checkpoint is used with.
 _ROLLOUT = ("engine", "temperature", "max_response_tokens", "num_envs")
 _LOADING = ("dtype", "attn_implementation")
@@ -66,6 +69,7 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
 
 def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> Settings:
     env, model, ckpt = (_value(overrides, name) for name in ("env", "model", "ckpt"))
+    engine = _value(overrides, _ENGINE)
     shipped = _shipped([f"env={env}"] if env else [], args=args)
     settings = _default_settings(shipped)
     settings["source"]["untrained"] = model is not None
@@ -87,7 +91,39 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         settings["model"] = _shipped([f"model={model}"], args=args)["model"]
     if (ckpt or model) and not env and not has_run:
         raise ConfigError("env has no value, and the weights name no environment; set env=…")
+    if has_run and not (_is_true(overrides, "trust") or is_own(checkpoint.settings_file)):
+        _check_foreign(settings, overrides, file=checkpoint.settings_file)
+    if engine:
+        settings["rollout"]["engine"] = _shipped_engine(engine, args=args)
     return settings
+
+
+def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, file: Path) -> None:
+    """Check the settings that come from a file of somebody else: those that the command line did not choose.
+
+    Raises:
+        ConfigError: they name code or an address.
+    """
+    parts = {"env": ("env", "validation"), "model": ("model",)}
+    chosen = {part for name, of in parts.items() if _value(overrides, name) for part in of}
+    chosen |= {"source", "paths"}
+    taken = {part: values for part, values in settings.items() if part not in chosen}
+    if _value(overrides, _ENGINE):
+        taken["rollout"] = {
+            key: value for key, value in taken["rollout"].items() if key != "engine"
+        }
+    named = {text for override in overrides.values() for text in _texts(override.value())}
+    check_settings(taken, file=file, named=named)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for child in value:
+            yield from _texts(child)
+    else:
+        yield str(value)
 
 
 def _default_settings(shipped: Settings) -> Settings:
@@ -160,6 +196,13 @@ def _apply_run(settings: Settings, trained: Settings, *, keep_env: bool) -> None
 
 def _shipped(overrides: list[str], *, args: argparse.Namespace) -> Settings:
     """Return the training config with these overrides as plain settings."""
+    settings = OmegaConf.to_container(_composed(overrides, args=args), resolve=True)
+    assert isinstance(settings, dict)
+    return {str(key): value for key, value in settings.items()}
+
+
+def _composed(overrides: list[str], *, args: argparse.Namespace) -> DictConfig:
+    """Return the training config with these overrides."""
     search_path = searched(args.config_dir)
     search_path += [
         override
@@ -169,12 +212,17 @@ def _shipped(overrides: list[str], *, args: argparse.Namespace) -> Settings:
     directory = Path(args.config_path or config_dir()).resolve()
     with initialize_config_dir(str(directory), version_base="1.3"):
         try:
-            cfg: DictConfig = compose("fit", overrides=[*search_path[-1:], *overrides])
+            return compose("fit", overrides=[*search_path[-1:], *overrides])
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(translated(error)) from error
-    settings = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(settings, dict)
-    return {str(key): value for key, value in settings.items()}
+
+
+def _shipped_engine(name: str, *, args: argparse.Namespace) -> Settings:
+    """Return the settings of a rollout engine, which refer to those of the context."""
+    cfg = _composed([f"{_ENGINE}={name}"], args=args)
+    engine = OmegaConf.to_container(cfg.rollout.engine, resolve=False)
+    assert isinstance(engine, dict)
+    return {str(key): value for key, value in engine.items()}
 
 
 def _line(override: Override) -> str:
@@ -199,3 +247,8 @@ def _value(overrides: Mapping[str, Override], name: str) -> str | None:
         return None
     # As it was written: 0123 is not 123.
     return str(override.input_line).partition("=")[2]
+
+
+def _is_true(overrides: Mapping[str, Override], name: str) -> bool:
+    """Return whether the command line sets a key to true."""
+    return name in overrides and overrides[name].value() is True

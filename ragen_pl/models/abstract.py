@@ -237,7 +237,9 @@ def config_without_hub(model: Mapping[str, Any]) -> PretrainedConfig:
     import_module("ragen_pl.models.small_vlm")
     path = model["build"]["path"]
     if Path(path).is_dir():
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
         return config
     if not model.get("sizes"):
         raise UnknownSizesError(
@@ -253,7 +255,9 @@ def local_processor(path: str, config: PretrainedConfig) -> ProcessorMixin | Non
 
     if not Path(path).is_dir() or type(config) not in AutoModelForImageTextToText._model_mapping:
         return None
-    processor: ProcessorMixin = AutoProcessor.from_pretrained(path, local_files_only=True)
+    processor: ProcessorMixin = AutoProcessor.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
     return processor
 
 

@@ -167,17 +167,19 @@ def load_pretrained(
     # registers the small model with the Auto classes
     import_module("ragen_pl.models.small_vlm")
     where = {"local_files_only": local_files_only or Path(path).is_dir()}
+    # no code of a model's folder is run, and nobody is asked whether it may be
+    read = {**where, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(path, **where)
+        config = AutoConfig.from_pretrained(path, **read)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"model.build.path={path}: no model can be read there ({str(error).splitlines()[0]}); "
             "give a folder written by save_pretrained, or a model's name where the hub can be reached"
         ) from error
-    settings = {"dtype": weights, "attn_implementation": attn_implementation} | where
+    settings = {"dtype": weights, "attn_implementation": attn_implementation} | read
     if type(config) in AutoModelForImageTextToText._model_mapping:
         model = AutoModelForImageTextToText.from_pretrained(path, **settings)
-        processor = AutoProcessor.from_pretrained(path, **where)
+        processor = AutoProcessor.from_pretrained(path, **read)
         tokenizer = processor.tokenizer
     else:
         model = AutoModelForCausalLM.from_pretrained(path, **settings)
@@ -263,6 +265,6 @@ def load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerB
     plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
     kind = PreTrainedTokenizerFast if plain else AutoTokenizer
     tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
-        path, local_files_only=local_files_only
+        path, local_files_only=local_files_only, trust_remote_code=False
     )
     return tokenizer

@@ -116,6 +116,7 @@ def _load_model(path: Path, *, dtype: torch.dtype) -> Any:
             dtype=dtype,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
+            trust_remote_code=False,
         )
     except (KeyError, NotImplementedError, ValueError) as error:
         raise ValueError(
@@ -146,7 +147,7 @@ def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     metadata = _metadata(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True
+            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
     except (KeyError, ValueError) as error:
         raise ValueError(

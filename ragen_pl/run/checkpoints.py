@@ -36,11 +36,16 @@ class Checkpoint:
         """Whether it is a Hugging Face folder."""
         return self.path.is_dir()
 
+    @property
+    def settings_file(self) -> Path:
+        """File of the run's config, which need not exist."""
+        return self.path / EXPORTED if self.is_folder else (self.run or self.path) / "config.yaml"
+
     def settings(self) -> dict[str, Any]:
         """Return the run's config, empty if the run is unknown."""
         if self.is_folder:
             return dict(exported(self.path).get("settings", {}))
-        return _load(self.run / "config.yaml") if self.run is not None else {}
+        return _load(self.settings_file) if self.run is not None else {}
 
 
 def find_checkpoint(

@@ -7,18 +7,34 @@ reads it on any number of ranks.
 
 from __future__ import annotations
 
+import functools
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.optim import Optimizer
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.known_pickle import KnownUnpickler, by_name
 
 SHARDS = "shards"
 """Entry of a checkpoint: name of the folder with its tensors."""
@@ -71,6 +87,56 @@ def _taken(checkpoint: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         states[number] = {**state, "state": rest}
 
 
+class _Reader(dcp.FileSystemReader):
+    """Reader of a folder that somebody else may have written: its list of tensors is a pickle."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the list of tensors.
+
+        Raises:
+            pickle.UnpicklingError: It is anything else.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            listed = KnownUnpickler(file, _of_metadata()).load()
+        if not isinstance(listed, Metadata) or not isinstance(listed.storage_data, dict):
+            raise pickle.UnpicklingError(
+                f"expected a list of tensors, found {type(listed).__name__}"
+            )
+        for entry in listed.storage_data.values():
+            _plain_name(entry.relative_path)
+        if listed.storage_meta is None:
+            listed.storage_meta = StorageMeta()
+        listed.storage_meta.load_id = self.load_id
+        return listed
+
+
+@functools.cache
+def _of_metadata() -> dict[tuple[str, str], Any]:
+    """Return what the list of tensors consists of."""
+    types = {
+        ("torch", name): value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    }
+    classes = (
+        Metadata, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, BytesStorageMetadata, MetadataIndex,
+        StorageMeta, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size, torch.serialization._get_layout,
+    )  # fmt: skip
+    paths = {(module, "PosixPath"): PosixPath for module in ("pathlib", "pathlib._local")}
+    return by_name(classes) | types | paths
+
+
+def _plain_name(name: object) -> str:
+    """Return a name of a file or folder without a path.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(f"expected a name without a path, found {name!r}")
+    return name
+
+
 def read_apart(
     checkpoint: dict[str, Any],
     file: Path,
@@ -91,15 +157,16 @@ def read_apart(
 
     Raises:
         FileNotFoundError: The folder is not there.
+        ConfigError: Its tensors can't be read.
     """
     if SHARDS not in checkpoint:
         return checkpoint
-    folder = file.parent / checkpoint[SHARDS]
+    folder = file.parent / _plain_name(checkpoint[SHARDS])
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{file} keeps its tensors in the folder {folder.name}, which is not next to it; copy both"
         )
-    reader = dcp.FileSystemReader(folder)
+    reader = _Reader(folder)
     tensors = {
         name: _container(name, entry, layout or {}, device="cpu" if data else "meta")
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -109,7 +176,13 @@ def read_apart(
     if data:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=reader, no_dist=layout is None)
+            try:
+                dcp.load(tensors, storage_reader=reader, no_dist=layout is None)
+            except CheckpointException as error:
+                raise ConfigError(
+                    f"{file}: its tensors in the folder {folder.name} are damaged or no tensors; give another "
+                    "checkpoint"
+                ) from error
     states = [
         {**state, "state": {number: dict(entry) for number, entry in state["state"].items()}}
         for state in checkpoint.get("optimizer_states", [])

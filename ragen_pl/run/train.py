@@ -51,6 +51,7 @@ from ragen_pl.run.build import (
 )
 from ragen_pl.run.folder import Run, configured_run, is_launched, share_with_children, stop_sharing
 from ragen_pl.run.memory_report import check_memory
+from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 
@@ -96,7 +97,7 @@ def open_run(cfg: DictConfig) -> Run:
     is_new = not run.resumed and not is_launched()
     config = run.folder / "config.yaml"
     if is_new or not config.exists():
-        config.write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        write_settings(config, OmegaConf.to_yaml(cfg, resolve=True))
     return run
 
 
@@ -131,7 +132,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
     checkpoint = run.warm_start_checkpoint
     resumed = run.resumed and checkpoint.exists()
     if resumed:
-        check_resumable(checkpoint, module)
+        check_resumable(checkpoint, module, trusted=cfg.trust)
     shared = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
     trainer = build_trainer(
         {name: value for name, value in plain(cfg.trainer).items() if name in shared},
@@ -146,7 +147,9 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
     # the seed of dropout
     with seeded(cfg.seed, "warm_start"):
         ckpt_path = checkpoint if resumed else None
-        trainer.fit(module, datamodule=demonstrations, ckpt_path=ckpt_path, weights_only=False)
+        trainer.fit(
+            module, datamodule=demonstrations, ckpt_path=ckpt_path, weights_only=not cfg.trust
+        )
     # every rank may have a part of it
     state = on_first_rank(trainer.strategy.lightning_module_state_dict())
     if trainer.is_global_zero:
@@ -192,7 +195,7 @@ def reinforce(
     with config_errors("algorithm, optimizer or rollout"):
         agent, datamodule = build_agent(components), build_datamodule(components)
     if run.checkpoint is not None:
-        check_resumable(run.checkpoint, agent, needed="agent")
+        check_resumable(run.checkpoint, agent, needed="agent", trusted=cfg.trust)
     summary = RunSummary(print_at_end=False)
     callbacks = [RolloutUpdate(), summary, *build_callbacks(cfg)]
     for callback in callbacks:
@@ -210,7 +213,7 @@ def reinforce(
     if logger:
         digest = components.validation_sets[0].digest()
         logger.log_hyperparams({"validation_digest": digest})
-    trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=False)
+    trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=not cfg.trust)
     metrics = final_metrics(trainer, agent, datamodule)
     if trainer.is_global_zero:
         write_metrics(metrics, run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,10 @@ SAME_OVERRIDES = "give the overrides that the run had (its config.yaml holds the
 _MODEL = "policy.model."
 # what training continues from, besides the state that Lightning always writes
 _NEEDED = {"state_dict", "optimizer_states", "loops"}
+
+
+class UnknownObjectError(ConfigError):
+    """Checkpoint with an object that is neither a tensor nor plain data."""
 
 
 def load_bundle(cfg: DictConfig) -> ModelBundle:
@@ -154,22 +160,27 @@ def load_initial_weights(
             _load(module, weights, saved, name=name, source=source, hint=hint, prefix=prefix)
 
 
-def check_resumable(file: Path, module: pl.LightningModule, *, needed: str | None = None) -> None:
+def check_resumable(
+    file: Path, module: pl.LightningModule, *, needed: str | None = None, trusted: bool = False
+) -> None:
     """Check that training can continue from a checkpoint.
 
     Args:
         file: the checkpoint.
         module: the module to be trained.
         needed: state that the module's own checkpoints hold besides Lightning's.
+        trusted: see `read_checkpoint`.
 
     Raises:
         ConfigError: it cannot be read, lacks state, or is of another model.
     """
     source = f"ckpt_path={file}"
-    # callbacks may store any object
-    saved = read_checkpoint(
-        file, source=source, hint="give another checkpoint", trusted=True, data=False
-    )
+    hint = "give another checkpoint"
+    try:
+        saved = read_checkpoint(file, source=source, hint=hint, trusted=trusted, data=False)
+    except UnknownObjectError as error:
+        # a user's callbacks may store any object
+        raise ConfigError(f"{error}, or set trust=true if you trust its author") from error
     missing = (_NEEDED | ({needed} if needed else set())) - set(saved)
     if missing:
         raise ConfigError(
@@ -190,18 +201,32 @@ def read_checkpoint(
         file: the file to read.
         source: the setting that named the file, for error messages.
         hint: remedy, for error messages.
-        trusted: also load objects that are not tensors or plain data.
+        trusted: also load objects that are not tensors or plain data, which may run any code.
         data: read the weights of a sharded checkpoint; otherwise they are on the meta device.
 
     Raises:
+        UnknownObjectError: it holds something else than tensors and plain data, and is not trusted.
         ConfigError: it cannot be read, or holds no dictionary.
     """
     with config_errors(source, hint=hint):
-        saved = torch.load(file, mmap=True, map_location="cpu", weights_only=not trusted)
+        try:
+            saved = torch.load(file, mmap=True, map_location="cpu", weights_only=not trusted)
+        except pickle.UnpicklingError as error:
+            raise _described(error, source, hint) from error
         if not isinstance(saved, dict):
             raise TypeError(f"expected a checkpoint's dictionary, found {type(saved).__name__}")
         saved = read_apart(saved, file, optimizers=False, data=data)
     return saved
+
+
+def _described(error: pickle.UnpicklingError, source: str, hint: str) -> Exception:
+    """Return an error that names the object which can't be read without running its code."""
+    found = re.search(r"(?:GLOBAL |[Gg]lobal:? |class |function )([\w.]+\.\w+)", str(error))
+    if found is None:
+        return error
+    return UnknownObjectError(
+        f"{source}: holds {found[1]}, which is neither a tensor nor plain data, and to read it may run any code; {hint}"
+    )
 
 
 def module_state(saved: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ragen_pl.files import atomic_write
 from ragen_pl.trajectory import Span
-from ragen_pl.viewing.records import sample_groups
+from ragen_pl.viewing.records import read_image, sample_groups
 
 PAGE = "page.html"
 # Left out of the page, which would be several times as large; the JSONL has them.
@@ -42,7 +42,7 @@ def write_page(
         records: records of `ragen_pl.viewing.records`.
         path: file to write.
         title: heading of the page.
-        images: folder that the records' image paths start from; default is the page's folder.
+        images: folder that the records' image paths start from, and that holds them; default is the page's folder.
         episodes: approximate number of episodes shown: whole groups, spread evenly.
         played: number of episodes played, if the records are already a sample.
     """
@@ -78,7 +78,7 @@ def page_html(
         "note": f"{len(kept)} of {total} episodes, whole groups" if len(kept) < total else "",
         "episodes": [_slim(record) for record in kept],
         "spans": [span.name.lower() for span in Span],
-        "images": {name: _data_uri(images / name) for name in _image_names(kept)},
+        "images": {name: _data_uri(images, name) for name in _image_names(kept)},
     }
     folder = files("ragen_pl.viewing")
     script = (folder / "trajectories.js").read_text(encoding="utf-8")
@@ -136,9 +136,7 @@ def _image_names(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(names)
 
 
-def _data_uri(file: Path) -> str | None:
-    """Return an image as a data URI, or None if the file is missing; the page then leaves the image out."""
-    try:
-        return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
-    except OSError:
-        return None
+def _data_uri(folder: Path, name: str) -> str | None:
+    """Return an image as a data URI, or None where there is none; the page then leaves the image out."""
+    data = read_image(folder, name)
+    return None if data is None else f"data:image/png;base64,{base64.b64encode(data).decode()}"

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ SCHEMA = 2
 FILE = "trajectories.jsonl"
 IMAGES = "images"
 _IMAGE_SLOT = "<image>"
+# of an image that is read: 16 MiB and 4096 by 4096 pixels
+_MOST_BYTES = _MOST_PIXELS = 1 << 24
 
 
 class TokenReader(Protocol):
@@ -281,6 +285,31 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             if schema != SCHEMA:
                 raise ValueError(f"{path}, line {number}: found schema {schema}, expected {SCHEMA}")
             yield record
+
+
+def read_image(folder: Path, name: object) -> bytes | None:
+    """Return an image of a record as the bytes of its PNG file, None where there is none.
+
+    A record may be somebody else's and name any file: it gets no other than a PNG of moderate size in its folder.
+
+    Args:
+        folder: folder of the records.
+        name: path of the file, relative to it.
+    """
+    try:
+        file = (folder / str(name)).resolve()
+        # a pipe would have to be waited for
+        if not (file.is_relative_to(folder.resolve()) and file.is_file()):
+            return None
+        with file.open("rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            sound = len(data) <= _MOST_BYTES and math.prod(image.size) <= _MOST_PIXELS
+            image.verify()
+    # of Pillow any
+    except Exception:
+        return None
+    return data if sound else None
 
 
 def _plain(value: object) -> object:

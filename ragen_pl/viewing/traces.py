@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ragen_pl.viewing.records import read_image
+
 # The metadata by which MLflow shows a trace under its run.
 _SOURCE_RUN = "mlflow.sourceRun"
 _STORE_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -129,4 +131,9 @@ def _trace_turn(turn: Mapping[str, Any], *, root: Any, images: Path) -> None:
 def _attached(names: Iterable[str], folder: Path) -> list[Any]:
     from mlflow.tracing.attachments import Attachment
 
-    return [Attachment.from_file(folder / name, "image/png") for name in names]
+    images = (read_image(folder, name) for name in names)
+    return [
+        Attachment(content_type="image/png", content_bytes=data)
+        for data in images
+        if data is not None
+    ]

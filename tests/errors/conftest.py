@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -45,26 +46,14 @@ class Result:
 
 
 @pytest.fixture
-def fit(tmp_path, monkeypatch, capsys):
-    """Return `python -m ragen_pl.fit` as a function of its arguments."""
+def command(tmp_path, monkeypatch, capsys):
+    """Return `python -m ragen_pl.NAME` as a function of its name and arguments."""
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str, quick: bool = True) -> Result:
-        from ragen_pl.fit import main
-
-        root = (
-            []
-            if any(argument.startswith("paths.") for argument in arguments)
-            else ["paths.root=runs"]
-        )
-        without = "warm_start=none" in arguments
-        small = [
-            argument
-            for argument in QUICK
-            if quick and not (without and argument.startswith("warm_start."))
-        ]
-        monkeypatch.setattr(sys, "argv", ["fit", *small, *root, *arguments])
+    def call(name: str, *arguments: str) -> Result:
+        main = import_module(f"ragen_pl.{name}").main
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         capsys.readouterr()
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         environment = dict(os.environ)
@@ -81,5 +70,26 @@ def fit(tmp_path, monkeypatch, capsys):
             os.environ.update(environment)
         printed = capsys.readouterr()
         return Result(code, printed.err, printed.out)
+
+    return call
+
+
+@pytest.fixture
+def fit(command):
+    """Return `python -m ragen_pl.fit` as a function of its arguments."""
+
+    def call(*arguments: str, quick: bool = True) -> Result:
+        root = (
+            []
+            if any(argument.startswith("paths.") for argument in arguments)
+            else ["paths.root=runs"]
+        )
+        without = "warm_start=none" in arguments
+        small = [
+            argument
+            for argument in QUICK
+            if quick and not (without and argument.startswith("warm_start."))
+        ]
+        return command("fit", *small, *root, *arguments)
 
     return call

@@ -401,8 +401,17 @@ def test_a_checkpoint_runs_no_code(rollout_ahead, name):
     texts = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, attribute))
     packed = b"\x80\x04" + texts + b"\x93."
     ahead = rollout_ahead(1, weights_of=0)
-    with pytest.raises(pickle.UnpicklingError, match="is no part of a trajectory"):
+    with pytest.raises(RolloutError, match=f"{module}.{attribute} is not known here"):
         ahead.load_state_dict([torch.frombuffer(bytearray(packed), dtype=torch.uint8)])
+
+
+def test_a_rollout_of_an_earlier_version_is_sampled_again(rollout_ahead, caplog):
+    ahead = rollout_ahead(1, weights_of=0)
+    ahead.settle()
+    written = pickle.dumps(ahead.played(1))
+    ahead.drop()
+    ahead.load_state_dict([torch.frombuffer(bytearray(written), dtype=torch.uint8)])
+    assert ahead.played(1) is None and "is of an earlier version" in caplog.text
 
 
 def test_a_rollout_that_cannot_be_saved_is_reported(rollout_ahead):

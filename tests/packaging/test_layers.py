@@ -8,13 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
-BASE = {"constraints", "distributed", "files", "seeding", "trajectory"}
+BASE = {"constraints", "distributed", "files", "known_pickle", "seeding", "trajectory"}
 LEARNING = {"algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout"}
 # A part is a package or a module. A module of a package that is listed by its path is a part of its own.
 MAY_IMPORT = {
     "constraints": set(),
     "distributed": set(),
     "files": set(),
+    "known_pickle": set(),
     "optimizers": {"distributed"},
     "seeding": set(),
     "trajectory": set(),

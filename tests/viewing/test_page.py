@@ -130,6 +130,30 @@ def test_page_leaves_out_missing_images(tmp_path: Path) -> None:
     assert data["images"] == {"images/a.png": None}
 
 
+def test_a_record_gets_no_other_files_than_its_images(folder: Path, tmp_path_factory) -> None:
+    """Records may be somebody else's and name any file."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    secret = elsewhere / "secret.png"
+    shutil.copy(folder / "images" / "a.png", secret)
+    (folder / "images" / "link.png").symlink_to(secret)
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "images" / "text.png").write_text("no image")
+    (folder / "images" / "cut.png").write_bytes((folder / "images" / "a.png").read_bytes()[:40])
+    Image.new("L", (4, 4)).save(folder / "images" / "picture.gif")
+    Image.new("1", (8192, 4096)).save(folder / "images" / "large.png")
+    os.mkfifo(folder / "images" / "pipe.png")
+    outside = os.path.relpath(secret, folder)
+    names = [
+        str(secret), outside, "/etc/hostname", "images/link.png", "linked/secret.png", "images/text.png",
+        "images/cut.png", "images/picture.gif", "images/large.png", "images/pipe.png", "images", "", "\x00",
+        "images/none.png", "a" * 5000,
+    ]  # fmt: skip
+    page = page_html([record(0, images=["images/a.png", *names])], title="t", images=folder)
+    images = json.loads(read(page).data)["images"]
+    assert images.pop("images/a.png").startswith("data:image/png;base64,")
+    assert images == dict.fromkeys(names)
+
+
 def test_page_of_a_sample_keeps_groups_whole(folder: Path) -> None:
     records = [record(group, member=member) for group in range(10) for member in range(4)]
     data = json.loads(read(page_html(records, title="t", images=folder, episodes=7)).data)
