@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
-import aiohttp
 import numpy as np
 from annotated_types import Ge
 from gymnasium import spaces
 
+from envs.adapters.openenv_session import MAX_MESSAGE_MIB, Session, SessionLost
 from envs.base import Count, Environment, Observation, checked_arguments
 
 # The server's words for an action that it does not take.
 _REFUSALS = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
 _MIB = 1024 * 1024
-_MAX_MESSAGE_MIB = 100
 
 
 class RefusedAction(Exception):
@@ -28,7 +28,8 @@ class OpenEnv(Environment):
     """Play an environment on an OpenEnv server.
 
     ## Description
-    One environment holds one session. It speaks the WebSocket protocol of the library openenv: a message is
+    One environment holds one session, which answers the server's pings at all times. It speaks the WebSocket protocol
+    of the library openenv: a message is
     `{"type": "reset", "data": {"seed": 7}}` or `{"type": "step", "data": <action>}`, an answer
     `{"type": "observation", "data": {"observation": {...}, "reward": 0.5, "done": false, "metadata": {...}}}`.
     The library's HTTP endpoints (0.10) make an environment for each request, and so hold no episode.
@@ -53,6 +54,10 @@ class OpenEnv(Environment):
     ## Arguments
     - `url`: address of the server, such as `http://127.0.0.1:8000`.
     - `reset`: data of each reset beside the seed. `timeout_s`: longest wait for an answer.
+    - `idle_limit_s`: seconds without a request after which the server gives a session up (`session_timeout` of the
+      library); null where it never does.
+    - `replay`: whether an episode whose session is lost goes on in a new one, where its actions are played again and
+      the answers compared; otherwise the episode fails.
     - `rules`: instructions in full sentences.
     - `example_actions`: actions from which a random player chooses.
     """
@@ -69,6 +74,8 @@ class OpenEnv(Environment):
         reset: Mapping[str, Any] | None = None,
         success_reward: float = 1.0,
         timeout_s: Annotated[float, Ge(1e-3)] = 30.0,
+        idle_limit_s: Annotated[float, Ge(1e-3)] | None = None,
+        replay: bool = True,
         max_action_length: Count = 4000,
         render_mode: str | None = None,
     ) -> None:
@@ -84,10 +91,11 @@ class OpenEnv(Environment):
         self.example_actions, self.reset_data = tuple(example_actions), dict(reset or {})
         self.success_reward, self.timeout_s = success_reward, timeout_s
         self.action_space = spaces.Text(max_action_length)
-        self.observation_space = spaces.Text(_MAX_MESSAGE_MIB * _MIB)
-        self._loop = asyncio.new_event_loop()
-        self._session: aiohttp.ClientSession | None = None
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self.observation_space = spaces.Text(MAX_MESSAGE_MIB * _MIB)
+        self.idle_limit_s, self.replay = idle_limit_s, replay
+        self._session: Session | None = None
+        # messages since the reset, each with a digest of its answer
+        self._episode: list[tuple[Mapping[str, Any], bytes]] = []
         self._shown, self._turn = "", 0
 
     def reset(
@@ -132,9 +140,7 @@ class OpenEnv(Environment):
 
     def close(self) -> None:
         """End the session."""
-        if not self._loop.is_closed():
-            self._loop.run_until_complete(self._disconnect())
-            self._loop.close()
+        self._disconnect()
 
     def state_key(self) -> str:
         """Return the observation: the server's state is not known."""
@@ -180,40 +186,69 @@ class OpenEnv(Environment):
         return str(observation[self.observation_field])
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return the data of its answer."""
+        """Send a message and return the data of its answer; a lost session is replaced by a new one."""
+        message = {"type": kind, "data": dict(data)}
         try:
-            answer = self._loop.run_until_complete(
-                self._exchange({"type": kind, "data": dict(data)})
-            )
-        except (aiohttp.ClientError, OSError, TimeoutError, TypeError, ValueError) as error:
-            self._loop.run_until_complete(self._disconnect())
-            raise ConnectionError(f"{self.url}: {type(error).__name__}: {error}") from error
+            answer = self._exchange(message)
+        except ConnectionError:
+            self._disconnect()
+            raise
+        self._episode.append((message, _digest(answer)))
         found = answer.get("data") or {}
         if answer.get("type") != "error":
             return dict(found)
-        message, code = found.get("message", "unknown"), found.get("code", "UNKNOWN")
+        error, code = found.get("message", "unknown"), found.get("code", "UNKNOWN")
         if kind == "step" and code in _REFUSALS:
-            raise RefusedAction(f"error: {message}")
-        raise RuntimeError(f"{self.url}: {message} ({code})")
+            raise RefusedAction(f"error: {error}")
+        raise RuntimeError(f"{self.url}: {error} ({code})")
 
-    async def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        async with asyncio.timeout(self.timeout_s):
-            # a new episode begins a new connection where the old one is lost
-            if self._socket is None or self._socket.closed:
-                if message["type"] != "reset":
-                    raise ConnectionResetError("the server has ended the session")
-                await self._disconnect()
-                self._session = aiohttp.ClientSession()
-                self._socket = await self._session.ws_connect(
-                    self.url, max_msg_size=_MAX_MESSAGE_MIB * _MIB
+    def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        is_reset = message["type"] == "reset"
+        if is_reset:
+            self._episode = []
+            if self._session is None or self._session.is_lost:
+                self._connect()
+        if self._session is None:
+            raise ConnectionResetError(f"{self.url}: the server has ended the session")
+        try:
+            return self._session.ask(message)
+        except SessionLost as loss:
+            if not (self.replay or is_reset):
+                raise
+            self._connect()
+            self._replay(loss)
+            return self._session.ask(message)
+
+    def _replay(self, loss: SessionLost) -> None:
+        """Play the episode up to now in the new session.
+
+        Raises:
+            ConnectionError: it goes differently there.
+        """
+        assert self._session is not None
+        for number, (message, seen) in enumerate(self._episode):
+            if _digest(self._session.ask(message)) != seen:
+                raise ConnectionError(
+                    f"{loss}; a new session answered differently after {number} of the same actions, so the episode "
+                    "cannot go on"
                 )
-            await self._socket.send_json(message)
-            answer: dict[str, Any] = await self._socket.receive_json()
-        return answer
 
-    async def _disconnect(self) -> None:
-        if self._socket is not None and not self._socket.closed:
-            await self._socket.close()
-        if self._session is not None:
-            await self._session.close()
-        self._session = self._socket = None
+    def _connect(self) -> None:
+        self._disconnect()
+        self._session = Session(self.url, timeout_s=self.timeout_s, idle_limit_s=self.idle_limit_s)
+
+    def _disconnect(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            with suppress(ConnectionError):
+                session.close()
+
+
+def _digest(answer: Mapping[str, Any]) -> bytes:
+    """Return a digest of what an answer says of the episode; metadata may hold times and names of sessions."""
+    data = answer.get("data") or {}
+    content = [
+        answer.get("type"),
+        *(data.get(name) for name in ("observation", "reward", "done", "code")),
+    ]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()

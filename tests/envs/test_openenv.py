@@ -7,12 +7,14 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from aiohttp import WSMsgType, web
 from hostile import hostile_answers
 
+from envs.adapters import openenv_session
 from envs.adapters.openenv import OpenEnv
 
 
@@ -23,6 +25,13 @@ class GuessServer:
         self.loop = asyncio.new_event_loop()
         self.port = 0
         self.received: list[dict] = []
+        # answers of the client to pings that were sent while it asked for nothing
+        self.pongs = threading.Event()
+        # episodes whose environment the server has given up, as OpenEnv does after a long pause: the socket stays
+        self.given_up: set[int] = set()
+        self.episodes = 0
+        # sockets that are still to be closed after the guess `last`
+        self.goodbyes = 0
         ready = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self.thread.start()
@@ -54,21 +63,47 @@ class GuessServer:
         self.loop.close()
 
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
+        # pings and pongs are messages here
+        socket = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
-        number = 0
+        number = episode = pongs = 0
         async for message in socket:
+            if message.type is WSMsgType.PONG:
+                pongs += 1
+                if pongs < 3:
+                    await socket.ping()
+                else:
+                    self.pongs.set()
+                continue
             if message.type is not WSMsgType.TEXT:
                 break
             asked = json.loads(message.data)
             self.received.append(asked)
             if asked["type"] == "reset":
                 number = random.Random(asked["data"]["seed"]).randrange(10)
+                self.episodes += 1
+                episode = self.episodes
+                if asked["data"].get("draws_anew"):
+                    await socket.send_json(_observation(f"guess in episode {episode}"))
+                    continue
+                if "answer" in asked["data"]:
+                    await socket.send_str(asked["data"]["answer"])
+                    continue
                 await socket.send_json(_observation("guess"))
                 continue
             guess = asked["data"].get("message")
-            if guess == "crash":
+            if episode in self.given_up:
+                await socket.send_json(_observation("of a closed environment", reward=1.0))
+            elif guess == "crash":
                 await socket.close()
+            elif guess == "ping":
+                await socket.send_json(_observation("pinging"))
+                await socket.ping()
+            elif guess == "last":
+                await socket.send_json(_observation("goodbye"))
+                if self.goodbyes:
+                    self.goodbyes -= 1
+                    await socket.close()
             elif guess == "bug":
                 await socket.send_json(_error("it broke", "EXECUTION_ERROR"))
             elif guess == "wait":
@@ -185,3 +220,96 @@ def test_missing_field_is_named(server: GuessServer) -> None:
     with pytest.raises(RuntimeError, match=r"observation_field=board: found \['text'\]"):
         env.reset(seed=0)
     env.close()
+
+
+def test_pings_are_answered_while_the_client_asks_for_nothing(
+    env: OpenEnv, server: GuessServer
+) -> None:
+    env.reset(seed=0)
+    env.step("ping")
+    assert server.pongs.wait(30)
+
+
+def sent(server: GuessServer, *, since: int) -> list[object]:
+    """Return what the server has received: seeds of resets and guesses."""
+    return [one["data"].get("message", one["data"].get("seed")) for one in server.received[since:]]
+
+
+def test_an_episode_goes_on_in_a_new_session_where_the_server_has_ended_its_own(
+    env: OpenEnv, server: GuessServer
+) -> None:
+    first = len(server.received)
+    env.reset(seed=3)
+    assert env.step("100")[0] == "lower"
+    server.goodbyes = 1
+    assert env.step("last")[0] == "goodbye"
+    assert env.step("100")[:3] == ("lower", 0.0, False)
+    asked = sent(server, since=first)
+    assert asked == [asked[0], "100", "last", asked[0], "100", "last", "100"]
+    # a socket that is closed between two episodes
+    server.goodbyes = 1
+    env.step("last")
+    solve(env, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replay": False}, "the server has ended the session"),
+        ({"reset": {"draws_anew": True}}, "answered differently after 0 of the same actions"),
+    ],
+)
+def test_an_episode_that_cannot_be_played_again_fails(
+    server: GuessServer, settings: dict, message: str
+) -> None:
+    env = OpenEnv(url=server.url, observation_field="text", timeout_s=5.0, **settings)
+    env.reset(seed=0)
+    server.goodbyes = 1
+    env.step("last")
+    with pytest.raises(ConnectionError, match=message):
+        env.step("1")
+    with pytest.raises(ConnectionError, match="has ended the session"):
+        env.step("1")
+    env.reset(seed=1)
+    env.close()
+
+
+def test_a_session_that_the_server_has_given_up_after_a_pause_pays_nothing(
+    server: GuessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(openenv_session, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def play(idle_limit_s: float | None) -> tuple[str, float]:
+        env = OpenEnv(
+            url=server.url, observation_field="text", timeout_s=5.0, idle_limit_s=idle_limit_s
+        )
+        env.reset(seed=2)
+        server.given_up.add(server.episodes)
+        nonlocal now
+        now += 590.0
+        text, reward, *_ = env.step("100")
+        env.close()
+        return text, reward
+
+    # without the limit nobody can tell
+    assert play(None) == ("of a closed environment", 1.0)
+    assert play(600.0) == ("lower", 0.0)
+    assert play(900.0) == ("of a closed environment", 1.0)
+
+
+def test_a_server_that_speaks_another_protocol_is_named(server: GuessServer) -> None:
+    for answer, message in (("[1]", "expected a JSON object"), ("<html>", "JSONDecodeError")):
+        env = OpenEnv(url=server.url, reset={"answer": answer}, timeout_s=5.0)
+        with pytest.raises(ConnectionError, match=message):
+            env.reset(seed=0)
+        env.close()
+
+
+def test_all_environments_share_a_thread(server: GuessServer) -> None:
+    envs = [OpenEnv(url=server.url, timeout_s=5.0) for _ in range(16)]
+    for env in envs:
+        env.reset(seed=0)
+    assert sum(thread.name == "openenv" for thread in threading.enumerate()) == 1
+    for env in envs:
+        env.close()
