@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 
 from envs.base import PRINTABLE, Environment, Observation
 
-Method = TypeVar("Method", bound=Callable[..., str])
+Method = TypeVar("Method", bound=Callable[..., Observation])
 _MARK = "_is_tool"
 # of a call that is quoted in an error
 _QUOTED = 80
@@ -44,15 +44,16 @@ def tool(method: Method) -> Method:
 class ToolEnvironment(Environment):
     """Environment whose actions are calls of its tools; one call a turn.
 
-    A tool returns the next observation. It raises `ToolError` where the call cannot be carried out; the error is the
-    observation, and the action is valid without effect. A call that is no JSON, names no tool or has wrong arguments is
-    invalid. A tool ends the episode with `end` and adds rewards with `reward`.
+    A tool returns the next observation: a text, or a dict with `text` and `image` (or `images`). It raises `ToolError`
+    where the call cannot be carried out; the error is the observation, and the action is valid without effect. A call
+    that is no JSON, names no tool or has wrong arguments is invalid. A tool ends the episode with `end` and adds
+    rewards with `reward`.
 
     Subclasses set `rules` and call `_begin` first in `reset`.
 
     Args:
         max_action_length: Largest number of characters of a call.
-        max_observation_length: Largest number of characters of a result; the rest is cut.
+        max_observation_length: Largest number of characters of a result's text; the rest is cut.
     """
 
     rules: str = ""
@@ -104,7 +105,7 @@ class ToolEnvironment(Environment):
             "reward_parts": self._parts,
         }
         reward = float(sum(self._parts.values()))
-        return result[: self.max_observation_length], reward, self._over, False, info
+        return self._cut(result), reward, self._over, False, info
 
     def reward(self, **parts: float) -> None:
         """Add named amounts to the reward of the present step."""
@@ -133,6 +134,15 @@ class ToolEnvironment(Environment):
     def argument_values(self, argument: str) -> list[Any]:
         """Return values that a player who knows the rules could give to an argument, for `random_action`."""
         return ["none"]
+
+    def _cut(self, result: Observation) -> Observation:
+        """Return a result with its text cut; one of another type is left to the trainer to refuse."""
+        longest = self.max_observation_length
+        if isinstance(result, str):
+            return result[:longest]
+        if isinstance(result, dict) and isinstance(result.get("text"), str):
+            return result | {"text": result["text"][:longest]}
+        return result
 
     def _draw(self, argument: str, annotation: Any, rng: np.random.Generator) -> Any:
         schema = _schema(annotation)
@@ -194,7 +204,7 @@ def call_text(name: str, **arguments: Any) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-def _arguments(method: Callable[..., str]) -> type[BaseModel]:
+def _arguments(method: Callable[..., Observation]) -> type[BaseModel]:
     """Return the model that checks the arguments of a tool; numbers and texts are not converted."""
     hints = get_type_hints(method)
     fields: dict[str, Any] = {}
