@@ -190,6 +190,11 @@ class Open:
 
 
 @dataclass(frozen=True)
+class Built:
+    """Metadata of a group of settings from which an object is built: it names the class by `_target_`."""
+
+
+@dataclass(frozen=True)
 class TextOnly:
     """Metadata of the return annotation of a function that builds a model without images."""
 

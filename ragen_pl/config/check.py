@@ -17,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import relation_problems
 from ragen_pl.config.schema import Arguments, ArgumentsOf, Settings
-from ragen_pl.config.signatures import SignatureError, fields_of, read_signature
+from ragen_pl.config.signatures import SignatureError, fields_of, is_class, read_signature
 from ragen_pl.constraints import (
+    Built,
     DivisorOf,
     Open,
     TextOnly,
@@ -152,6 +153,16 @@ def _problems_of_list(
 def _problems_of_group(
     node: DictConfig, annotation: Any, *, key: str, root: DictConfig
 ) -> Iterator[tuple[str, str]]:
+    # an empty group is none, such as logger=none
+    if len(node) and "_target_" not in node and needs_class(annotation):
+        yield (
+            key,
+            (
+                f"{key}={shown(node)}: found a group without _target_, which names the class to build; set "
+                f"{key}._target_=package.module.Class"
+            ),
+        )
+        return
     fields = Fields(closed=False)
     if (target := node.get("_target_")) is not None:
         try:
@@ -180,6 +191,12 @@ def _problems_of_group(
             if expected is not None:
                 named = expected.replace(constraint.name, f"{key}.{constraint.name}")
                 yield place, f"{place}={shown(value)}: {named}"
+
+
+def needs_class(annotation: Any) -> bool:
+    """Return whether a group of settings for this annotation has to name its class."""
+    groups = [unwrapped(option) for option in options(annotation) if accepts(option, {})]
+    return bool(groups) and all(is_class(base) or Built() in metadata for base, metadata in groups)
 
 
 def fields_of_target(target: str) -> Fields:

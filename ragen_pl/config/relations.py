@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 def relation_problems(cfg: DictConfig) -> Iterator[str]:
     """Yield one line for each group of settings that do not agree."""
     for relation in (
+        _demonstrator,
         _response_and_context,
         _left_out_patches,
         _left_out_turns,
@@ -59,6 +60,18 @@ def is_fsdp2(strategy: object) -> bool:
 _Get = Callable[[str], object]
 # gradients of weights that some ranks have not used
 _TORCH_OF_FSDP2 = (2, 13)
+
+
+def _demonstrator(get: _Get) -> str | None:
+    demonstrator = get("warm_start.demonstrator")
+    if get("warm_start.enabled") and (
+        not isinstance(demonstrator, DictConfig) or "_target_" not in demonstrator
+    ):
+        return (
+            "warm_start.demonstrator has no _target_, the policy that plays; set warm_start/demonstrator=random "
+            "or noisy, or warm_start=none"
+        )
+    return None
 
 
 def _response_and_context(get: _Get) -> str | None:

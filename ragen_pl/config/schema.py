@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from annotated_types import Ge
 
 from ragen_pl.constraints import (
+    Built,
     Count,
     CountOrZero,
     ExistingPath,
@@ -54,7 +55,7 @@ class ArgumentsOf:
     default: str = ""
 
 
-Component = Annotated[dict[str, Any], Open()]
+Component = Annotated[dict[str, Any], Open(), Built()]
 """A node with `_target_`, described by the signature of its class."""
 
 _MANAGER = Arguments("ragen_pl.rollout.environments.EnvironmentManager")
@@ -146,7 +147,8 @@ class WarmStart(TypedDict, total=False):
 
     enabled: bool
     weights: str | None
-    demonstrator: Component | None
+    # an environment's file may set some of its keys where there is no warm start
+    demonstrator: Annotated[dict[str, Any], Open()] | None
     checkpoint_every_n_steps: Count | None
     critic_lr: NonNegative | None
     optimizer: Annotated[Optimizer, Open()]

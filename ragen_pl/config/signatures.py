@@ -298,6 +298,17 @@ def _assigned(item: ast.stmt, name: str) -> ast.expr | None:
     return None
 
 
+def is_class(annotation: Any) -> bool:
+    """Return whether an annotation is a class that is read from source, and no mapping type."""
+    if not (isinstance(annotation, type) and issubclass(annotation, ClassInSource)):
+        return False
+    module_name, _, name = annotation.target.rpartition(".")
+    module = _module(module_name)
+    node = _definition(module, name) if module else None
+    bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+    return not any("TypedDict" in base for base in bases)
+
+
 def fields_of(annotation: Any) -> Mapping[str, Any] | None:
     """Return the names and annotations of a mapping type's fields, None for any other type."""
     if typing.is_typeddict(annotation):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypedDict
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from ragen_pl.constraints import Count, DivisorOf, Needs, Positive
 
@@ -49,4 +49,5 @@ class DecoderSettings(TypedDict, total=False):
     num_hidden_layers: Count
     num_attention_heads: Annotated[int, Ge(1), DivisorOf("hidden_size")]
     num_key_value_heads: Annotated[int, Ge(1), DivisorOf("num_attention_heads")]
-    max_position_embeddings: Count
+    # the rotary embedding computes positions in float32, exact up to here
+    max_position_embeddings: Annotated[int, Interval(ge=1, le=2**24)]
