@@ -32,7 +32,8 @@ from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.environment_check import make_environment, manager_settings
+from ragen_pl.run.environment_calls import make_environment
+from ragen_pl.run.environment_check import manager_settings
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.film import save_episode
 

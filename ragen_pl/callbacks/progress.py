@@ -23,6 +23,8 @@ _SHOWN = (
     ("entropy", "rollout/entropy", "{:.3f}"),
     ("validation success", "val/success", "{:.3f}"),
 )
+# Failed episodes in it: label, prefix of the metrics.
+_PLAYED = (("", "rollout"), ("validation ", "val"))
 _DEFAULT_PHASE = "training"
 
 
@@ -223,16 +225,24 @@ def _phase_of(pl_module: pl.LightningModule) -> str:
 
 
 def iteration_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Return an iteration's metrics as text; missing ones are left out.
+    """Return an iteration's metrics as text; missing ones are left out, and failed episodes where there are none.
 
     >>> iteration_metrics({"rollout/success": 0.5, "val/success": 0.25, "other": 1.0})
     ['success 0.500', 'validation success 0.250']
+    >>> iteration_metrics({"rollout/failed_episodes": 2.0, "rollout/episodes": 6.0})
+    ['failed 2 of 8']
     """
-    return [
+    shown = [
         f"{label} {form.format(float(metrics[name]))}"
         for label, name, form in _SHOWN
         if name in metrics
     ]
+    for label, prefix in _PLAYED:
+        failed = metrics.get(f"{prefix}/failed_episodes", 0.0)
+        if failed:
+            total = failed + metrics[f"{prefix}/episodes"]
+            shown.append(f"{label}failed {failed:.0f} of {total:.0f}")
+    return shown
 
 
 def duration(seconds: float) -> str:

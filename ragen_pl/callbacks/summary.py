@@ -24,6 +24,7 @@ _ROWS = (
     ("valid actions", "valid_actions", 3),
     ("response tokens", "response_tokens", 1),
 )
+_FAILED = "failed_episodes"
 # Columns of a log, which has no width of its own; rich's default of 80 would wrap the table.
 _LOG_WIDTH = 120
 
@@ -102,7 +103,16 @@ def summary_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
     for label, name, digits in _ROWS:
         if any(name in metrics for metrics in columns.values()):
             table.add_row(label, *(_cell(metrics, name, digits) for metrics in columns.values()))
+    if any(metrics.get(_FAILED) for metrics in columns.values()):
+        table.add_row("failed episodes", *map(_failed, columns.values()))
     return table
+
+
+def _failed(metrics: Mapping[str, float]) -> str:
+    """Return the number of failed episodes, which enter no other row."""
+    if _FAILED not in metrics:
+        return "-"
+    return f"{metrics[_FAILED]:.0f} of {metrics[_FAILED] + metrics['episodes']:.0f}"
 
 
 def _cell(metrics: Mapping[str, float], name: str, digits: int) -> str:

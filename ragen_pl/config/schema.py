@@ -265,7 +265,7 @@ class Settings(TypedDict, total=False):
         ),
         Arguments(
             "ragen_pl.data.datamodule.RolloutDataModule",
-            ("groups", "group_size", "iterations_ahead"),
+            ("groups", "group_size", "max_failed", "iterations_ahead"),
         ),
     ]
     update: Annotated[

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
-from ragen_pl.constraints import Count, checked
+from ragen_pl.constraints import Count, Fraction, checked
 from ragen_pl.data.ahead import IterationsAhead, PlayedRollout, RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
@@ -32,10 +32,11 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 
 class RollsOut(Protocol):
@@ -86,6 +87,7 @@ class RolloutDataModule(MinibatchDataModule):
         validation_sets: validation sets, the main one first.
         groups: number of groups of an iteration over all ranks.
         group_size: number of episodes of a group, all from the same initial state.
+        max_failed: largest fraction of an iteration's episodes that may fail; more end the run.
         iterations_ahead: 1 to sample an iteration's rollout while the iteration before it trains, with weights one
             update older; 0 to sample it with present weights. The module has to follow `LendsEngine`.
         epochs: passes over an iteration's samples in its update.
@@ -108,6 +110,7 @@ class RolloutDataModule(MinibatchDataModule):
         validation_sets: Sequence[ValidationSet] = (),
         groups: Count = 128,
         group_size: Count = 1,
+        max_failed: Fraction = 0.9,
         iterations_ahead: IterationsAhead = 0,
         epochs: Count = 2,
         minibatches: Count = 4,
@@ -128,6 +131,7 @@ class RolloutDataModule(MinibatchDataModule):
             )
         self.proxy, self.validation_sets = proxy, list(validation_sets)
         self.groups, self.group_size = groups, group_size
+        self.max_failed = max_failed
         self.epochs, self.minibatches = epochs, minibatches
         self.seed = seed
         self.held_out = held_out
@@ -184,7 +188,7 @@ class RolloutDataModule(MinibatchDataModule):
         the rollout of the next iteration begins here, and goes on while this one trains.
 
         Raises:
-            RolloutError: every episode failed.
+            RolloutError: more than `max_failed` of the episodes failed.
         """
         played = self._ahead.played(iteration, progress=progress)
         trajectories: list[Trajectory] = []
@@ -192,7 +196,7 @@ class RolloutDataModule(MinibatchDataModule):
         for rollout in self._rollouts(module, iteration, played=played, progress=progress):
             attempts += 1
             trajectories += rollout
-            self._measure(trajectories)
+            self._measure(trajectories, iteration)
             selection = select_groups(
                 trajectories,
                 self.group_filter,
@@ -260,7 +264,8 @@ class RolloutDataModule(MinibatchDataModule):
         successes = [
             trajectory.success
             for trajectory in trajectories
-            if curriculum.plays_present_stage(
+            if trajectory.status is not EpisodeStatus.FAILED
+            and curriculum.plays_present_stage(
                 trajectory.group % self.groups, groups=self.groups, iteration=iteration
             )
         ]
@@ -324,13 +329,20 @@ class RolloutDataModule(MinibatchDataModule):
         super().teardown(stage)
         self._ahead.drop()
 
-    def _measure(self, trajectories: list[Trajectory]) -> None:
+    def _measure(self, trajectories: list[Trajectory], iteration: int) -> None:
         statistics = RolloutStatistics()
         statistics.update(trajectories)
         self.metrics = statistics.compute()
-        if self.metrics["failed"] == 1.0:
-            first = next((trajectory.error for trajectory in trajectories), None)
-            raise RolloutError(f"every episode of the iteration failed; the first with {first}")
+        failed, played = self.metrics["failed_episodes"], self.metrics["episodes"]
+        # the same on every rank
+        if self.metrics["failed"] > self.max_failed or not played:
+            errors = [
+                error for part in gather_over_ranks(errors_of(trajectories)) for error in part
+            ]
+            raise RolloutError(
+                f"iteration {iteration + 1}: {failed:.0f} of {failed + played:.0f} episodes failed, more than "
+                f"rollout.max_failed={self.max_failed:g} allows; most with {most_common(errors)}"
+            )
 
     def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle

@@ -87,15 +87,7 @@ class DemonstrationDataModule(MinibatchDataModule):
         set_discounted_returns(self.batch, gamma=self.gamma)
 
     def _report(self, trajectories: Sequence[Trajectory]) -> None:
-        """Warn of demonstrations that failed, and of responses that a policy could not sample to their end."""
-        errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
-        if errors:
-            log.warning(
-                "warm_start: %d of %d demonstrations failed and are left out; the first with %s",
-                len(errors),
-                len(trajectories),
-                errors[0],
-            )
+        """Warn of responses that a policy could not sample to their end."""
         lengths = [len(turn.response_ids) for one in trajectories for turn in one.turns]
         limit = self.proxy.max_response_tokens
         longer = sum(length > limit for length in lengths)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.run.checks import check_folder, check_new_folder
-from ragen_pl.run.environment_check import make_environment
+from ragen_pl.run.environment_calls import check_made
 from ragen_pl.run.tracking import check_reachable, known_run, tracking_uri
 from ragen_pl.run.trust import is_own
 
@@ -33,7 +33,7 @@ def check_evaluation(cfg: DictConfig) -> None:
         raise ConfigError("validation_sets is empty; give one, such as validation_sets=held_out")
     for validation_set in validation_sets:
         try:
-            make_environment(OmegaConf.create(validation_set.env))
+            check_made(OmegaConf.create(validation_set.env))
         except ConfigError as error:
             raise ConfigError(f"validation_sets.{validation_set.name}: {error}") from error
     pass_ks(cfg)

@@ -32,6 +32,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import Context, TextContext
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.engine import RolloutEngine
+from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.run.build import (
     build_endpoint,
@@ -43,7 +44,7 @@ from ragen_pl.run.build import (
 )
 from ragen_pl.run.folder import Run, time_stamped
 from ragen_pl.run.weights import load_bundle, load_weights
-from ragen_pl.trajectory import EpisodeStatus, Trajectory
+from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.page import PAGE, write_page
 from ragen_pl.viewing.records import Origin, write_episodes
 
@@ -218,9 +219,10 @@ class Evaluator:
             ConfigError: every episode failed.
         """
         settings, trajectories = played.settings, played.trajectories
-        if all(trajectory.status is EpisodeStatus.FAILED for trajectory in trajectories):
+        errors = errors_of(trajectories)
+        if len(errors) == len(trajectories):
             raise ConfigError(
-                f"validation_sets.{settings.name}: every episode failed; the first error: {trajectories[0].error}"
+                f"validation_sets.{settings.name}: every episode failed; most with {most_common(errors)}"
             )
         metrics: dict[str, Any] = dict(validation_metrics(trajectories, pass_ks=self.pass_ks))
         if levels := success_by_difficulty(trajectories):

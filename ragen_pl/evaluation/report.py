@@ -103,6 +103,13 @@ def notes(about: Mapping[str, Any], validation_sets: ValidationResults) -> list[
                 f"{name}: training held out the first {set_aside} of the {total} initial states; "
                 "it may have used the others."
             )
+        for policy, metrics in validation_set["policies"].items():
+            if failed := metrics.get("failed_episodes"):
+                total = failed + metrics["episodes"]
+                lines.append(
+                    f"{name}, {policy}: {failed:.0f} of {total:.0f} episodes failed and are left out; the warnings "
+                    "name their errors."
+                )
     return lines
 
 

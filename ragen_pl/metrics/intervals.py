@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragen_pl.metrics.rollout import rollout_metrics
-from ragen_pl.trajectory import Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 _ROLLOUT_METRICS = (
     "return",
     "turns",
     "failed",
+    "failed_episodes",
     "valid_actions",
     "effective_actions",
     "response_tokens",
@@ -101,16 +102,28 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a validation set's episodes; groups are the samples of one initial state.
 
-    Shares of no responses at all are left out.
+    Failed episodes are counted and enter no other metric; pass@k is that of the groups with k others. Shares of no
+    responses at all are left out.
+
+    Raises:
+        ValueError: every episode failed.
     """
     groups = _successes_by_group(trajectories)
+    if not groups:
+        raise ValueError("every episode failed")
     rollout = rollout_metrics(trajectories)
     metrics = {"episodes": rollout["episodes"]} | clustered(groups).metrics("success")
     metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
+    failed = rollout["failed_episodes"] > 0
     for k in pass_ks:
-        rates = [pass_at(k, samples=len(samples), successes=sum(samples)) for samples in groups]
-        interval = wilson(math.fsum(rates) / len(rates), count=len(rates))
-        metrics |= interval.metrics(f"pass@{k}")
+        rates = [
+            pass_at(k, samples=len(samples), successes=sum(samples))
+            for samples in groups
+            if len(samples) >= k or not failed
+        ]
+        if rates:
+            interval = wilson(math.fsum(rates) / len(rates), count=len(rates))
+            metrics |= interval.metrics(f"pass@{k}")
     return metrics
 
 
@@ -121,7 +134,7 @@ def success_by_difficulty(trajectories: Sequence[Trajectory]) -> dict[int, dict[
     """
     levels: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        if trajectory.difficulty is not None:
+        if trajectory.difficulty is not None and trajectory.status is not EpisodeStatus.FAILED:
             levels[trajectory.difficulty].append(trajectory)
     return {
         difficulty: {"episodes": float(len(episodes))}
@@ -133,5 +146,6 @@ def success_by_difficulty(trajectories: Sequence[Trajectory]) -> dict[int, dict[
 def _successes_by_group(trajectories: Sequence[Trajectory]) -> list[list[bool]]:
     groups: dict[int, list[bool]] = defaultdict(list)
     for trajectory in trajectories:
-        groups[trajectory.group].append(bool(trajectory.success))
+        if trajectory.status is not EpisodeStatus.FAILED:
+            groups[trajectory.group].append(bool(trajectory.success))
     return list(groups.values())

@@ -1,4 +1,7 @@
-"""Metrics of trajectories: success, return, turns, valid actions, lengths, spread within groups."""
+"""Metrics of trajectories: success, return, turns, valid actions, lengths, spread within groups.
+
+Failed episodes are counted and enter no other metric: a broken environment says nothing about the agent.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,7 @@ METRICS: Final = (
     "entropy",
     "overlong_responses",
     "failed",
+    "failed_episodes",
     "turn_limit",
     "think_accuracy",
     "observation_accuracy",
@@ -88,6 +92,9 @@ class RolloutStatistics(NamedSums):
         sums: dict[str, float] = defaultdict(float)
         group_returns: dict[int, list[float]] = defaultdict(list)
         for trajectory in trajectories:
+            if trajectory.status is EpisodeStatus.FAILED:
+                sums["failed"] += 1
+                continue
             _add_episode(sums, trajectory)
             group_returns[trajectory.group].append(trajectory.reward)
             for turn in trajectory.turns:
@@ -103,6 +110,8 @@ class RolloutStatistics(NamedSums):
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without episodes or turns, no entry for what environments or engines do not report.
 
+        `episodes` is the number of those that have not failed, over which the means are, `failed` the fraction of all
+        that have.
         `reward/<name>` is the mean over episodes of a named part of the environment's reward.
         """
         total = self.totals()
@@ -120,7 +129,8 @@ class RolloutStatistics(NamedSums):
             "response_tokens": ratio(total["response_tokens"], turns),
             "think_tokens": ratio(total["think_tokens"], turns),
             "overlong_responses": ratio(total["hit_length_limit"], turns),
-            "failed": ratio(total["failed"], episodes),
+            "failed": ratio(total["failed"], episodes + total["failed"]),
+            "failed_episodes": total["failed"],
             "turn_limit": ratio(total["turn_limit"], episodes),
         }
         optional = {
@@ -160,7 +170,6 @@ class RolloutStatistics(NamedSums):
 def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
     at_turn_limit = trajectory.status is EpisodeStatus.TURN_LIMIT
     sums["episodes"] += 1
-    sums["failed"] += trajectory.status is EpisodeStatus.FAILED
     sums["turn_limit"] += at_turn_limit and not trajectory.success
     sums["successes"] += trajectory.success
     sums["return"] += trajectory.reward

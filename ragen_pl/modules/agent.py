@@ -41,6 +41,7 @@ from ragen_pl.rollout.engine import (
     check_asynchronous,
     is_shared,
 )
+from ragen_pl.rollout.errors import RolloutError
 
 log = logging.getLogger(__name__)
 _CORRECTED = (
@@ -370,8 +371,13 @@ class AgentModule(SavesTrainedWeights):
         metrics: dict[str, float] = {}
         for number, (name, statistics) in enumerate(self.validation_statistics.items()):
             prefix = "val" if number == 0 else f"val_{name}"
-            metrics |= _prefixed(f"{prefix}/", statistics.compute())
+            values = statistics.compute()
             statistics.reset()
+            if values["failed"] == 1.0:
+                raise RolloutError(
+                    f"every episode of validation set {name!r} failed; the warnings above name the errors"
+                )
+            metrics |= _prefixed(f"{prefix}/", values)
         self._end_rollout()
         ready = self.trainer.fit_loop.epoch_progress.current.ready
         self._log(metrics, ready)

@@ -1,16 +1,19 @@
 """Environments in processes of their own: what hangs, crashes or leaks memory there costs its own episode.
 
 The process is a new interpreter that imports the environment and no model. It answers one call after the other over a
-pipe and ends when the pipe is closed. Its answer to a step brings along the members that were read after the last one.
+pipe. It ends when the pipe is closed, even where the environment hangs, so it never outlives its owner. Its answer to a
+step brings along the members that were read after the last one.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -94,6 +97,7 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         try:
             self._ask("make", target, dict(kwargs), memory_mb)
             self.action_space = self._ask("get", "action_space")[1]
+            self._names = self._ask("names")
         except BaseException:
             self.kill()
             raise
@@ -124,6 +128,10 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         """End the process at once, whatever it does. Any thread may call this."""
         self._process.kill()
         self._process.wait()
+
+    def __dir__(self) -> list[str]:
+        """Return the names of the environment's members too."""
+        return sorted({*super().__dir__(), *self._names})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -206,6 +214,9 @@ class _Served:
                 members[name] = value() if callable(value) else value
         return members
 
+    def names(self) -> list[str]:
+        return dir(self.env.unwrapped)
+
     def get(self, name: str) -> tuple[str, Any]:
         try:
             value = getattr(self.env.unwrapped, name)
@@ -222,7 +233,19 @@ class _Served:
         self.env.close()
 
 
+def _end_with(pipe: int) -> None:
+    """End this process when its owner has gone, whatever the environment does."""
+    poll = select.poll()
+    # hang-ups are reported without being asked for
+    poll.register(pipe, 0)
+    poll.poll()
+    # time for an orderly end
+    time.sleep(_END_S)
+    os._exit(1)
+
+
 def _serve(pipe: Connection) -> None:
+    threading.Thread(target=_end_with, args=(pipe.fileno(),), daemon=True).start()
     served = _Served()
     while True:
         try:

@@ -6,7 +6,6 @@ actions a turn, penalizes invalid responses and limits turns. Rules belong to th
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -15,24 +14,21 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import gymnasium
-import numpy as np
-from gymnasium import spaces
 
 from ragen_pl.constraints import Count, NonNegative, Positive, checked
+from ragen_pl.rollout.environment_answers import AnswerReader
+from ragen_pl.rollout.environment_members import EnvironmentMembers
 from ragen_pl.rollout.environment_process import ProcessEnvironment, environment_maker
-from ragen_pl.rollout.formats import BLOCKS, PromptFormat, format_instructions
+from ragen_pl.rollout.formats import PromptFormat, format_instructions
 from ragen_pl.rollout.parsing import ParsedResponse
-from ragen_pl.rollout.spatial_relations import f1_score, read_claims, true_claims
-from ragen_pl.rollout.workers import EnvironmentWorkers, Outcome
+from ragen_pl.rollout.spatial_relations import judged_statements
+from ragen_pl.rollout.workers import EnvironmentWorkers, Outcome, TimeLimitExceeded
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import REWARD_PART, EpisodeStatus, Observation, Relation, Statement
+from ragen_pl.trajectory import EpisodeStatus, Observation, Relation, Statement
 
 _MAX_REDRAWS = 200
-# a larger reward is infinite once returns are summed in float32
-_MAX_REWARD = 1e30
-_GRAY = 128
 # the creation of an environment imports libraries and may start programs
-_CREATION_PATIENCE = 10.0
+CREATION_PATIENCE = 10.0
 _InThread: TypeAlias = tuple[gymnasium.Env[Any, Any], int]
 
 
@@ -51,85 +47,6 @@ class EpisodeSpec:
     member: int
     seed: int
     options: Mapping[str, object] | None = None
-
-
-class EnvironmentMembers:
-    """Members of an environment beyond gymnasium's interface; all but `action_names` are optional.
-
-    A method that is missing or not implemented reads as one that returns None.
-
-    Args:
-        env: the environment, with any wrappers.
-    """
-
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        self._environment: Any = env.unwrapped
-
-    @property
-    def action_names(self) -> Sequence[str] | None:
-        """Name of each action, by index; None where actions are free text."""
-        if isinstance(self._environment.action_space, spaces.Text):
-            return None
-        names: Sequence[str] = self._environment.action_names
-        return names
-
-    @property
-    def max_action_length(self) -> int | None:
-        """Largest number of characters of a free-text action; None for named actions."""
-        space = self._environment.action_space
-        return space.max_length if isinstance(space, spaces.Text) else None
-
-    @property
-    def instructions(self) -> str:
-        """Rules in full sentences; empty without any."""
-        return str(getattr(self._environment, "instructions", ""))
-
-    @property
-    def relation_names(self) -> tuple[str, ...]:
-        """All things that `relations` may name; empty where the environment does not list them."""
-        return tuple(getattr(self._environment, "relation_names", ()))
-
-    def state_key(self) -> str | None:
-        """Return text that two states share exactly when they are equal."""
-        return self._call("state_key")
-
-    def describe(self) -> str | None:
-        """Return a true description of the present state."""
-        return self._call("describe")
-
-    @property
-    def reward_range(self) -> tuple[float, float] | None:
-        """Lowest and highest reward of a step, where the environment declares them."""
-        declared: tuple[float, float] | None = getattr(self._environment, "reward_range", None)
-        return declared
-
-    def random_action(self, rng: np.random.Generator) -> int | str:
-        """Return an action that the rules allow: of named ones any, of free texts one that the environment draws.
-
-        Raises:
-            TypeError: actions are free text, and the environment has no `random_action`.
-        """
-        drawn: int | str | None = self._call("random_action", rng)
-        if drawn is not None:
-            return drawn
-        if self.action_names is None:
-            raise TypeError("actions are free text and it has no random_action(rng); write one")
-        return int(rng.integers(len(self.action_names)))
-
-    def difficulty(self) -> int | None:
-        """Return how hard the present state is."""
-        return self._call("difficulty")
-
-    def relations(self) -> list[Relation] | None:
-        """Return the positions of things relative to the player."""
-        return self._call("relations")
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        method = getattr(self._environment, name, None)
-        try:
-            return None if method is None else method(*arguments)
-        except NotImplementedError:
-            return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,6 +92,7 @@ class EnvironmentSlot:
         state_key: key of the present state, where it is recorded.
         state_description: the environment's description of the present state.
         relations: positions of things, in formats that ask for statements.
+        reward_range: lowest and highest reward of a step, where they are declared.
         difficulty: difficulty of the initial state.
         turn: number of turns played.
         error: the environment's error; a slot with an error is not used again.
@@ -189,6 +107,7 @@ class EnvironmentSlot:
     state_key: str | None = None
     state_description: str | None = None
     relations: list[Relation] | None = None
+    reward_range: tuple[float, float] | None = None
     difficulty: int | None = None
     turn: int = 0
     error: str | None = None
@@ -203,7 +122,8 @@ class EnvironmentSlot:
 
     def fail(self, error: BaseException) -> None:
         """Record the error of a reset or a turn."""
-        self.error, self.hangs = f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)
+        self.error = f"{type(error).__name__}: {error}"
+        self.hangs = isinstance(error, TimeLimitExceeded)
 
     @property
     def members(self) -> EnvironmentMembers:
@@ -270,7 +190,7 @@ class EnvironmentManager:
         self.timeout_s = timeout_s
         self.held_out = held_out
         self.record_states = record_states
-        self.blank_images = blank_images
+        self.answers = AnswerReader(target=target, blank_images=blank_images)
         self._make = environment_maker(target, process=process, memory_mb=memory_mb)
         self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)
         # sound environments with their threads, and those of them that nobody plays
@@ -304,7 +224,7 @@ class EnvironmentManager:
         workers = [self._made + number for number in range(count - len(taken))]
         self._made += len(workers)
         outcomes = self._workers.run(
-            [(worker, self.make) for worker in workers], patience=_CREATION_PATIENCE
+            [(worker, self.make) for worker in workers], patience=CREATION_PATIENCE
         )
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         made = [
@@ -398,7 +318,7 @@ class EnvironmentManager:
             TypeError: the observation is neither text nor text with images.
         """
         members = slot.members
-        slot.observation = self._observation(raw)
+        slot.observation = self.answers.observation(raw)
         slot.action_names = members.action_names
         slot.state_description = members.describe()
         if self.record_states:
@@ -409,7 +329,8 @@ class EnvironmentManager:
     def _reset(self, slot: EnvironmentSlot) -> None:
         spec, members = slot.spec, slot.members
         options = dict(spec.options) if spec.options else None
-        raw, _ = slot.env.reset(seed=spec.seed, options=options)
+        raw = self.answers.reset(slot.env.reset(seed=spec.seed, options=options))
+        slot.reward_range = members.reward_range
         draw = 0
         while self.held_out and members.state_key() in self.held_out:
             draw += 1
@@ -418,32 +339,10 @@ class EnvironmentManager:
                     f"{_MAX_REDRAWS} initial states in a row are held out; the environment is too small "
                     "for its validation set"
                 )
-            raw, _ = slot.env.reset(seed=derive_seed(spec.seed, "redraw", draw), options=options)
+            seed = derive_seed(spec.seed, "redraw", draw)
+            raw = self.answers.reset(slot.env.reset(seed=seed, options=options))
         slot.difficulty = members.difficulty()
         self.observe(slot, raw)
-
-    def _observation(self, raw: object) -> Observation:
-        if isinstance(raw, str):
-            return Observation(text=_encodable(raw))
-        if isinstance(raw, Mapping) and isinstance(raw.get("text"), str):
-            images = [raw["image"]] if "image" in raw else raw.get("images")
-            if isinstance(images, Sequence) and not isinstance(images, str):
-                shown = [self._image(image) for image in images]
-                return Observation(text=_encodable(raw["text"]), images=shown)
-        raise TypeError(
-            f"{self.target} returned an observation of type {type(raw).__name__}; expected a str, or a dict "
-            "with 'text' (str) and 'image' (uint8 [height, width, 3]) or 'images' (a list of these)"
-        )
-
-    def _image(self, raw: object) -> np.ndarray:
-        image = np.asarray(raw)
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-            raise TypeError(
-                f"{self.target} returned an image of shape {image.shape} and type {image.dtype}; "
-                "expected uint8 [height, width, 3]"
-            )
-        # an environment may draw its next image into the same array
-        return np.full_like(image, _GRAY) if self.blank_images else image.copy()
 
     def _turn(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
         slot.turn += 1
@@ -455,7 +354,11 @@ class EnvironmentManager:
             if result.status is not None or not result.valid:
                 break
         if response.valid and relations is not None:
-            result.statements = _statements(slot, response, before=relations)
+            result.statements = judged_statements(
+                response.statements,
+                {"before": relations, "after": slot.relations or []},
+                names=slot.members.relation_names,
+            )
         if result.status is None and slot.turn >= self.max_turns:
             result.status = (
                 EpisodeStatus.TRUNCATED if self.turn_limit_bootstraps else EpisodeStatus.TURN_LIMIT
@@ -476,56 +379,19 @@ class EnvironmentManager:
         if isinstance(action, str) and longest is not None and len(action) > longest:
             self._refuse(slot, result)
             return
-        raw, reward, terminated, truncated, info = slot.env.step(action)
+        step = self.answers.step(slot.env.step(action), reward_range=slot.reward_range)
         terms = result.reward_terms
-        for name, value in self._reward_parts(float(reward), info.get("reward_parts")).items():
+        for name, value in step.reward_terms.items():
             terms[name] = terms.get(name, 0.0) + value
         result.actions.append(slot.action_text(action))
-        result.effective |= bool(info.get("action_is_effective", True))
-        result.success, result.info = bool(info.get("success", False)), dict(info)
-        self.observe(slot, raw)
+        result.effective |= step.action_is_effective
+        result.success, result.info = step.success, step.info
+        self.observe(slot, step.raw)
         result.observation = slot.observation
-        if terminated or truncated:
-            result.status = EpisodeStatus.TERMINATED if terminated else EpisodeStatus.TRUNCATED
-        if not info.get("action_is_valid", True):
+        if step.terminated or step.truncated:
+            result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED
+        if not step.action_is_valid:
             self._refuse(slot, result)
-
-    def _reward_parts(self, reward: float, parts: object) -> dict[str, float]:
-        """Return the reward by its named parts, or whole without any."""
-        if not abs(reward) < _MAX_REWARD:
-            raise ValueError(f"{self.target} returned reward {reward}; expected a finite number")
-        if parts is None:
-            return {"environment": reward}
-        if not isinstance(parts, Mapping) or not math.isclose(
-            sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6
-        ):
-            raise ValueError(
-                f"{self.target} returned reward {reward} and info['reward_parts']={parts}; expected named numbers "
-                "that sum to the reward"
-            )
-        return {f"{REWARD_PART}{name}": float(value) for name, value in parts.items()}
-
-
-def _statements(
-    slot: EnvironmentSlot, response: ParsedResponse, *, before: list[Relation]
-) -> list[Statement]:
-    """Return the statements of a response with the relations before or after its actions."""
-    relations = {"before": before, "after": slot.relations or []}
-    names = slot.members.relation_names or tuple(dict.fromkeys(name for name, *_ in before))
-    statements = []
-    for block, text in response.statements.items():
-        true = relations[BLOCKS[block].state or "before"]
-        agreement = f1_score(read_claims(text, names), true_claims(true))
-        statements.append(
-            Statement(block=block, text=text, true_relations=true, names=names, agreement=agreement)
-        )
-    return statements
-
-
-def _encodable(text: str) -> str:
-    """Return the text, or raise UnicodeEncodeError for half a surrogate pair, which no tokenizer can read."""
-    text.encode()
-    return text
 
 
 def _turn_result(slot: EnvironmentSlot, outcome: Outcome[TurnResult]) -> TurnResult:

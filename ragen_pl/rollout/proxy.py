@@ -8,7 +8,7 @@ the order in which responses finish change no trajectory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from ragen_pl.rollout.environments import (
     TurnResult,
 )
 from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.failures import FailureLog
 from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.responders import Episode, Responder
 from ragen_pl.rollout.temperature import AdaptiveTemperature
@@ -52,6 +53,7 @@ class AgentProxy(Generic[ContextT]):
         temperature: sampling temperature.
         num_envs: number of environments played at once.
         adaptive_temperature: temperature of a turn from the turns before it; None keeps it constant.
+        failures: logs the errors of failed episodes.
     """
 
     environments: EnvironmentManager
@@ -60,6 +62,7 @@ class AgentProxy(Generic[ContextT]):
     temperature: Positive = 1.0
     num_envs: Count = 256
     adaptive_temperature: AdaptiveTemperature | None = None
+    failures: FailureLog = field(default_factory=FailureLog)
 
     def rollout(
         self,
@@ -93,6 +96,7 @@ class AgentProxy(Generic[ContextT]):
                 finally:
                     self.environments.close(slots)
                 trajectories.extend(episode.trajectory for episode in episodes)
+        self.failures.note(trajectories)
         if progress is not None:
             progress(len(episode_specs), len(episode_specs))
         return trajectories

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
-from ragen_pl.rollout.environments import EnvironmentMembers
+from ragen_pl.rollout.environment_members import EnvironmentMembers
 from ragen_pl.rollout.formats import BLOCKS, REASONING, format_response
 from ragen_pl.rollout.responders import Episode, TextResponder
 from ragen_pl.rollout.spatial_relations import relations_text

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
-from ragen_pl.trajectory import Relation
+from ragen_pl.rollout.formats import BLOCKS
+from ragen_pl.trajectory import Relation, Statement
 
 
 class Axis(StrEnum):
@@ -118,3 +119,24 @@ def f1_score(predicted: Claims, target: Claims) -> float:
 def sign(number: int) -> int:
     """Return -1, 0 or 1."""
     return (number > 0) - (number < 0)
+
+
+def judged_statements(
+    texts: Mapping[str, str], relations: Mapping[str, list[Relation]], *, names: tuple[str, ...]
+) -> list[Statement]:
+    """Return the statements of a response with the true relations and their agreement with these.
+
+    Args:
+        texts: text of each block with statements.
+        relations: relations `before` and `after` the response's actions.
+        names: all things that may be named; empty for those that stood there before.
+    """
+    names = names or tuple(dict.fromkeys(name for name, *_ in relations["before"]))
+    statements = []
+    for block, text in texts.items():
+        true = relations[BLOCKS[block].state or "before"]
+        agreement = f1_score(read_claims(text, names), true_claims(true))
+        statements.append(
+            Statement(block=block, text=text, true_relations=true, names=names, agreement=agreement)
+        )
+    return statements

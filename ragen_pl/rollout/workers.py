@@ -22,6 +22,10 @@ Outcome: TypeAlias = T | BaseException
 """What a job returned or raised."""
 
 
+class TimeLimitExceeded(TimeoutError):
+    """A job took longer than its time limit. It may still run."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Share(Generic[T]):
     """Numbered jobs for one thread, and the longest time of each in seconds."""
@@ -85,7 +89,7 @@ class _Thread(Generic[T]):
                 return None
             self.abandoned = True
         (late, _), *others = self.share.jobs[len(self.outcomes) :]
-        limit = TimeoutError(f"the environment took longer than {self.share.timeout_s:g} s")
+        limit = TimeLimitExceeded(f"the environment took longer than {self.share.timeout_s:g} s")
         self.finished.put([*self.outcomes, (late, limit)])
         successor = _Thread(self.finished)
         successor.shares.put(_Share(others, self.share.timeout_s))
@@ -135,7 +139,7 @@ class EnvironmentWorkers(Generic[T]):
     def collect(self, *, wait_s: float | None = None) -> list[tuple[int, Outcome[T]]]:
         """Return the jobs that have ended since the last call, each with its outcome.
 
-        A job over the time limit ends with a `TimeoutError`.
+        A job over the time limit ends with `TimeLimitExceeded`.
 
         Args:
             wait_s: Longest time to wait for the first one in seconds; None waits until there is one.
@@ -194,6 +198,11 @@ def _outcome(job: Job[T]) -> Outcome[T]:
     try:
         return job()
     except Exception as error:
+        return error
+    # a plain exit is the environment's; a signal that ends the run raises a class of its own
+    except SystemExit as error:
+        if type(error) is not SystemExit:
+            raise
         return error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from hydra.utils import instantiate
@@ -12,7 +13,10 @@ from ragen_pl.config.errors import in_one_line
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.rollout.engine import RolloutEngine
+from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.run.build import RunComponents, build_validation_set
+from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +30,7 @@ def baseline_metrics(
 ) -> dict[str, dict[str, float]]:
     """Return the validation set's metrics of each of the config's baselines, by its name.
 
-    A scripted policy that raises has a warning instead: a run does not lose its results by it.
+    A baseline that fails has a warning instead: a run does not lose its results by it.
 
     Args:
         components: objects of the run.
@@ -42,13 +46,18 @@ def baseline_metrics(
         try:
             metrics[f"{name} policy"] = scripted_metrics(components, str(name), policy)
         except Exception as error:  # any of a policy that may be the user's
-            log.warning(
-                "validation.baselines.%s: not in the summary (%s)", name, in_one_line(error)
-            )
+            _warn(f"validation.baselines.{name}", error)
     if engine is not None:
-        metrics["blank images"] = blank_image_metrics(components, agent.to(device), engine)
+        try:
+            metrics["blank images"] = blank_image_metrics(components, agent.to(device), engine)
+        except RolloutError as error:
+            _warn("validation.blank", error)
         agent.cpu()
     return metrics
+
+
+def _warn(key: str, error: Exception) -> None:
+    log.warning("%s: not in the summary (%s)", key, in_one_line(error))
 
 
 def scripted_metrics(
@@ -56,7 +65,7 @@ def scripted_metrics(
 ) -> dict[str, float]:
     """Return the validation set's metrics of a scripted policy."""
     validation_set = components.validation_sets[0]
-    return rollout_metrics(validation_set.play_scripted(instantiate(baseline), name=name))
+    return _played_metrics(validation_set.play_scripted(instantiate(baseline), name=name))
 
 
 def blank_image_metrics(
@@ -65,5 +74,17 @@ def blank_image_metrics(
     """Return the validation set's metrics of the agent with blank images."""
     validation_set = build_validation_set(components.cfg, components.proxy, blank_images=True)
     agent.eval()
-    trajectories = validation_set.play(engine, version=agent.global_step)
-    return rollout_metrics(trajectories)
+    return _played_metrics(validation_set.play(engine, version=agent.global_step))
+
+
+def _played_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the metrics of episodes of which some have not failed.
+
+    Raises:
+        RolloutError: every episode failed.
+    """
+    metrics = rollout_metrics(trajectories)
+    if not metrics["episodes"]:
+        errors = errors_of(trajectories)
+        raise RolloutError(f"every episode failed; most with {most_common(errors)}")
+    return metrics

@@ -278,6 +278,7 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
         validation_sets=components.validation_sets,
         groups=cfg.rollout.groups,
         group_size=cfg.rollout.group_size,
+        max_failed=cfg.rollout.max_failed,
         iterations_ahead=cfg.rollout.iterations_ahead,
         epochs=cfg["update"].epochs,
         minibatches=cfg["update"].minibatches,

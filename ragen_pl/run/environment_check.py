@@ -1,29 +1,29 @@
-"""Checks of an environment before a model is built: it is made, and its first turn is played."""
+"""Checks of an environment before a model is built: it is made, and its first turns are played."""
 
 from __future__ import annotations
 
-import math
+import gc
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.error import Error
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.errors import ConfigError, config_errors, in_one_line
-from ragen_pl.rollout.environment_process import environment_maker
-from ragen_pl.rollout.environments import (
-    EnvironmentManager,
-    EnvironmentMembers,
-    EnvironmentSlot,
-    EpisodeSpec,
-)
-from ragen_pl.rollout.parsing import ParsedResponse
+from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.rollout.environment_members import EnvironmentMembers
+from ragen_pl.rollout.environments import EnvironmentManager, EnvironmentSlot, EpisodeSpec
+from ragen_pl.run.environment_calls import EnvironmentCalls
+from ragen_pl.run.machine import used_memory
 from ragen_pl.trajectory import Observation
+
+log = logging.getLogger(__name__)
 
 # keys of env that are for people and models
 _DESCRIPTIONS = ("name", "visual", "words")
@@ -34,38 +34,12 @@ _ACTIONS = 32
 _EPISODES, _STEPS = 4, 6
 # steps in a row whose observations contain the one before
 _GROWS = 4
-_EPSILON = 1e-6
 # free text for an environment that draws none
 _TEXT = "probe"
 # marks of a response's form
 _RESERVED = ("||", "<", ">")
-
-
-def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
-    """Make an environment from the node `env` of a config.
-
-    Raises:
-        ConfigError: it does not exist or does not take its settings.
-    """
-    settings = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
-    assert isinstance(settings, dict)
-    kwargs = {str(name): value for name, value in settings.items()}
-    with config_errors(f"env.target={env.target}"):
-        make = environment_maker(
-            str(env.target), process=bool(env.get("process")), memory_mb=env.get("memory_mb")
-        )
-    try:
-        return make(**kwargs)
-    except (Error, ModuleNotFoundError) as error:
-        raise ConfigError(
-            f"env.target={env.target}: {in_one_line(error)}; give a gymnasium id such as "
-            "envs:ragen/FrozenLake-v0, or a class path such as my_package.my_module.MyEnv"
-        ) from error
-    except ImportError as error:  # an adapter names the extra that installs its library
-        raise ConfigError(f"env.target={env.target}: {in_one_line(error)}") from error
-    except Exception as error:  # an environment's constructor may raise anything
-        text = str(error).split(" was raised from the environment creator")[0]
-        raise ConfigError(f"env.kwargs of {env.target}: {text}") from error
+# memory that each episode keeps, in bytes; the first episodes import libraries and fill caches
+_KEPT, _FIRST_EPISODES = 4 * 2**20, 3
 
 
 def manager_settings(env: DictConfig) -> dict[str, Any]:
@@ -76,38 +50,208 @@ def manager_settings(env: DictConfig) -> dict[str, Any]:
 
 
 def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
-    """Make the config's environment, play its first turn and return it unwrapped.
+    """Make the config's environment, play its first turns and return it closed and unwrapped.
 
     Scripted policies choose actions in it, and the curriculum's stages are tried.
 
     Raises:
         ConfigError: it breaks the protocol; with what was found, what was expected and the remedy.
     """
-    place = f"env.target={cfg.env.target}"
-    env = make_environment(cfg.env)
-    _check_members(env, place=place)
-    manager = EnvironmentManager(**manager_settings(cfg.env))
-    first, second = (_reset(manager, env, place=place) for _ in range(2))
-    if not _same(first.observation, second.observation):
-        raise ConfigError(
-            f"{place}: two resets with seed {_SEED} began differently; draw from self.np_random only"
-        )
-    _check_images(first, cfg, place=place)
-    _check_state_key(first, cfg, place=place)
-    for key, policy in _scripted_policies(cfg):
-        _check_scripted_policy(first, policy, key=key)
-    _check_step(manager, first, place=place)
-    _check_episodes(manager, env, cfg, place=place)
-    _check_stages(env, OmegaConf.select(cfg, "curriculum.stages"))
-    env.close()
+    calls = EnvironmentCalls(cfg.env)
+    try:
+        env = calls.make()
+        _Check(cfg, calls, env).run()
+    finally:
+        calls.close()
     return env.unwrapped
 
 
-def _check_members(env: object, *, place: str) -> None:
-    if not isinstance(env, gymnasium.Env):
-        raise ConfigError(
-            f"{place}: found a {type(env).__name__}, expected a gymnasium.Env; derive it from that"
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What an episode showed after a step."""
+
+    observation: Observation
+    reward: float
+    state_key: str | None
+
+
+class _Check:
+    """The checks of one environment.
+
+    Args:
+        cfg: config of a run.
+        calls: makes the environment's calls.
+        env: the environment.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, calls: EnvironmentCalls, env: gymnasium.Env[Any, Any]
+    ) -> None:
+        self.cfg, self.calls, self.env, self.place = cfg, calls, env, calls.place
+        self.manager = EnvironmentManager(
+            **(
+                manager_settings(cfg.env)
+                | {"record_states": bool(OmegaConf.select(cfg, "validation.held_out"))}
+            )
         )
+
+    def run(self) -> None:
+        """Play and compare.
+
+        Raises:
+            ConfigError: with the first thing that is wrong.
+        """
+        if not isinstance(self.env, gymnasium.Env):
+            raise ConfigError(
+                f"{self.place}: found a {type(self.env).__name__}, expected a gymnasium.Env; derive it from that"
+            )
+        self.calls.call("", lambda: _check_actions(self.env, place=self.place))
+        first, second = self._reset(), self._reset()
+        if not _same(first.observation, second.observation):
+            raise ConfigError(
+                f"{self.place}: two resets with seed {_SEED} began differently; draw from self.np_random only"
+            )
+        self._check_images(second)
+        self._check_state_keys(first, second)
+        for key, policy in _scripted_policies(self.cfg):
+            self._check_scripted_policy(second, policy, key=key)
+        named = second.action_names is not None
+        self._step(second, 0 if named else self._drawn_action(np.random.default_rng(_SEED)))
+        self._check_episodes()
+        self._check_stages()
+
+    def _reset(self, seed: int = _SEED) -> EnvironmentSlot:
+        reset = partial(self.env.reset, seed=seed, options=None)
+        answer = self.calls.call(f"reset(seed={seed}, options=None)", reset)
+        slot = EnvironmentSlot(env=self.env, spec=EpisodeSpec(group=0, member=0, seed=seed))
+
+        def read() -> None:
+            raw = self.manager.answers.reset(answer)
+            slot.reward_range = slot.members.reward_range
+            slot.difficulty = slot.members.difficulty()
+            self.manager.observe(slot, raw)
+
+        self.calls.call("", read)
+        return slot
+
+    def _step(self, slot: EnvironmentSlot, action: int | str) -> tuple[float, bool]:
+        """Take a step and return its reward and whether the episode has ended."""
+        answer = self.calls.call(f"step({action!r})", partial(self.env.step, action))
+
+        def read() -> tuple[float, bool]:
+            step = self.manager.answers.step(answer, reward_range=slot.reward_range)
+            self.manager.observe(slot, step.raw)
+            return sum(step.reward_terms.values()), step.terminated or step.truncated
+
+        return self.calls.call("", read)
+
+    def _drawn_action(self, rng: np.random.Generator) -> int | str:
+        """Return an action that the environment draws; of free texts any, where it draws none."""
+        members = EnvironmentMembers(self.env)
+
+        def draw() -> int | str:
+            try:
+                return members.random_action(rng)
+            except TypeError:
+                return _TEXT
+
+        return self.calls.call("random_action(rng)", draw)
+
+    def _check_images(self, slot: EnvironmentSlot) -> None:
+        shows = bool(slot.observation and slot.observation.images)
+        if shows != bool(self.cfg.env.get("visual", shows)):
+            content, value = ("an image", "true") if shows else ("no image", "false")
+            raise ConfigError(
+                f"{self.place}: found {content} in its observation; set env.visual={value} "
+                f"model={'small_vlm' if shows else 'small_lm'}"
+            )
+
+    def _check_state_keys(self, first: EnvironmentSlot, second: EnvironmentSlot) -> None:
+        if not self.manager.record_states:
+            return
+        if first.state_key is None:
+            raise ConfigError(
+                f"{self.place}: has no state_key() that returns a str, which validation.held_out=true needs; "
+                "write one, or set validation.held_out=false"
+            )
+        if first.state_key != second.state_key:
+            raise ConfigError(
+                f"{self.place}: state_key() differs after two resets with seed {_SEED}, so that "
+                "validation.held_out=true would hold nothing out; build it from the state alone"
+            )
+
+    def _check_scripted_policy(
+        self, slot: EnvironmentSlot, settings: DictConfig, *, key: str
+    ) -> None:
+        hint = f"give the environment what the policy needs, or choose another policy ({key}=…)"
+        with config_errors(key, hint=hint):
+            policy, rng = instantiate(settings), np.random.default_rng(_SEED)
+            actions = self.calls.attempt(
+                f"{type(policy).__name__}.act(env, rng)",
+                lambda: [policy.act(slot.env, rng) for _ in range(_ACTIONS)],
+                patience=_ACTIONS,
+            )
+            if wrong := [action for action in actions if not _is_action(action, slot)]:
+                raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")
+
+    def _check_stages(self) -> None:
+        """Check that the environment takes the reset options of each stage, and name one that is wrong by itself."""
+        stages = OmegaConf.select(self.cfg, "curriculum.stages")
+        plain: Any = OmegaConf.to_container(stages, resolve=True) if stages else []
+        for stage, options in enumerate(plain):
+            key = f"curriculum.stages.{stage}"
+            with config_errors(f"{key}={options}"):
+                try:
+                    self._reset_with(options or None)
+                except ConfigError:
+                    raise
+                except Exception:
+                    for name, value in options.items():
+                        with config_errors(f"{key}.{name}={value}"):
+                            self._reset_with({name: value})
+                    raise
+
+    def _reset_with(self, options: dict[str, Any] | None) -> None:
+        reset = partial(self.env.reset, seed=_SEED, options=options)
+        self.calls.attempt(f"reset(seed={_SEED}, options={options})", reset)
+
+    def _check_episodes(self) -> None:
+        """Play the beginnings of random episodes twice: the second time must be equal to the first."""
+        images: list[np.ndarray] = []
+        memory: list[int | None] = []
+        for seed in range(_EPISODES):
+            first, second = (self._played(seed, memory) for _ in range(2))
+            for number, (moment, again) in enumerate(zip_longest(first, second)):
+                if moment is None or again is None or not _equal(moment, again):
+                    raise ConfigError(
+                        f"{self.place}: two episodes with seed {seed} and equal actions differ after {number} steps; "
+                        "draw from self.np_random only, and keep nothing from one episode to the next"
+                    )
+            images += [image for moment in first for image in moment.observation.images]
+            texts = [moment.observation.text for moment in first]
+            window = OmegaConf.select(self.cfg, "context.window")
+            if self.manager.max_turns > _GROWS and window == "all":
+                _check_growth(texts, place=self.place)
+        _check_variety(images, place=self.place)
+        if not self.cfg.env.get("process"):
+            _warn_of_memory(memory, place=self.place)
+
+    def _played(self, seed: int, memory: list[int | None]) -> list[_Moment]:
+        """Return what the beginning of a random episode shows, and append the memory in use before it."""
+        gc.collect()
+        memory.append(used_memory())
+        slot, rng = self._reset(seed), np.random.default_rng(seed)
+        assert slot.observation is not None
+        moments = [_Moment(slot.observation, 0.0, slot.state_key)]
+        for _ in range(min(_STEPS, self.manager.max_turns)):
+            reward, ended = self._step(slot, self._drawn_action(rng))
+            moments.append(_Moment(slot.observation, reward, slot.state_key))
+            if ended:
+                break
+        return moments
+
+
+def _check_actions(env: gymnasium.Env[Any, Any], *, place: str) -> None:
     environment: Any = env.unwrapped
     space = getattr(environment, "action_space", None)
     if isinstance(space, spaces.Text):
@@ -117,13 +261,22 @@ def _check_members(env: object, *, place: str) -> None:
             f"{place}: found action_space={space}, expected Discrete(n) for named actions or Text(max_length) for "
             "free text; set it"
         )
+    if space.start != 0:
+        raise ConfigError(
+            f"{place}: found action_space={space}, expected one that starts at 0, since step gets the index of a "
+            f"name; set Discrete({space.n})"
+        )
     names = getattr(environment, "action_names", None)
     if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != space.n:
         raise ConfigError(
             f"{place}: found action_names={names!r}, expected a name for each of {space.n} actions; "
             'set action_names = ("Up", …)'
         )
-    plain = [str(name).strip().casefold() for name in names]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{place}: found action_names={tuple(names)!r}, expected texts; quote each name"
+        )
+    plain = [name.strip().casefold() for name in names]
     if len(set(plain)) < len(plain) or not all(plain):
         raise ConfigError(
             f"{place}: found action_names={tuple(names)!r}, expected names that differ; case does not count"
@@ -131,45 +284,6 @@ def _check_members(env: object, *, place: str) -> None:
     if any(mark in name for name in plain for mark in _RESERVED):
         raise ConfigError(
             f"{place}: found action_names={tuple(names)!r}, expected none of {', '.join(_RESERVED)} in them"
-        )
-
-
-def _reset(
-    manager: EnvironmentManager, env: gymnasium.Env[Any, Any], *, place: str, seed: int = _SEED
-) -> EnvironmentSlot:
-    with config_errors(f"{place}: reset(seed={seed}, options=None) raised"):
-        result: Any = env.reset(seed=seed, options=None)
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        raise ConfigError(
-            f"{place}: reset returned {_kind(result)}, expected (observation, info); return both"
-        )
-    slot = EnvironmentSlot(env=env, spec=EpisodeSpec(group=0, member=0, seed=seed))
-    with config_errors(place):
-        manager.observe(slot, result[0])
-    description: Any = slot.state_description
-    if not isinstance(description, str | None):
-        raise ConfigError(f"{place}: describe() returned {_kind(description)}, expected a str")
-    return slot
-
-
-def _check_images(slot: EnvironmentSlot, cfg: DictConfig, *, place: str) -> None:
-    shows = bool(slot.observation and slot.observation.images)
-    if shows != bool(cfg.env.get("visual", shows)):
-        content, value = ("an image", "true") if shows else ("no image", "false")
-        raise ConfigError(
-            f"{place}: found {content} in its observation; set env.visual={value} "
-            f"model={'small_vlm' if shows else 'small_lm'}"
-        )
-
-
-def _check_state_key(slot: EnvironmentSlot, cfg: DictConfig, *, place: str) -> None:
-    if not OmegaConf.select(cfg, "validation.held_out"):
-        return
-    key = getattr(slot.env.unwrapped, "state_key", None)
-    if key is None or not isinstance(key(), str):
-        raise ConfigError(
-            f"{place}: has no state_key() that returns a str, which validation.held_out=true needs; "
-            "write one, or set validation.held_out=false"
         )
 
 
@@ -183,15 +297,6 @@ def _scripted_policies(cfg: DictConfig) -> list[tuple[str, DictConfig]]:
     return policies
 
 
-def _check_scripted_policy(slot: EnvironmentSlot, settings: DictConfig, *, key: str) -> None:
-    hint = f"give the environment what the policy needs, or choose another policy ({key}=…)"
-    with config_errors(key, hint=hint):
-        policy, rng = instantiate(settings), np.random.default_rng(_SEED)
-        actions = [policy.act(slot.env, rng) for _ in range(_ACTIONS)]
-        if wrong := [action for action in actions if not _is_action(action, slot)]:
-            raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")
-
-
 def _is_action(action: int | str, slot: EnvironmentSlot) -> bool:
     if slot.action_names is None:
         return isinstance(action, str)
@@ -202,63 +307,7 @@ def _expected_action(slot: EnvironmentSlot) -> str:
     return "a text" if slot.action_names is None else f"0 to {len(slot.action_names) - 1}"
 
 
-def _check_stages(env: gymnasium.Env[Any, Any], stages: ListConfig | None) -> None:
-    """Check that the environment takes the reset options of each stage, and name one that is wrong by itself."""
-    plain: Any = OmegaConf.to_container(stages, resolve=True) if stages else []
-    for stage, options in enumerate(plain):
-        key = f"curriculum.stages.{stage}"
-        with config_errors(f"{key}={options}"):
-            try:
-                env.reset(seed=_SEED, options=options or None)
-            except Exception:
-                for name, value in options.items():
-                    with config_errors(f"{key}.{name}={value}"):
-                        env.reset(seed=_SEED, options={name: value})
-                raise
-
-
-def _check_step(manager: EnvironmentManager, slot: EnvironmentSlot, *, place: str) -> None:
-    named = slot.action_names is not None
-    action = 0 if named else _drawn_action(slot.members, np.random.default_rng(_SEED))
-    with config_errors(f"{place}: step({action!r}) raised"):
-        output: Any = slot.env.step(action)
-    if not (isinstance(output, tuple) and len(output) == 5 and isinstance(output[4], dict)):
-        raise ConfigError(
-            f"{place}: step returned {_kind(output)}, expected (observation, reward, terminated, "
-            "truncated, info)"
-        )
-    slot.env.reset(seed=_SEED, options=None)
-    result = manager.step([slot], [ParsedResponse(actions=[action])])[0]
-    if result.error:
-        raise ConfigError(f"{place}: {result.error.partition(': ')[2]}")
-
-
-def _drawn_action(members: EnvironmentMembers, rng: np.random.Generator) -> int | str:
-    """Return an action that the environment draws; of free texts any, where it draws none."""
-    try:
-        return members.random_action(rng)
-    except TypeError:
-        return _TEXT
-
-
-def _check_episodes(
-    manager: EnvironmentManager, env: gymnasium.Env[Any, Any], cfg: DictConfig, *, place: str
-) -> None:
-    """Play the beginnings of random episodes twice: the second time must be equal to the first."""
-    images: list[np.ndarray] = []
-    for seed in range(_EPISODES):
-        first, second = (_steps(manager, env, seed=seed, place=place) for _ in range(2))
-        for number, (step, again) in enumerate(zip_longest(first, second)):
-            ended = step is None or again is None
-            if ended or not _same(step[0], again[0]) or step[1] != again[1]:
-                raise ConfigError(
-                    f"{place}: two episodes with seed {seed} and equal actions differ after {number} steps; draw from "
-                    "self.np_random only, and keep nothing from one episode to the next"
-                )
-        images += [image for observation, _ in first for image in observation.images]
-        texts = [observation.text for observation, _ in first]
-        if manager.max_turns > _GROWS and OmegaConf.select(cfg, "context.window") == "all":
-            _check_growth(texts, place=place)
+def _check_variety(images: Sequence[np.ndarray], *, place: str) -> None:
     if images and all(image.min() == image.max() for image in images):
         raise ConfigError(
             f"{place}: each of its {len(images)} images has one colour only; check its renderer (a second OpenGL "
@@ -281,44 +330,30 @@ def _check_growth(texts: Sequence[str], *, place: str) -> None:
         )
 
 
-def _steps(
-    manager: EnvironmentManager,
-    env: gymnasium.Env[Any, Any],
-    *,
-    seed: int,
-    place: str,
-) -> list[tuple[Observation, float]]:
-    """Return observations and rewards of the beginning of a random episode."""
-    slot, rng = _reset(manager, env, place=place, seed=seed), np.random.default_rng(seed)
-    members = slot.members
-    assert slot.observation is not None
-    steps = [(slot.observation, 0.0)]
-    for _ in range(min(_STEPS, manager.max_turns)):
-        action = _drawn_action(members, rng)
-        with config_errors(f"{place}: step({action!r}) raised"):
-            raw, reward, terminated, truncated, _ = env.step(action)
-        with config_errors(place):
-            manager.observe(slot, raw)
-        low, high = members.reward_range or (-math.inf, math.inf)
-        if not low - _EPSILON <= float(reward) <= high + _EPSILON:
-            raise ConfigError(
-                f"{place}: step({action!r}) returned reward {reward}, outside of its reward_range=({low:g}, {high:g}); "
-                "correct one of them"
-            )
-        steps.append((slot.observation, float(reward)))
-        if terminated or truncated:
-            break
-    return steps
+def _warn_of_memory(memory: Sequence[int | None], *, place: str) -> None:
+    """Warn of an environment that keeps memory of each episode.
+
+    Args:
+        memory: bytes in use before each episode.
+        place: key and value of the environment.
+    """
+    known = [number for number in memory if number is not None]
+    kept = [after - before for before, after in pairwise(known)][_FIRST_EPISODES:]
+    if kept and min(kept) >= _KEPT:
+        log.warning(
+            "%s: each episode keeps about %d MiB of memory; free it in reset, or set env.process=true env.memory_mb=…",
+            place,
+            sorted(kept)[len(kept) // 2] >> 20,
+        )
 
 
 def _same(first: Observation | None, second: Observation | None) -> bool:
-    if first is None or second is None:
+    if first is None or second is None or len(first.images) != len(second.images):
         return first is second
     images = zip(first.images, second.images, strict=True)
     return first.text == second.text and all(np.array_equal(*pair) for pair in images)
 
 
-def _kind(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(item).__name__ for item in value)})"
-    return f"a {type(value).__name__}"
+def _equal(first: _Moment, second: _Moment) -> bool:
+    same = _same(first.observation, second.observation)
+    return same and (first.reward, first.state_key) == (second.reward, second.state_key)

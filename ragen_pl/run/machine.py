@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,3 +21,12 @@ def free_host_memory() -> int | None:
         limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
         limits.append(int(limit) - int(used))
     return min(limits)
+
+
+def used_memory() -> int | None:
+    """Return the bytes of memory that this process has in use; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.evaluation.checks import check_source
-from ragen_pl.run.environment_check import make_environment
+from ragen_pl.run.environment_calls import check_made
 
 FORMATS = (".gif", ".png")
 
@@ -31,7 +31,7 @@ def check_play(cfg: DictConfig) -> None:
             f"policy={cfg.policy}: validation.baselines has no policy of that name for this environment; "
             "use policy=human or policy=agent"
         )
-    make_environment(cfg.env)
+    check_made(cfg.env)
     if cfg.save is not None:
         file = Path(cfg.save).expanduser()
         if file.suffix.lower() not in FORMATS:

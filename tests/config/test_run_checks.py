@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.run.checks import check_run
-from ragen_pl.run.environment_check import make_environment
+from ragen_pl.run.environment_calls import make_environment
 
 FROZEN_LAKE = "envs:ragen/FrozenLake-v0"
 
@@ -72,7 +72,7 @@ def test_unreachable_server_is_refused_where_it_is_used(
 
 def test_environment_check_imports_no_torch() -> None:
     code = (
-        "import sys, ragen_pl.run.checks, ragen_pl.run.environment_check as p\n"
+        "import sys, ragen_pl.run.checks, ragen_pl.run.environment_calls as p\n"
         "from omegaconf import OmegaConf\n"
         f"p.make_environment(OmegaConf.create({{'target': {FROZEN_LAKE!r}, 'kwargs': {{}}}}))\n"
         "print(sorted({'torch', 'lightning', 'transformers', 'mlflow'} & set(sys.modules)))"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import envs  # noqa: F401 - registers the environments
+from envs.frozen_lake import FrozenLake
 from envs.policies import OptimalPolicy
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
@@ -17,6 +18,7 @@ from ragen_pl.data.validation import ValidationSet
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
@@ -295,8 +297,45 @@ def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
 
 def test_iteration_of_failed_episodes_stops_the_run(lm):
     data = RolloutDataModule(proxy_of(lm, held_out=_Everything()), groups=2)
-    with pytest.raises(RuntimeError, match=r"every episode of the iteration failed.*held out"):
+    with pytest.raises(
+        RolloutError,
+        match=r"iteration 1: 2 of 2 episodes failed, more than rollout.max_failed=0.9 .*held out.*\(2 times",
+    ):
         data.collect(0, Module(lm))
+
+
+class Breaking(FrozenLake):
+    """Fails for three seeds in four."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed % 4:
+            raise OSError(f"no simulator for {seed}")
+        return super().reset(seed=seed, options=options)
+
+
+def test_failed_episodes_are_no_outcome_and_end_the_run_from_a_fraction_on(lm, caplog):
+    gymnasium.register("test/Breaking-v0", entry_point=Breaking)
+    settings = {"groups": 16, "group_size": 2, "seed": 3}
+    data = RolloutDataModule(proxy_of(lm, target="test/Breaking-v0"), max_failed=1.0, **settings)
+    played = data.collect(0, Module(lm))
+    failed = sum(trajectory.error is not None for trajectory in played)
+    assert 16 < failed < 32
+    assert (data.metrics["failed_episodes"], data.metrics["episodes"]) == (failed, 32 - failed)
+    sound = [one.reward for one in played if one.error is None]
+    assert data.metrics["return"] == pytest.approx(sum(sound) / len(sound))
+    # one kind of error, and one line
+    assert caplog.text.count("no simulator") == 1
+    assert f"{failed} of 32 episodes failed with OSError: no simulator for" in caplog.text
+    data.collect(1, Module(lm))
+    assert "episodes failed with errors that are named above" in caplog.text
+
+    def limited(max_failed: float) -> RolloutDataModule:
+        proxy = proxy_of(lm, target="test/Breaking-v0")
+        return RolloutDataModule(proxy, max_failed=max_failed, **settings)
+
+    limited(failed / 32).collect(0, Module(lm))
+    with pytest.raises(RolloutError, match=f"{failed} of 32 episodes failed, .*no simulator"):
+        limited((failed - 1) / 32).collect(0, Module(lm))
 
 
 class _Everything:
@@ -345,7 +384,7 @@ def test_demonstrations_that_fail_are_left_out_and_reported(lm, caplog):
     caplog.set_level(logging.WARNING)
     data = demonstrations(lm, policy=Forgetful())
     assert 0 < data.statistics["failed"] < 1
-    assert re.search(r"warm_start: \d+ of 12 demonstrations failed .*where was I", caplog.text)
+    assert re.search(r"\d+ of 12 episodes failed with Forgetful: where was I", caplog.text)
     assert "max_response_tokens" not in caplog.text
 
 

@@ -1,5 +1,8 @@
 """Environments that each break the protocol in one way."""
 
+import sys
+import threading
+
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -183,3 +186,101 @@ class EndsEarlierAgain(Sound):
     def step(self, action):
         self.steps += 1
         return "gone", 0.0, self.steps >= 3 + self.episodes % 2, False, {}
+
+
+FOR_EVER = threading.Event()
+
+
+class HangsInConstructor(Sound):
+    def __init__(self):
+        FOR_EVER.wait()
+
+
+class HangsInReset(Sound):
+    def reset(self, *, seed=None, options=None):
+        FOR_EVER.wait()
+
+
+class HangsInStep(Sound):
+    def step(self, action):
+        FOR_EVER.wait()
+
+
+class ExitsInConstructor(Sound):
+    def __init__(self):
+        sys.exit(3)
+
+
+class SecondResetRaises(Sound):
+    resets = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.resets += 1
+        if self.resets > 2:
+            raise LookupError("no third episode")
+        return super().reset(seed=seed)
+
+
+class NumberNames(Sound):
+    action_names = (1, 2)
+
+
+class StartsAtOne(Sound):
+    def __init__(self):
+        super().__init__()
+        self.action_space = spaces.Discrete(2, start=1)
+
+
+class WordForSuccess(Sound):
+    def step(self, action):
+        return "gone", 1.0, True, False, {"success": "no"}
+
+
+class WordForReward(Sound):
+    def step(self, action):
+        return "gone", "1.0", True, False, {}
+
+
+class NumberDescribed(Sound):
+    def describe(self):
+        return 3
+
+
+class KeyOfTheObject(Sound):
+    """Its key names the moment, not the state."""
+
+    resets = 0
+
+    def state_key(self):
+        self.resets += 1
+        return f"go {self.resets}"
+
+
+class NeedsLibrary(Sound):
+    def __init__(self):
+        import no_such_library.core  # noqa: F401
+
+
+class Hoards(Sound):
+    """Keeps memory of each episode."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def reset(self, *, seed=None, options=None):
+        self.kept.append(np.ones(2**20))
+        return super().reset(seed=seed)
+
+
+class SomeSeedsBreak(FreeText):
+    """Sound while it is checked; three later episodes in eight fail."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed > 1000 and seed % 8 < 3:
+            raise ConnectionError(f"no simulator for seed {seed}")
+        return "go", {}
+
+    def step(self, action):
+        return f"heard {action}", 1.0, True, False, {"success": True}

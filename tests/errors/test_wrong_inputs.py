@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from ragen_pl.config import ConfigError, config_dir
-from ragen_pl.run.checks import check_run
+from ragen_pl.run.environment_check import check_environment
 
 HERE = Path(__file__).parent
 
@@ -21,6 +23,22 @@ SHARDED = "trainer.devices=2 trainer.strategy=fsdp2"
 LORA = f"{PRETRAINED} model.build.lora={{r:4}}"
 
 OF_THE_COMMAND = [
+    (
+        "algorithm.rewards.judge={a:1}",
+        "algorithm.rewards.judge={'a': 1}: found a group without _target_, .* set algorithm.rewards.judge._target_=",
+    ),
+    (
+        "+callbacks.collapse.alarms.mine={above:1.0}",
+        "callbacks.collapse.alarms.mine={'above': 1.0}: found a group without _target_",
+    ),
+    (
+        "env=bandit warm_start.demonstrator=null",
+        "warm_start.demonstrator has no _target_, .* set warm_start/demonstrator=random or noisy",
+    ),
+    (
+        "model.build.text.max_position_embeddings=99999999999999999999",
+        "max_position_embeddings=99999999999999999999: expected a whole number, .* at most 16777216",
+    ),
     ("trainer.max_epoch=3", "unknown key trainer.max_epoch; did you mean trainer.max_epochs?"),
     (
         "env=bandit env.kwargs.nmes=train",
@@ -146,11 +164,19 @@ OF_THE_ENVIRONMENT = [
     ("Black", "each of its .* images has one colour only"),
     ("OnePicture", "images are equal; check its renderer"),
     ("Growing", "each observation contains the one before it .* or set context.window=1"),
-    ("MoreThanDeclared", r"returned reward 1.0, outside of its reward_range=\(0, 0.5\)"),
+    ("MoreThanDeclared", r"returned reward 1, outside of its reward_range=\(0, 0.5\)"),
     ("RemembersEpisodes", "two episodes with seed 0 and equal actions differ after 1 steps"),
     ("EndsEarlierAgain", "two episodes with seed 0 and equal actions differ after"),
     ("StepRaises", r"step\(0\) raised: the floor gave way"),
     ("Unhelpful", "env.kwargs of broken_environments.Unhelpful: no display"),
+    ("ExitsInConstructor", r"its constructor: its code ended the program \(SystemExit: 3\)"),
+    ("SecondResetRaises", r"reset\(seed=0, options=None\) raised: no third episode"),
+    ("NumberNames", r"found action_names=\(1, 2\), expected texts; quote each name"),
+    ("StartsAtOne", r"Discrete\(2, start=1\), expected one that starts at 0.* set Discrete\(2\)"),
+    ("WordForSuccess", r"returned info\['success'\]='no'; expected true or false"),
+    ("WordForReward", "returned reward '1.0'; expected a finite number"),
+    ("NumberDescribed", r"describe\(\) returned a int, expected a value of type str"),
+    ("NeedsLibrary", "it needs the package 'no_such_library', which is not installed"),
 ]
 
 
@@ -202,28 +228,71 @@ def custom():
 WITH_IMAGES = ("Black", "OnePicture")
 
 
+def checked(custom, monkeypatch, root, environment, **settings):
+    """Check an environment; it has to be refused or pass without a line break."""
+    monkeypatch.syspath_prepend(str(HERE))
+    custom = OmegaConf.merge(custom, {"env": {"target": f"broken_environments.{environment}"}})
+    custom.paths.root, custom.context.window = str(root), "all"
+    custom.env.visual = environment in WITH_IMAGES
+    for key, value in settings.items():
+        OmegaConf.update(custom, key.replace("__", "."), value)
+    check_environment(custom)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"), OF_THE_ENVIRONMENT, ids=[name for name, _ in OF_THE_ENVIRONMENT]
 )
 def test_an_environment_that_breaks_the_protocol_is_refused(
     custom, monkeypatch, tmp_path, environment, message
 ):
-    monkeypatch.syspath_prepend(str(HERE))
-    custom.env.target, custom.paths.root = f"broken_environments.{environment}", str(tmp_path)
-    custom.env.visual, custom.context.window = environment in WITH_IMAGES, "all"
     with pytest.raises(ConfigError, match=message) as error:
-        check_run(custom)
+        checked(custom, monkeypatch, tmp_path, environment)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "call", "process"),
+    [
+        ("HangsInConstructor", "its constructor", False),
+        ("HangsInConstructor", "its constructor", True),
+        ("HangsInReset", "reset(seed=0, options=None)", False),
+        ("HangsInStep", "step(0)", False),
+        ("HangsInStep", "step(0)", True),
+    ],
+)
+def test_an_environment_that_hangs_is_refused(
+    custom, monkeypatch, tmp_path, environment, call, process
+):
+    # the creation may take ten times as long
+    timeout_s = 0.1 if call == "its constructor" else 2.0
+    settings = {"env__timeout_s": timeout_s, "env__process": process}
+    with pytest.raises(ConfigError) as error:
+        checked(custom, monkeypatch, tmp_path, environment, **settings)
+    limit = 10 * timeout_s if call == "its constructor" else timeout_s
+    assert str(error.value) == (
+        f"env.target=broken_environments.{environment}: {call}: the environment took longer than {limit:g} s; "
+        f"find out what it waits for, or raise env.timeout_s={timeout_s:g}"
+    )
+
+
+def test_a_state_key_that_holds_nothing_out_is_refused(custom, monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"state_key\(\) differs after two resets with seed 0"):
+        checked(custom, monkeypatch, tmp_path, "KeyOfTheObject", validation__held_out=True)
+    checked(custom, monkeypatch, tmp_path, "KeyOfTheObject", validation__held_out=False)
+
+
+def test_an_environment_that_keeps_memory_is_reported(custom, monkeypatch, tmp_path, caplog):
+    checked(custom, monkeypatch, tmp_path, "Sound")
+    assert "MiB of memory" not in caplog.text
+    checked(custom, monkeypatch, tmp_path, "Hoards")
+    assert re.search(r"Hoards: each episode keeps about [78] MiB of memory; free it", caplog.text)
 
 
 @pytest.mark.parametrize(
     ("environment", "process"), [("Sound", False), ("FreeText", False), ("FreeText", True)]
 )
 def test_a_sound_environment_passes(custom, monkeypatch, tmp_path, environment, process):
-    monkeypatch.syspath_prepend(str(HERE))
-    custom.env.target, custom.paths.root = f"broken_environments.{environment}", str(tmp_path)
-    custom.env.visual, custom.env.process = False, process
-    check_run(custom)
+    checked(custom, monkeypatch, tmp_path, environment, env__process=process)
 
 
 def test_an_environment_that_fails_later_on_is_reported(fit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -79,3 +80,18 @@ def test_validation_metrics_by_hand() -> None:
         2: (4.0, 0.25),
     }
     assert success_by_difficulty([episode(0, 0, success=True, difficulty=None)]) == {}
+
+
+def test_failed_episodes_are_left_out() -> None:
+    played = [
+        episode(0, 0, success=True), episode(0, 1, success=False),
+        episode(1, 0, success=True), replace(episode(1, 1, success=False), status=EpisodeStatus.FAILED),
+    ]  # fmt: skip
+    metrics = validation_metrics(played, pass_ks=[1, 2])
+    assert (metrics["episodes"], metrics["failed_episodes"]) == (3.0, 1.0)
+    assert metrics["success"] == pytest.approx(2 / 3) and metrics["failed"] == 0.25
+    # pass@2 is that of the group with two episodes
+    assert (metrics["pass@1"], metrics["pass@2"]) == (0.75, 1.0)
+    assert success_by_difficulty(played)[1]["episodes"] == 3
+    with pytest.raises(ValueError, match="every episode failed"):
+        validation_metrics(played[3:])

@@ -56,7 +56,8 @@ EPISODES = [
         turn(description="a b", think="a b"), turn(effective=False, description="c", think="d"), group=1,
         status=EpisodeStatus.TRUNCATED,
     ),
-    trajectory(group=1, status=EpisodeStatus.FAILED),
+    # what it earned before it was broken is no outcome
+    trajectory(turn(reward=9.0), group=1, status=EpisodeStatus.FAILED),
 ]  # fmt: skip
 
 
@@ -69,11 +70,11 @@ def compute(*batches):
 
 def test_rollout_metrics_by_hand():
     expected = {
-        "episodes": 4,
-        "success": 1 / 4,
-        "return": 0.9 / 4,
-        "return_std": (1.01 / 4 - (0.9 / 4) ** 2) ** 0.5,
-        "turns": 5 / 4,
+        "episodes": 3,
+        "success": 1 / 3,
+        "return": 0.9 / 3,
+        "return_std": (1.01 / 3 - (0.9 / 3) ** 2) ** 0.5,
+        "turns": 5 / 3,
         "valid_actions": 4 / 5,
         "effective_actions": 3 / 5,
         "response_tokens": 24 / 5,
@@ -81,9 +82,10 @@ def test_rollout_metrics_by_hand():
         "entropy": (4 * 4 + 8 * 2) / 24,
         "overlong_responses": 1 / 5,
         "failed": 1 / 4,
-        "turn_limit": 1 / 4,
+        "failed_episodes": 1,
+        "turn_limit": 1 / 3,
         "think_accuracy": 1 / 2,
-        "group_return_std": (1.1 / 2**0.5 + 0.0) / 2,
+        "group_return_std": 1.1 / 2**0.5,
     }
     assert compute(EPISODES) == pytest.approx(expected)
 

@@ -1,0 +1,205 @@
+"""The border between environments and the trainer: what `reset` and `step` return is read here.
+
+A value of another type than the protocol asks for is refused and never guessed at: the text "no" is not false. The
+error names what was found and what was expected, and costs the episode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as shortened
+from typing import Any
+
+import numpy as np
+
+from ragen_pl.trajectory import REWARD_PART, Observation
+
+# a larger reward is infinite once returns are summed in float32
+_MAX_REWARD = 1e30
+# of a declared range of rewards, for rounding
+_TOLERANCE = 1e-6
+_GRAY = 128
+# truth values, whole numbers and floats of numpy
+_NUMBERS = "biuf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step returned.
+
+    Attributes:
+        raw: observation, not read yet.
+        reward_terms: the reward by its named parts, or whole as `environment`.
+        terminated: whether the task ended.
+        truncated: whether an external limit was reached.
+        success: whether the task is solved.
+        action_is_valid: whether the rules allow the action.
+        action_is_effective: whether the action changed the state.
+        info: what came in addition.
+    """
+
+    raw: object
+    reward_terms: Mapping[str, float]
+    terminated: bool
+    truncated: bool
+    success: bool
+    action_is_valid: bool
+    action_is_effective: bool
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReader:
+    """Read what an environment returns.
+
+    Attributes:
+        target: gymnasium id or class path, for messages.
+        blank_images: whether images are replaced by gray ones.
+    """
+
+    target: str
+    blank_images: bool = False
+
+    def reset(self, answer: Any) -> object:
+        """Return the observation of a reset, not read yet.
+
+        Raises:
+            TypeError: the reset returned something else.
+        """
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
+            raise TypeError(
+                f"reset returned {_kind(answer)}, expected (observation, info); return both"
+            )
+        return answer[0]
+
+    def step(self, answer: Any, *, reward_range: tuple[float, float] | None = None) -> Step:
+        """Read what a step returned.
+
+        Args:
+            answer: the five values.
+            reward_range: lowest and highest reward, where the environment declares them.
+
+        Raises:
+            TypeError: a value has another type.
+            ValueError: the reward is not finite, outside its range or not the sum of its parts.
+        """
+        if not (isinstance(answer, tuple) and len(answer) == 5 and isinstance(answer[4], dict)):
+            raise TypeError(
+                f"step returned {_kind(answer)}, expected (observation, reward, terminated, truncated, info)"
+            )
+        raw, reward, terminated, truncated, info = answer
+        return Step(
+            raw=raw,
+            reward_terms=self._reward_terms(reward, info.get("reward_parts"), reward_range),
+            terminated=self._flag(terminated, "terminated"),
+            truncated=self._flag(truncated, "truncated"),
+            success=self._flag(info.get("success", False), "info['success']"),
+            action_is_valid=self._flag(
+                info.get("action_is_valid", True), "info['action_is_valid']"
+            ),
+            action_is_effective=self._flag(
+                info.get("action_is_effective", True), "info['action_is_effective']"
+            ),
+            info=dict(info),
+        )
+
+    def observation(self, raw: object) -> Observation:
+        """Read an observation.
+
+        Raises:
+            TypeError: it is neither text nor text with images.
+            UnicodeEncodeError: it has half a surrogate pair, which no tokenizer can read.
+        """
+        if isinstance(raw, str):
+            return Observation(text=_encodable(raw))
+        if isinstance(raw, Mapping) and isinstance(raw.get("text"), str):
+            images = [raw["image"]] if "image" in raw else raw.get("images")
+            if isinstance(images, Sequence) and not isinstance(images, str):
+                shown = [self._image(image) for image in images]
+                return Observation(text=_encodable(raw["text"]), images=shown)
+        raise TypeError(
+            f"{self.target} returned an observation of type {type(raw).__name__}; expected a str, or a dict "
+            "with 'text' (str) and 'image' (uint8 [height, width, 3]) or 'images' (a list of these)"
+        )
+
+    def _image(self, raw: object) -> np.ndarray:
+        image = np.asarray(raw)
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+            raise TypeError(
+                f"{self.target} returned an image of shape {image.shape} and type {image.dtype}; "
+                "expected uint8 [height, width, 3]"
+            )
+        # an environment may draw its next image into the same array
+        return np.full_like(image, _GRAY) if self.blank_images else image.copy()
+
+    def _flag(self, value: object, name: str) -> bool:
+        """Return a truth value; 0 and 1 are ones too."""
+        if isinstance(value, bool):
+            return value
+        number = _number(value)
+        if number not in (0.0, 1.0):
+            raise TypeError(
+                f"{self.target} returned {name}={shortened(value)}; expected true or false"
+            )
+        return bool(number)
+
+    def _reward_terms(
+        self, value: object, parts: object, reward_range: tuple[float, float] | None
+    ) -> dict[str, float]:
+        """Return the reward by its named parts, or whole without any."""
+        reward = _number(value)
+        if reward is None or not abs(reward) < _MAX_REWARD:
+            found = shortened(value) if reward is None else f"{reward:g}"
+            raise ValueError(f"{self.target} returned reward {found}; expected a finite number")
+        low, high = reward_range or (-math.inf, math.inf)
+        if not low - _TOLERANCE <= reward <= high + _TOLERANCE:
+            raise ValueError(
+                f"{self.target} returned reward {reward:g}, outside of its reward_range=({low:g}, {high:g}); correct "
+                "one of them"
+            )
+        if parts is None:
+            return {"environment": reward}
+        amounts = self._amounts(parts)
+        if amounts is None or not math.isclose(
+            sum(amounts.values()), reward, rel_tol=1e-6, abs_tol=1e-6
+        ):
+            raise ValueError(
+                f"{self.target} returned reward {reward} and info['reward_parts']={shortened(parts)}; expected named "
+                "numbers that sum to the reward"
+            )
+        return {f"{REWARD_PART}{name}": amount for name, amount in amounts.items()}
+
+    @staticmethod
+    def _amounts(parts: object) -> dict[str, float] | None:
+        """Return named parts of a reward as numbers, None if they are none."""
+        if not isinstance(parts, Mapping):
+            return None
+        amounts = {str(name): _number(value) for name, value in parts.items()}
+        known = {name: amount for name, amount in amounts.items() if amount is not None}
+        return known if len(known) == len(amounts) else None
+
+
+def _number(value: object) -> float | None:
+    """Return a number of Python, numpy or torch as a float; None for anything else, a text of digits among it."""
+    if type(value) is float or type(value) is int:
+        return float(value)
+    try:
+        array = np.asarray(value)
+    # lists of different lengths
+    except ValueError:
+        return None
+    return float(array) if array.ndim == 0 and array.dtype.kind in _NUMBERS else None
+
+
+def _encodable(text: str) -> str:
+    """Return the text, or raise UnicodeEncodeError for half a surrogate pair."""
+    text.encode()
+    return text
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return f"a {type(value).__name__}"

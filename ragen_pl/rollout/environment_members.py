@@ -1,0 +1,114 @@
+"""Members of an environment beyond gymnasium's interface, each held against its type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from reprlib import repr as shortened
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from ragen_pl.trajectory import Relation
+
+
+class EnvironmentMembers:
+    """Members of an environment beyond gymnasium's interface; all but `action_names` are optional.
+
+    A method that is missing or not implemented reads as one that returns None.
+
+    Args:
+        env: the environment, with any wrappers.
+
+    Raises:
+        TypeError: from any member, if it has another type.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        self._environment: Any = env.unwrapped
+
+    @property
+    def action_names(self) -> Sequence[str] | None:
+        """Name of each action, by index; None where actions are free text."""
+        if isinstance(self._environment.action_space, spaces.Text):
+            return None
+        names: Sequence[str] = self._environment.action_names
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"found action_names={shortened(names)}, expected texts")
+        return names
+
+    @property
+    def max_action_length(self) -> int | None:
+        """Largest number of characters of a free-text action; None for named actions."""
+        space = self._environment.action_space
+        return space.max_length if isinstance(space, spaces.Text) else None
+
+    @property
+    def instructions(self) -> str:
+        """Rules in full sentences; empty without any."""
+        return str(getattr(self._environment, "instructions", ""))
+
+    @property
+    def relation_names(self) -> tuple[str, ...]:
+        """All things that `relations` may name; empty where the environment does not list them."""
+        return tuple(getattr(self._environment, "relation_names", ()))
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        """Lowest and highest reward of a step, where the environment declares them."""
+        declared = getattr(self._environment, "reward_range", None)
+        if declared is None:
+            return None
+        if isinstance(declared, Sequence) and len(declared) == 2:
+            low, high = declared
+            if isinstance(low, Real) and isinstance(high, Real) and low <= high:
+                return float(low), float(high)
+        raise TypeError(
+            f"found reward_range={shortened(declared)}, expected the lowest and the highest reward of a step"
+        )
+
+    def state_key(self) -> str | None:
+        """Return text that two states share exactly when they are equal."""
+        return self._call("state_key", str)
+
+    def describe(self) -> str | None:
+        """Return a true description of the present state."""
+        return self._call("describe", str)
+
+    def difficulty(self) -> int | None:
+        """Return how hard the present state is."""
+        difficulty = self._call("difficulty", (int, np.integer))
+        return None if difficulty is None else int(difficulty)
+
+    def relations(self) -> list[Relation] | None:
+        """Return the positions of things relative to the player."""
+        return self._call("relations", list)
+
+    def random_action(self, rng: np.random.Generator) -> int | str:
+        """Return an action that the rules allow: of named ones any, of free texts one that the environment draws.
+
+        Raises:
+            TypeError: actions are free text, and the environment has no `random_action`.
+        """
+        drawn: int | str | None = self._call("random_action", object, rng)
+        if drawn is not None:
+            return drawn
+        if self.action_names is None:
+            raise TypeError("actions are free text and it has no random_action(rng); write one")
+        return int(rng.integers(len(self.action_names)))
+
+    def _call(self, name: str, kind: type | tuple[type, ...], *arguments: Any) -> Any:
+        """Return what a method returns, None where there is none."""
+        method = getattr(self._environment, name, None)
+        try:
+            value = None if method is None else method(*arguments)
+        except NotImplementedError:
+            return None
+        if value is None or isinstance(value, kind):
+            return value
+        expected = kind[0] if isinstance(kind, tuple) else kind
+        raise TypeError(
+            f"{name}() returned a {type(value).__name__}, expected a value of type {expected.__name__}"
+        )
