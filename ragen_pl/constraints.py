@@ -377,7 +377,7 @@ def _accepts_container(base: Any, value: object, *, components: bool) -> bool:
         return all(problem(item, member, components=components) is None for member in value)
     if origin in (dict, Mapping):
         return isinstance(value, Mapping)
-    if base is Any or not components:
+    if base is Any or base is object or not components:
         return True
     return isinstance(value, Mapping)
 

@@ -103,9 +103,13 @@ def leaves(cfg: DictConfig | ListConfig, *, prefix: str = "") -> Iterator[tuple[
 
 
 def _refers(cfg: DictConfig, key: str) -> bool:
-    parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if parent else cfg
-    return isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name)
+    """Return whether a setting, or a node that it is in, refers to another one."""
+    node: Any = cfg
+    for name in key.split("."):
+        if isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name):
+            return True
+        node = OmegaConf.select(node, name) if isinstance(node, DictConfig) else None
+    return False
 
 
 def _problems(
@@ -228,7 +232,7 @@ def _described(
         keys = fields_of(base)
         if keys is not None:
             fields = Fields(dict(keys))
-        elif typing.get_origin(base) is dict:
+        elif typing.get_origin(base) in (dict, Mapping):
             item = typing.get_args(base)[1]
             fields.known |= {str(name): item for name in node if item is not Any}
         for constraint in metadata:

@@ -270,7 +270,11 @@ def _ranks(get: _Get) -> str | None:
     ranks = _rank_count(get("trainer.devices"), get("trainer.num_nodes"))
     episodes = get("warm_start.episodes")
     if get("warm_start.enabled") and isinstance(episodes, int) and episodes < ranks:
-        return f"warm_start.episodes={episodes}: fewer than the {ranks} ranks; set at least {ranks}"
+        devices, nodes = get("trainer.devices"), get("trainer.num_nodes")
+        return (
+            f"warm_start.episodes={episodes}: fewer than the {ranks} ranks of trainer.devices={devices} "
+            f"trainer.num_nodes={nodes}; set at least {ranks}"
+        )
     return None
 
 

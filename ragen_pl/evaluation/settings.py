@@ -28,8 +28,8 @@ from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
 from ragen_pl.run.trust import check_settings, is_own
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
-_ENGINE = "rollout/engine"
-_RESOLVED = ("ckpt", "env", "model", _ENGINE)
+_ENGINE, _PLAYERS = "rollout/engine", "validation/baselines"
+_RESOLVED = ("ckpt", "env", "model", _ENGINE, _PLAYERS)
 # Settings of `rollout` and of a pretrained model that a checkpoint is used with.
 _ROLLOUT = ("engine", "temperature", "max_response_tokens", "num_envs")
 _LOADING = ("dtype", "attn_implementation")
@@ -95,6 +95,10 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         _check_foreign(settings, overrides, file=checkpoint.settings_file)
     if engine:
         settings["rollout"]["engine"] = _shipped_engine(engine, args=args)
+    if players := _value(overrides, _PLAYERS):
+        chosen = [f"env={env}"] if env else []
+        with_players = _shipped([*chosen, f"{_PLAYERS}={players}"], args=args)
+        settings["validation"]["baselines"] = with_players["validation"]["baselines"]
     return settings
 
 

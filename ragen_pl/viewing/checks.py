@@ -28,8 +28,8 @@ def check_play(cfg: DictConfig) -> None:
             )
     elif cfg.policy != "human" and not (cfg.validation.baselines or {}).get(cfg.policy):
         raise ConfigError(
-            f"policy={cfg.policy}: validation.baselines has no policy of that name for this environment; "
-            "use policy=human or policy=agent"
+            f"policy={cfg.policy}: validation.baselines has no policy of that name for this environment; set "
+            "validation/baselines=optimal if it has optimal_action(rng), or policy=human or agent"
         )
     check_made(cfg.env)
     if cfg.save is not None:
