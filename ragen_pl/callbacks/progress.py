@@ -25,7 +25,7 @@ _SHOWN = (
 )
 # Failed episodes in it: label, prefix of the metrics.
 _PLAYED = (("", "rollout"), ("validation ", "val"))
-_DEFAULT_PHASE = "training"
+_DEFAULT_PHASE, _FINISHED = "training", "finished"
 
 
 @runtime_checkable
@@ -128,7 +128,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report the last iteration and close the display."""
         self._report()
-        self._show("finished")
+        self._show(_FINISHED)
         self._close()
 
     def on_exception(
@@ -284,7 +284,7 @@ class _Display:
         """Show both bars, each as label, completed and total, and the text."""
         for row, (label, completed, total) in zip(self.rows, (overall, phase), strict=True):
             self.bars.update(row, description=label, completed=completed, total=total)
-        self.bars.update(self.rows[1], visible=phase[0] != overall[0])
+        self.bars.update(self.rows[1], visible=phase[0] not in (overall[0], _FINISHED))
         self.text.plain = text
 
     def close(self) -> None:

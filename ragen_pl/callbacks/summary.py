@@ -134,7 +134,7 @@ def next_steps(trainer: pl.Trainer) -> dict[str, str]:
     for logger in mlflow_loggers(trainer):
         lines["MLflow"] = open_command(str(logger._tracking_uri))
     if checkpoint:
-        lines["resume"] = resume_command(run_overrides(), checkpoint=checkpoint)
+        lines["resume"] = resume_hint(run_overrides(), checkpoint=checkpoint)
     return lines
 
 
@@ -174,6 +174,13 @@ def run_overrides() -> list[str]:
         options = [option for path in folders for option in ("--config-dir", path)]
         return [*options, *hydra.overrides.task]
     return sys.argv[1:]
+
+
+def resume_hint(arguments: Sequence[str], *, checkpoint: str) -> str:
+    """Return how to resume: the command, or in a notebook and other Python programs the setting."""
+    if HydraConfig.initialized():
+        return resume_command(arguments, checkpoint=checkpoint)
+    return f"ragen_pl.run.train.train(cfg) with cfg.ckpt_path = {checkpoint!r}"
 
 
 def resume_command(arguments: Sequence[str], *, checkpoint: str) -> str:

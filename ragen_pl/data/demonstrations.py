@@ -14,6 +14,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.distributed import rank, sum_over_ranks, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.phases import phase
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
@@ -72,9 +73,13 @@ class DemonstrationDataModule(MinibatchDataModule):
             )
             for number in range(rank(), self.episodes, world_size())
         ]
-        trajectories = self.proxy.rollout(
-            ScriptedResponder(policy=self.policy), specs, seed_key=(self.seed, "demonstrator")
-        )
+        with phase("demonstrations of the warm start", len(specs), shown=rank() == 0) as progress:
+            trajectories = self.proxy.rollout(
+                ScriptedResponder(policy=self.policy),
+                specs,
+                seed_key=(self.seed, "demonstrator"),
+                progress=progress,
+            )
         statistics = RolloutStatistics()
         statistics.update(trajectories)
         self.statistics = statistics.compute()

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ragen_pl.distributed import rank, world_size
+from ragen_pl.phases import phase
 from ragen_pl.rollout.endpoint import ChatEndpoint, EndpointResponder
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.seeding import derive_seed
@@ -70,6 +71,7 @@ class ValidationSet:
         version: int,
         episode_specs: Sequence[EpisodeSpec] | None = None,
         seed_key: Sequence[int | str] = (VALIDATION_PURPOSE,),
+        progress: Progress | None = None,
     ) -> list[Trajectory]:
         """Play episodes with the weights that an engine has.
 
@@ -78,26 +80,37 @@ class ValidationSet:
             version: number of optimizer steps that the weights have taken.
             episode_specs: some of the set's episodes; None for all.
             seed_key: counters that the seeds of sampled responses start with.
+            progress: see `AgentProxy.rollout`.
         """
         engine.release()
         responder = EngineResponder(
             engine=engine, context=self.proxy.context, greedy=self.greedy, version=version
         )
         specs = self.episode_specs if episode_specs is None else episode_specs
-        return self.proxy.rollout(responder, specs, seed_key=seed_key)
+        return self.proxy.rollout(responder, specs, seed_key=seed_key, progress=progress)
 
     def play_endpoint(
-        self, endpoint: ChatEndpoint, *, seed_key: Sequence[int | str]
+        self,
+        endpoint: ChatEndpoint,
+        *,
+        seed_key: Sequence[int | str],
+        progress: Progress | None = None,
     ) -> list[Trajectory]:
         """Play all episodes with a model behind an API; the proxy's context is the endpoint's."""
         responder = EndpointResponder(endpoint=endpoint, greedy=self.greedy)
-        return self.proxy.rollout(responder, self.episode_specs, seed_key=seed_key)
+        return self.proxy.rollout(
+            responder, self.episode_specs, seed_key=seed_key, progress=progress
+        )
 
-    def play_scripted(self, policy: ScriptedPolicy, *, name: str) -> list[Trajectory]:
+    def play_scripted(
+        self, policy: ScriptedPolicy, *, name: str, progress: Progress | None = None
+    ) -> list[Trajectory]:
         """Play all episodes with a scripted policy. Its random draws depend on its name."""
         responder = ScriptedResponder(policy=policy)
         seed_key = (_SCRIPTED_PURPOSE, name)
-        return self.proxy.rollout(responder, self.episode_specs, seed_key=seed_key)
+        return self.proxy.rollout(
+            responder, self.episode_specs, seed_key=seed_key, progress=progress
+        )
 
     def state_keys(self) -> list[str]:
         """Return the initial state of every episode. Training leaves these states out.
@@ -109,12 +122,15 @@ class ValidationSet:
         environments, count = self.proxy.environments, len(self.episode_specs)
         keys: list[str | None] = []
         errors: list[str] = []
-        # no more environments at once than a rollout has
-        for first in range(0, count, self.proxy.num_envs):
-            slots = environments.open(self.episode_specs[first : first + self.proxy.num_envs])
-            keys += environments.state_keys([slot for slot in slots if slot.error is None])
-            errors += [slot.error for slot in slots if slot.error is not None]
-            environments.close(slots)
+        label = f"initial states of validation set {self.name}"
+        with phase(label, count, shown=rank() == 0) as progress:
+            # no more environments at once than a rollout has
+            for first in range(0, count, self.proxy.num_envs):
+                slots = environments.open(self.episode_specs[first : first + self.proxy.num_envs])
+                keys += environments.state_keys([slot for slot in slots if slot.error is None])
+                errors += [slot.error for slot in slots if slot.error is not None]
+                environments.close(slots)
+                progress(min(first + self.proxy.num_envs, count), count)
         if errors:
             raise RolloutError(
                 f"{len(errors)} of {count} episodes of validation set {self.name!r} failed before their first turn; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,6 +13,8 @@ from ragen_pl.run.checks import check_folder, check_new_folder
 from ragen_pl.run.environment_calls import check_made
 from ragen_pl.run.tracking import check_reachable, known_run, tracking_uri
 from ragen_pl.run.trust import is_own
+
+log = logging.getLogger(__name__)
 
 _HINT = "give a folder that can be written"
 _NO_WEIGHTS = (
@@ -32,6 +35,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     if not validation_sets:
         raise ConfigError("validation_sets is empty; give one, such as validation_sets=held_out")
     for validation_set in validation_sets:
+        log.info("checking %s of %s", validation_set.env["target"], validation_set.name)
         try:
             check_made(OmegaConf.create(validation_set.env))
         except ConfigError as error:

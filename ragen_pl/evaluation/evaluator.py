@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -28,12 +29,13 @@ from ragen_pl.evaluation.report import (
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.phases import phase
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import Context, TextContext
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.failures import errors_of, most_common
-from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.run.build import (
     build_endpoint,
     build_engine,
@@ -171,23 +173,33 @@ class Evaluator:
             for settings in validation_sets:
                 yield self._timed(settings, WARM_START, partial(self._sampled, settings))
 
-    def _sampled(self, settings: ValidationSettings, *, blank: bool = False) -> list[Trajectory]:
+    def _sampled(
+        self, settings: ValidationSettings, progress: Progress, *, blank: bool = False
+    ) -> list[Trajectory]:
         """Return the model's episodes with its present weights."""
         assert self.engine is not None
         validation_set = self.validation_set(settings, blank=blank)
         self.engine.load_weights(0)
-        return validation_set.play(self.engine, version=0, seed_key=("evaluate", self.cfg.seed))
+        return validation_set.play(
+            self.engine, version=0, seed_key=("evaluate", self.cfg.seed), progress=progress
+        )
 
-    def _asked(self, settings: ValidationSettings, endpoint: ChatEndpoint) -> list[Trajectory]:
+    def _asked(
+        self, settings: ValidationSettings, endpoint: ChatEndpoint, progress: Progress
+    ) -> list[Trajectory]:
         """Return the episodes of the model behind an API."""
         rollout = rollout_settings(self.cfg) | {"max_response_tokens": endpoint.max_tokens}
         validation_set = self._validation_set(settings, context=endpoint.context, **rollout)
-        return validation_set.play_endpoint(endpoint, seed_key=("evaluate", self.cfg.seed))
+        return validation_set.play_endpoint(
+            endpoint, seed_key=("evaluate", self.cfg.seed), progress=progress
+        )
 
-    def _scripted(self, settings: ValidationSettings, name: str) -> list[Trajectory]:
+    def _scripted(
+        self, settings: ValidationSettings, name: str, progress: Progress
+    ) -> list[Trajectory]:
         """Return a scripted policy's episodes; its random draws are those of the training run's summary."""
         policy = instantiate(self.cfg.validation.baselines[name])
-        return self.validation_set(settings).play_scripted(policy, name=name)
+        return self.validation_set(settings).play_scripted(policy, name=name, progress=progress)
 
     def _load_warm_start(self) -> bool:
         """Load the weights of the run's warm start, and return whether there are any."""
@@ -200,15 +212,19 @@ class Evaluator:
         return file.exists()
 
     def _timed(
-        self, settings: ValidationSettings, policy: str, play: Callable[[], list[Trajectory]]
+        self,
+        settings: ValidationSettings,
+        policy: str,
+        play: Callable[[Progress], list[Trajectory]],
     ) -> PlayedSet:
-        start = perf_counter()
+        start, count = perf_counter(), settings.episodes * self.cfg.samples
         try:
-            trajectories = play()
+            with phase(f"{settings.name}: {policy}", count) as progress:
+                trajectories = play(progress)
         # Raised by a model or context that does not suit the environment, such as a text model with images.
         except ValueError as error:
             raise ConfigError(f"validation_sets.{settings.name}: {error}") from error
-        seconds, count = perf_counter() - start, len(trajectories)
+        seconds = perf_counter() - start
         log.info("%s: %s, %d episodes, %.1f s", settings.name, policy, count, seconds)
         return PlayedSet(settings, policy, trajectories)
 
@@ -252,8 +268,14 @@ class Evaluator:
             reader=self.context if played.policy == POLICY else None,
             origin=Origin(validation_set=name, policy=played.policy),
         )
-        title = f"{Path(self.evaluation.about['checkpoint']).stem}, validation set {name}"
-        write_page(records, self.folder / name / PAGE, title=title)
+        write_page(records, self.folder / name / PAGE, title=self._title(name))
+
+    def _title(self, validation_set: str) -> str:
+        """Return the heading of a page: run, weights, validation set and time."""
+        about = self.evaluation.about
+        run = f"{'/'.join(Path(about['run']).parts[-2:])}, " if about["run"] else ""
+        time = datetime.now().strftime("%Y-%m-%d %H:%M")
+        return f"{run}{Path(about['checkpoint']).stem}, validation set {validation_set}, evaluated {time}"
 
 
 def evaluate(cfg: DictConfig) -> Evaluation:
@@ -264,6 +286,7 @@ def evaluate(cfg: DictConfig) -> Evaluation:
     """
     endpoint, bundle = build_endpoint(cfg), None
     if has_weights(cfg):
+        log.info("loading the model")
         bundle = load_bundle(cfg).to(device_named(cfg.device))
     folder = output_folder(cfg)
     evaluator = Evaluator(cfg, bundle, folder=folder, endpoint=endpoint)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from ragen_pl.config.errors import in_one_line
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.phases import phase
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.failures import errors_of, most_common
@@ -64,8 +65,10 @@ def scripted_metrics(
     components: RunComponents, name: str, baseline: DictConfig
 ) -> dict[str, float]:
     """Return the validation set's metrics of a scripted policy."""
-    validation_set = components.validation_sets[0]
-    return _played_metrics(validation_set.play_scripted(instantiate(baseline), name=name))
+    validation_set, policy = components.validation_sets[0], instantiate(baseline)
+    with phase(f"baseline {name}", len(validation_set.episode_specs)) as progress:
+        trajectories = validation_set.play_scripted(policy, name=name, progress=progress)
+    return _played_metrics(trajectories)
 
 
 def blank_image_metrics(
@@ -74,7 +77,9 @@ def blank_image_metrics(
     """Return the validation set's metrics of the agent with blank images."""
     validation_set = build_validation_set(components.cfg, components.proxy, blank_images=True)
     agent.eval()
-    return _played_metrics(validation_set.play(engine, version=agent.global_step))
+    with phase("blank images", len(validation_set.episode_specs)) as progress:
+        trajectories = validation_set.play(engine, version=agent.global_step, progress=progress)
+    return _played_metrics(trajectories)
 
 
 def _played_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from importlib.util import find_spec
@@ -12,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.run.environment_check import check_environment
-from ragen_pl.run.folder import RUN_DIR, Run, configured_run
+from ragen_pl.run.folder import RUN_DIR, Run, configured_run, is_launched
 
+log = logging.getLogger(__name__)
 # bytes of three checkpoints of the small model with its optimizer, and of the metrics
 _NEEDED_SPACE = 200 * 2**20
 
@@ -26,9 +28,13 @@ def check_run(cfg: DictConfig) -> None:
         FileNotFoundError: there is nothing to resume from.
     """
     check_adapters(cfg)
+    if not is_launched():
+        log.info("checking %s (%s)", cfg.env.name, cfg.env.target)
     environment = check_environment(cfg)
     check_files(cfg)
     if cfg.get("algorithm"):
+        if not is_launched():
+            log.info("loading torch and the settings' classes")
         from ragen_pl.run.component_checks import check_components
 
         check_components(cfg, environment)

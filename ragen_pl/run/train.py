@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
-from ragen_pl.callbacks.summary import RunSummary, resume_command, run_overrides
+from ragen_pl.callbacks.summary import RunSummary, resume_hint, run_overrides
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import on_first_rank
 from ragen_pl.files import atomic_write
@@ -74,6 +74,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
             check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
         if not launched:
             check_memory(cfg)
+        if not launched:
+            log.info("building the model")
         with config_errors("model, context or validation set"):
             components = assemble(cfg)
         report_template(components.proxy.context)
@@ -244,6 +246,8 @@ def final_metrics(
     assert isinstance(trainer.fit_loop, RolloutUpdateLoop)
     if not (validated and trainer.fit_loop.is_validated):
         # the run ended between two validations, or had finished before
+        if trainer.is_global_zero:
+            log.info("validating the last weights")
         trainer.validate(agent, datamodule=datamodule, verbose=False)
         metrics |= trainer.callback_metrics
     return {name: float(value) for name, value in metrics.items()}
@@ -311,7 +315,7 @@ def report_stop(error: SystemExit, run: Run) -> object:
         saved, checkpoint = f"{_saved_of_warm_start(run)}, no checkpoint yet", "last"
         if not any(argument.startswith("paths.run_dir=") for argument in arguments):
             arguments.append(f"paths.run_dir={run.folder}")
-    command = resume_command(arguments, checkpoint=checkpoint)
+    command = resume_hint(arguments, checkpoint=checkpoint)
     sys.stderr.write(f"ragen_pl: stopped by {signal}; {saved}; resume with: {command}\n")
     return _EXIT_CODES[signal]
 

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
-BASE = {"constraints", "distributed", "files", "known_pickle", "seeding", "trajectory"}
+BASE = {
+    "constraints", "distributed", "files", "known_pickle", "phases", "seeding", "trajectory",
+}  # fmt: skip
 LEARNING = {"algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout"}
 # A part is a package or a module. A module of a package that is listed by its path is a part of its own.
 MAY_IMPORT = {
@@ -17,6 +19,7 @@ MAY_IMPORT = {
     "files": set(),
     "known_pickle": set(),
     "optimizers": {"distributed"},
+    "phases": set(),
     "seeding": set(),
     "trajectory": set(),
     "algorithms": {"constraints", "trajectory"},
