@@ -17,12 +17,22 @@ def main(cfg: DictConfig) -> None:
     from ragen_pl.viewing.records import FILE, read_records
 
     file = Path(cfg.records).expanduser().absolute()
+    if file.is_dir() and not (file / FILE).exists():
+        raise ConfigError(f"records={cfg.records}: {_without_records(file, name=FILE)}")
     file = file / FILE if file.is_dir() else file
     path = Path(cfg.to).expanduser().absolute() if cfg.to else file.with_name(PAGE)
     title = cfg.title or file.parent.name
     with config_errors(f"records={cfg.records}", hint="give records that ragen_pl has written"):
         records = list(read_records(file))
         print(write_page(records, path, title=title, images=file.parent, episodes=cfg.episodes))
+
+
+def _without_records(folder: Path, *, name: str) -> str:
+    """Return what a folder without records has below it."""
+    newest = max(folder.rglob(name), key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        return f"there is no {name} in it or below; give the folder of an iteration or of an evaluated validation set"
+    return f"there is no {name} in it; below it the newest is in records={newest.parent}"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ragen_pl.viewing.plots import Row, draw_plots
 FOLDER = "plots"
 ROWS = "rows.jsonl"
 _METRICS = ("success", "episodes", "return")
+_STAGE = "curriculum_stage"
 
 
 class PlotRun(RolloutCallback):
@@ -110,7 +111,7 @@ class PlotRun(RolloutCallback):
         self._end_update()
         iteration = trainer.current_epoch + 1
         rollout = {f"rollout/{name}": value for name, value in rollout_metrics_of(trainer).items()}
-        self._add_row(trainer, iteration, _plotted("rollout", rollout))
+        self._add_row(trainer, iteration, _plotted("rollout", rollout, (*_METRICS, _STAGE)))
         if iteration % self.every_n_iterations == 0:
             self._publish(trainer)
 
@@ -163,8 +164,8 @@ class PlotRun(RolloutCallback):
         self._elapsed = state_dict["elapsed"]
 
 
-def _plotted(prefix: str, metrics: Mapping[str, Any]) -> Row:
+def _plotted(prefix: str, metrics: Mapping[str, Any], plotted: Sequence[str] = _METRICS) -> Row:
     """Return the metrics with a prefix that are plotted, without infinite values and NaN."""
-    names = [f"{prefix}/{name}" for name in _METRICS]
+    names = [f"{prefix}/{name}" for name in plotted]
     values = {name: float(metrics[name]) for name in names if name in metrics}
     return {name: value for name, value in values.items() if math.isfinite(value)}

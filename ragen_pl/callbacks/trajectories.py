@@ -16,7 +16,7 @@ from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.images import beside, enlarged
-from ragen_pl.viewing.page import PAGE, write_page
+from ragen_pl.viewing.page import PAGE, outcomes, write_page
 from ragen_pl.viewing.records import Origin, TokenCredit, sample_groups, write_episodes
 from ragen_pl.viewing.token_credit import token_credit
 from ragen_pl.viewing.traces import flush_traces, trace_records
@@ -70,7 +70,8 @@ class LogTrajectories(RolloutCallback):
         )
         write_strips([trajectories[index] for index in kept], folder)
         title = f"{run_title(trainer)}/iteration {iteration}"
-        write_page(records, folder / PAGE, title=title, played=len(trajectories))
+        played = outcomes((one.status, bool(one.success)) for one in trajectories)
+        write_page(records, folder / PAGE, title=title, played=played)
         for logger in mlflow_loggers(trainer):
             logger.experiment.log_artifacts(logger.run_id, str(folder), name)
             trace_records(

@@ -12,13 +12,13 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ragen_pl.files import atomic_write
-from ragen_pl.trajectory import Span
+from ragen_pl.trajectory import EpisodeStatus, Span
 from ragen_pl.viewing.records import read_image, sample_groups
 
 PAGE = "page.html"
@@ -34,7 +34,7 @@ def write_page(
     title: str,
     images: Path | None = None,
     episodes: int = 64,
-    played: int | None = None,
+    played: Mapping[str, int] | None = None,
 ) -> Path:
     """Write a page of episodes and return its path.
 
@@ -43,8 +43,9 @@ def write_page(
         path: file to write.
         title: heading of the page.
         images: folder that the records' image paths start from, and that holds them; default is the page's folder.
-        episodes: approximate number of episodes shown: whole groups, spread evenly.
-        played: number of episodes played, if the records are already a sample.
+        episodes: approximate number of episodes shown: whole groups. Up to half of them have an episode without success
+            if there are as many; each kind is spread evenly.
+        played: `outcomes` of all episodes, if the records are already a sample.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = page_html(
@@ -65,17 +66,20 @@ def page_html(
     title: str,
     images: Path,
     episodes: int = 64,
-    played: int | None = None,
+    played: Mapping[str, int] | None = None,
 ) -> str:
     """Return the page's HTML; the arguments are those of `write_page`."""
     groups = [
         (record.get("iteration"), record.get("validation_set"), record["group"])
         for record in records
     ]
-    kept = [records[index] for index in sample_groups(groups, count=episodes)]
-    total = len(records) if played is None else played
+    kept = [records[index] for index in _shown(groups, records, count=episodes)]
+    is_evaluation = all(record.get("validation_set") for record in records)
+    totals = played or outcomes((record["status"], bool(record["success"])) for record in records)
     data = {
-        "note": f"{len(kept)} of {total} episodes, whole groups" if len(kept) < total else "",
+        "note": _note(kept, records, total=totals["episodes"]),
+        "totals": totals,
+        "order": "no success first" if is_evaluation else "as played",
         "episodes": [_slim(record) for record in kept],
         "spans": [span.name.lower() for span in Span],
         "images": {name: _data_uri(images, name) for name in _image_names(kept)},
@@ -92,6 +96,57 @@ def page_html(
     template = (folder / "trajectories.html").read_text(encoding="utf-8")
     # One pass: the name of a placeholder inside the data stays as it is.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
+
+
+def _shown(
+    groups: Sequence[Hashable], records: Sequence[Mapping[str, Any]], *, count: int
+) -> list[int]:
+    """Return the indices of the episodes of a page, in order."""
+    lost_groups = {
+        group for group, record in zip(groups, records, strict=True) if not record["success"]
+    }
+    lost = [index for index, group in enumerate(groups) if group in lost_groups]
+    won = [index for index, group in enumerate(groups) if group not in lost_groups]
+    # what the others leave free is added
+    of_lost = _sample(lost, groups, count=max(count // 2, count - len(won)))
+    of_won = _sample(won, groups, count=count - len(of_lost))
+    return sorted([*of_lost, *of_won])
+
+
+def _sample(indices: Sequence[int], groups: Sequence[Hashable], *, count: int) -> list[int]:
+    if not indices or count < 1:
+        return []
+    return [indices[place] for place in sample_groups([groups[i] for i in indices], count=count)]
+
+
+def outcomes(episodes: Iterable[tuple[str, bool]]) -> dict[str, int]:
+    """Return the numbers of all episodes, of successes and of those that failed.
+
+    Args:
+        episodes: status and success of each.
+
+    >>> outcomes([("terminated", True), ("turn_limit", False), ("failed", False)])
+    {'episodes': 3, 'success': 1, 'failed': 1}
+    """
+    ended = list(episodes)
+    return {
+        "episodes": len(ended),
+        "success": sum(success for _, success in ended),
+        "failed": sum(status == EpisodeStatus.FAILED for status, _ in ended),
+    }
+
+
+def _note(
+    kept: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], *, total: int
+) -> str:
+    """Return which of the episodes a page shows, empty for all."""
+    if len(kept) == total:
+        return ""
+    note = f"{len(kept)} of {total} episodes, whole groups"
+    lost, shown = (sum(not record["success"] for record in some) for some in (records, kept))
+    if len(kept) < len(records) and lost:
+        note += f", with {shown} of the {lost} without success"
+    return note
 
 
 def json_for_script(value: object) -> str:

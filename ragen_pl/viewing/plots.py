@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragen_pl.files import atomic_write
 from ragen_pl.metrics.intervals import wilson
@@ -32,6 +33,8 @@ _CURVES = (
     ("rollout", "sampled in training", "#9aa3b2"),
     ("val", "validation set, greedy", "#2257bf"),
 )
+_STAGE = "rollout/curriculum_stage"
+_STAGE_COLOR = "#8a5aa8"
 _MINUTE = 60.0
 
 
@@ -86,10 +89,39 @@ def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
         ]
         low, high = [share.low for share in intervals], [share.high for share in intervals]
         axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+    _mark_stages(axes, rows=rows, by=by)
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("success (95% interval, Wilson)")
     axes.set_xlabel("iteration" if by == "iteration" else "minutes of reinforcement learning")
     axes.legend(frameon=False)
+
+
+def _mark_stages(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
+    """Draw a line where a later stage of the curriculum begins: success is then that of harder initial states."""
+    divisor = _MINUTE if by == "elapsed_s" else 1.0
+    for number, (row, stage) in enumerate(stage_starts(rows)):
+        place = row[by] / divisor
+        # only labels without an underscore at their beginning are in the legend
+        label = "_" if number else "next stage of the curriculum"
+        axes.axvline(place, color=_STAGE_COLOR, linestyle="--", linewidth=1, label=label)
+        text_style: dict[str, Any] = {
+            "fontsize": 8,
+            "color": _STAGE_COLOR,
+            "textcoords": "offset points",
+        }
+        axes.annotate(f"{stage}", (place, 1.0), xytext=(3, -8), **text_style)
+
+
+def stage_starts(rows: Sequence[Row]) -> list[tuple[Row, int]]:
+    """Return the rows in which a later stage of the curriculum begins, with the number of the stage from 0.
+
+    >>> rows = [{"iteration": n, "rollout/curriculum_stage": n // 2} for n in range(4)]
+    >>> [(row["iteration"], stage) for row, stage in stage_starts(rows)]
+    [(2, 1)]
+    """
+    staged = [row for row in rows if _STAGE in row]
+    pairs = pairwise(staged)
+    return [(row, int(row[_STAGE])) for before, row in pairs if row[_STAGE] > before[_STAGE]]
 
 
 def _phases(axes: Axes, *, rows: Sequence[Row]) -> None:

@@ -11,12 +11,14 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from ragen_pl.trajectory import Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn
 
 # the character's color is the upper pixel, its background the lower
 _UPPER_HALF = "▀"
 # dark to light, for a terminal without colors
 _SHADES = " .:-=+*#%@"
+# rows of a terminal that a turn's text needs, and of an image on a small terminal
+_TEXT_ROWS, _LEAST_ROWS = 9, 8
 
 
 def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
@@ -75,7 +77,7 @@ class Screen:
 
     Args:
         console: console to write to.
-        width: maximum number of columns of an image.
+        width: maximum number of columns of an image; on a terminal a turn fits into its rows too.
     """
 
     def __init__(self, console: Console, *, width: int) -> None:
@@ -83,11 +85,19 @@ class Screen:
 
     def image(self, image: np.ndarray) -> None:
         """Show an image."""
-        width = min(self.width, self.console.width)
+        width = min(self.width, self.console.width, self._width_of_rows(image))
         if self.console.color_system is None:
             self.console.print(shade_text(image, width=width), markup=False, highlight=False)
         else:
             self.console.print(half_blocks(image, width=width))
+
+    def _width_of_rows(self, image: np.ndarray) -> int:
+        """Return the columns of an image that leaves room for the text of a turn on a terminal."""
+        if not self.console.is_terminal:
+            return self.width
+        height, columns = image.shape[:2]
+        rows = max(_LEAST_ROWS, self.console.height - _TEXT_ROWS)
+        return max(1, 2 * rows * columns // height)
 
     def state(self, images: Sequence[np.ndarray], text: str) -> None:
         """Show an observation."""
@@ -115,6 +125,9 @@ class Screen:
         self.console.rule("end", align="left")
         self.state(trajectory.final_images, "")
         word = "success" if trajectory.success else "no success"
+        # broken by its environment or a server: no outcome of the player
+        if trajectory.status is EpisodeStatus.FAILED:
+            word = "no outcome"
         status = str(trajectory.status).replace("_", " ")
         summary = (
             f"{word}, return {trajectory.reward:.2f} in {len(trajectory.turns)} turns ({status})"

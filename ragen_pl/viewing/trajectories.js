@@ -119,6 +119,13 @@ function turnOf(turn) {
     images.length ? make("div", { class: "see" }, ...images) : null, text);
 }
 
+// A failed episode was broken by its environment or a server: it is no outcome of the agent.
+const isFailed = (episode) => episode.status === "failed";
+function outcomeOf(episode) {
+  if (isFailed(episode)) return "⚠ failed";
+  return episode.success ? "✓ success" : "✗ no success";
+}
+
 function headingOf(episode) {
   const name = isSingle(episode) ? `group ${episode.group}` : `member ${episode.member}`;
   return episode.policy === "policy" ? name : `${visible(episode.policy)} · ${name}`;
@@ -130,7 +137,7 @@ function episodeOf(episode) {
   const finals = episode.final_images.map((name) => image(name, "state after the last turn")).filter(Boolean);
   return make("article", { class: "episode" },
     make("header", {}, make("h3", { title: `seed ${episode.seed}` }, headingOf(episode)),
-      make("b", { class: episode.success ? "good" : "bad" }, episode.success ? "✓ success" : "✗ no success"),
+      make("b", { class: episode.success ? "good" : "bad" }, outcomeOf(episode)),
       ...facts.filter(Boolean).map((fact) => make("span", { class: "soft" }, fact))),
     episode.error ? make("p", { class: "bad" }, visible(episode.error)) : null,
     ...episode.turns.map(turnOf),
@@ -142,11 +149,11 @@ function episodeOf(episode) {
 const longest = Math.max(1, ...data.episodes.map((episode) => episode.turns.length));
 const shades = [...Object.keys(COLUMNS).filter((word) => present[word]), "none"];
 const CONTROLS = {
-  outcome: ["outcome", ["all", "success", "no success"]],
+  outcome: ["outcome", ["all", "success", "no success", "failed"]],
   invalid: ["responses", ["all", "some invalid", "all valid"]],
   min: ["turns from", 1], max: ["to", longest],
   shade: ["shading", shades], masks: ["masks", hasMasks ? ["none", "loss", "advantage", "both"] : ["none"]],
-  order: ["order", ["as played", "return", "length"]],
+  order: ["order", [...new Set([data.order, "as played", "no success first", "return", "length"])]],
   text: ["text", ""], theme: ["colors", ["auto", "light", "dark"]],
 };
 const state = Object.fromEntries(Object.entries(CONTROLS).map(([name, [, values]]) => [name, Array.isArray(values) ? values[0] : values]));
@@ -177,7 +184,8 @@ bar.append(legend, count);
 
 function matches(episode) {
   const search = state.text.toLowerCase();
-  return (state.outcome === "all" || episode.success === (state.outcome === "success"))
+  const outcome = isFailed(episode) ? "failed" : episode.success ? "success" : "no success";
+  return (state.outcome === "all" || outcome === state.outcome)
     && (state.invalid === "all" || hasInvalidTurn(episode) === (state.invalid === "some invalid"))
     && episode.turns.length >= state.min && episode.turns.length <= state.max
     && (!search || episode.turns.some((turn) => `${turn.response}\n${turn.observation}`.toLowerCase().includes(search)));
@@ -215,6 +223,8 @@ function rowsOf(sections) {
   return rows;
 }
 
+const urgency = (episode) => (isFailed(episode) ? 2 : episode.success ? 0 : 1);
+
 function draw() {
   let episodes = 0;
   const sections = [];
@@ -227,6 +237,7 @@ function draw() {
   const rank = {
     return: (kept) => mean(kept.map((index) => data.episodes[index].return)),
     length: (kept) => mean(kept.map((index) => data.episodes[index].turns.length)),
+    "no success first": (kept) => Math.max(...kept.map((index) => urgency(data.episodes[index]))),
   }[state.order];
   if (rank) sections.sort((left, right) => rank(right) - rank(left));
   for (const kept of sections) for (const index of kept) cards[index] = cards[index] || episodeOf(data.episodes[index]);
@@ -257,11 +268,11 @@ for (const kind of ["mouseover", "click"]) {
   });
 }
 
-const successes = data.episodes.filter((episode) => episode.success).length;
 const turns = data.episodes.flatMap((episode) => episode.turns);
 document.getElementById("overview").textContent = [
-  data.note, `success ${successes} of ${data.episodes.length}`,
-  `return ${number(mean(data.episodes.map((episode) => episode.return)), 2)}`,
+  data.note, `success ${data.totals.success} of ${data.totals.episodes - data.totals.failed}`,
+  data.totals.failed ? `${data.totals.failed} failed` : "",
+  `${data.note ? "shown: " : ""}return ${number(mean(data.episodes.map((episode) => episode.return)), 2)}`,
   `${number(mean(data.episodes.map((episode) => episode.turns.length)), 1)} turns`,
   `${turns.filter((turn) => !turn.valid).length} of ${turns.length} responses invalid`,
 ].filter(Boolean).join(" · ");

@@ -160,7 +160,34 @@ def test_page_of_a_sample_keeps_groups_whole(folder: Path) -> None:
     shown = [(episode["group"], episode["member"]) for episode in data["episodes"]]
     assert shown == [(group, member) for group in (0, 5) for member in range(4)]
     assert data["note"] == "8 of 40 episodes, whole groups"
+    assert data["totals"] == {"episodes": 40, "success": 40, "failed": 0}
+    assert data["order"] == "as played"
     assert json.loads(read(page_html(records, title="t", images=folder)).data)["note"] == ""
+
+
+def shown(records: list[dict[str, Any]], folder: Path, *, episodes: int) -> dict[str, Any]:
+    data = json.loads(read(page_html(records, title="t", images=folder, episodes=episodes)).data)
+    data["groups"] = [episode["group"] for episode in data["episodes"]]
+    return data
+
+
+def test_page_of_a_sample_shows_what_went_wrong(folder: Path) -> None:
+    lost = {3, 8, 17}
+    records = [record(group, success=group not in lost) for group in range(40)]
+    records[8]["status"], records[8]["error"] = "failed", "OSError: gone"
+    data = shown(records, folder, episodes=10)
+    assert lost < set(data["groups"]) and len(data["groups"]) == 10
+    assert data["note"] == "10 of 40 episodes, whole groups, with 3 of the 3 without success"
+    assert data["totals"] == {"episodes": 40, "success": 37, "failed": 1}
+    # of many that went wrong no more than half
+    records = [record(group, success=group % 4 == 0) for group in range(40)]
+    data = shown(records, folder, episodes=10)
+    assert sum(group % 4 == 0 for group in data["groups"]) == 5 == len(data["groups"]) // 2
+    assert "5 of the 30 without success" in data["note"]
+    # those of an agent that never succeeds fill the page
+    records = [record(group, success=group == 7) for group in range(40)]
+    assert 7 in shown(records, folder, episodes=10)["groups"]
+    assert len(shown(records, folder, episodes=10)["groups"]) == 10
 
 
 def browse(page: Path, *arguments: str, view: str = "") -> str:
@@ -206,6 +233,21 @@ def test_browser_draws_page_and_filters(folder: Path) -> None:
     }.items():  # fmt: skip
         assert f"{count} of 5 episodes" in browse(page, view=view), view
     assert '<main id="groups" class="masks-both">' in browse(page, view="masks=both")
+
+
+@in_browser
+@pytest.mark.slow
+def test_browser_puts_what_went_wrong_in_an_evaluation_first(folder: Path) -> None:
+    records = [record(0), record(1, success=False), record(2), record(3, success=False)]
+    records[3] |= {"status": "failed", "error": "OSError: gone"}
+    for one in records:
+        one["validation_set"] = "held_out"
+    page = write_page(records, folder / "page.html", title="evaluation")
+    drawn = browse(page)
+    assert re.findall(r"group (\d)</h3>", drawn) == ["3", "1", "0", "2"]
+    assert "success 2 of 3 · 1 failed" in drawn and "⚠ failed" in drawn
+    assert "1 of 4 episodes" in browse(page, view="outcome=failed")
+    assert "1 of 4 episodes" in browse(page, view="outcome=no+success")
 
 
 @in_browser

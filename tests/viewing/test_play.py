@@ -191,7 +191,10 @@ def test_human_plays_from_the_command_line(tmp_path: Path) -> None:
         (("ragen_pl.play", "policy=random", "save=a.jpg"), "save=a.jpg: expected a name"),
         (("ragen_pl.play", "policy=optimla"), "did you mean optimal?"),
         (("ragen_pl.page",), "records has no value"),
-        (("ragen_pl.page", "records=."), "records=.:"),
+        (
+            ("ragen_pl.page", "records=."),
+            "records=.: there is no trajectories.jsonl in it or below",
+        ),
     ],
 )
 def test_invalid_arguments_end_in_one_line(

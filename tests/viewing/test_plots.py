@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ragen_pl.callbacks.plots import PlotRun
 from ragen_pl.callbacks.summary import page_and_plots
-from ragen_pl.viewing.plots import draw_plots
+from ragen_pl.viewing.plots import draw_plots, stage_starts
 
 
 class Data(pl.LightningDataModule):
@@ -105,6 +106,25 @@ def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
         with Image.open(file) as image:
             assert image.width > 600
     assert draw_plots([], tmp_path / "none", title="t") == []
+
+
+def test_stages_of_the_curriculum_are_marked(tmp_path: Path) -> None:
+    rows = [
+        {"iteration": float(n), "elapsed_s": 60.0 * n, "rollout/success": 0.5, "rollout/curriculum_stage": stage}
+        for n, stage in enumerate((0, 0, 1, 1, 2))
+    ]  # fmt: skip
+    assert [(row["iteration"], stage) for row, stage in stage_starts(rows)] == [(2, 1), (4, 2)]
+
+    def colored(drawn: list[dict[str, float]], name: str) -> int:
+        (file, _) = draw_plots(drawn, tmp_path / name, title="t")
+        with Image.open(file) as image:
+            pixels = np.asarray(image.convert("RGB")).astype(int).reshape(-1, 3)
+        # lines of a pixel are blended with the background
+        return int((np.abs(pixels - (0x8A, 0x5A, 0xA8)).max(axis=1) < 30).sum())
+
+    unmarked = [row | {"rollout/curriculum_stage": 0} for row in rows]
+    assert colored(unmarked, "none") == 0
+    assert colored(rows, "two") > 1.5 * colored(rows[:3], "one") > 0
 
 
 def test_interval_must_be_positive() -> None:
