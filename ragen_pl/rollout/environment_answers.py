@@ -27,7 +27,7 @@ _NUMBERS = "biuf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step returned.
+    """Values of a step.
 
     Attributes:
         raw: observation, not read yet.

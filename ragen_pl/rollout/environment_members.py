@@ -84,7 +84,7 @@ class EnvironmentMembers:
 
     def relations(self) -> list[Relation] | None:
         """Return the positions of things relative to the player."""
-        return self._call("relations", list)
+        return self._call("relations", (list, tuple))
 
     def random_action(self, rng: np.random.Generator) -> int | str:
         """Return an action that the rules allow: of named ones any, of free texts one that the environment draws.
@@ -110,5 +110,5 @@ class EnvironmentMembers:
             return value
         expected = kind[0] if isinstance(kind, tuple) else kind
         raise TypeError(
-            f"{name}() returned a {type(value).__name__}, expected a value of type {expected.__name__}"
+            f"{name}() returned a value of type {type(value).__name__}, expected {expected.__name__}"
         )

@@ -53,6 +53,11 @@ def environment_maker(
             f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
             "'envs.frozen_lake.FrozenLake'"
         ) from error
+    if process and module == "__main__":
+        raise ValueError(
+            f"env.target={target}: another process cannot import it from a notebook or a script; put it into a module, "
+            "or set env.process=false"
+        )
     if process:
         return lambda **kwargs: ProcessEnvironment(target, kwargs, memory_mb=memory_mb)
     return made

@@ -113,12 +113,12 @@ class EnvironmentWorkers(Generic[T]):
         self._numbers = count_up()
         weakref.finalize(self, _end, self._threads)
 
-    def submit(self, jobs: Sequence[tuple[int, Job[T]]], *, patience: float = 1.0) -> list[int]:
+    def submit(self, jobs: Sequence[tuple[int, Job[T]]], *, factor: float = 1.0) -> list[int]:
         """Queue jobs and return their numbers.
 
         Args:
             jobs: Number of each job's thread, and the job. Threads beyond `count` begin again at the first.
-            patience: Factor of the time limit for these jobs.
+            factor: Factor of the time limit for these jobs.
         """
         numbers = list(islice(self._numbers, len(jobs)))
         shares: dict[int, list[tuple[int, Job[T]]]] = {}
@@ -132,7 +132,7 @@ class EnvironmentWorkers(Generic[T]):
             if thread not in self._threads:
                 self._threads[thread] = _Thread(self._finished)
                 self._threads[thread].start()
-            limit = None if self.timeout_s is None else patience * self.timeout_s
+            limit = None if self.timeout_s is None else factor * self.timeout_s
             self._threads[thread].shares.put(_Share(share, limit))
         return numbers
 
@@ -158,14 +158,14 @@ class EnvironmentWorkers(Generic[T]):
             ended += self._finished.get()
         return ended
 
-    def run(self, jobs: Sequence[tuple[int, Job[T]]], *, patience: float = 1.0) -> list[Outcome[T]]:
+    def run(self, jobs: Sequence[tuple[int, Job[T]]], *, factor: float = 1.0) -> list[Outcome[T]]:
         """Run jobs and return their outcomes in order; the outcomes of others under way are dropped.
 
         Args:
             jobs: As those of `submit`.
-            patience: Factor of the time limit for these jobs.
+            factor: Factor of the time limit for these jobs.
         """
-        numbers = self.submit(jobs, patience=patience)
+        numbers = self.submit(jobs, factor=factor)
         outcomes: dict[int, Outcome[T]] = {}
         while not outcomes.keys() >= set(numbers):
             outcomes.update(self.collect())

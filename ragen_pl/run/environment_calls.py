@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.rollout.environment_process import ProcessEnvironment, environment_maker
-from ragen_pl.rollout.environments import CREATION_PATIENCE
+from ragen_pl.rollout.environments import CREATION_FACTOR
 from ragen_pl.rollout.workers import EnvironmentWorkers, TimeLimitExceeded
 
 T = TypeVar("T")
@@ -73,19 +73,19 @@ class EnvironmentCalls:
             text = f"{what} raised: {text}" if what else text.removeprefix(f"{self._env.target} ")
             raise ConfigError(f"{self.place}: {text}") from error
 
-    def attempt(self, what: str, function: Callable[[], T], *, patience: float = 1.0) -> T:
+    def attempt(self, what: str, function: Callable[[], T], *, factor: float = 1.0) -> T:
         """Return what a call of the environment returns, or raise its own error.
 
         Args:
             what: as that of `call`.
             function: makes the call.
-            patience: factor of the time limit.
+            factor: factor of the time limit.
 
         Raises:
             ConfigError: it ended the program or took too long.
             Exception: its own error.
         """
-        (outcome,) = self._workers.run([(0, function)], patience=patience)
+        (outcome,) = self._workers.run([(0, function)], factor=factor)
         named = f"{what}: " if what else ""
         if isinstance(outcome, TimeLimitExceeded):
             self._kill()
@@ -116,10 +116,8 @@ class EnvironmentCalls:
         assert isinstance(settings, dict)
         kwargs = {str(name): value for name, value in settings.items()}
         try:
-            make = self.attempt("its module", find, patience=CREATION_PATIENCE)
-            made = self.attempt(
-                "its constructor", partial(make, **kwargs), patience=CREATION_PATIENCE
-            )
+            make = self.attempt("its module", find, factor=CREATION_FACTOR)
+            made = self.attempt("its constructor", partial(make, **kwargs), factor=CREATION_FACTOR)
         except ConfigError:
             raise
         except Exception as error:  # an environment's constructor may raise anything

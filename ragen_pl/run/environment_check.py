@@ -68,7 +68,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """What an episode showed after a step."""
+    """Outcome of a step of an episode that is played twice."""
 
     observation: Observation
     reward: float
@@ -189,7 +189,7 @@ class _Check:
             actions = self.calls.attempt(
                 f"{type(policy).__name__}.act(env, rng)",
                 lambda: [policy.act(slot.env, rng) for _ in range(_ACTIONS)],
-                patience=_ACTIONS,
+                factor=_ACTIONS,
             )
             if wrong := [action for action in actions if not _is_action(action, slot)]:
                 raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")

@@ -49,7 +49,7 @@ class GuessServer:
         async def start() -> web.AppRunner:
             app = web.Application()
             app.router.add_get("/ws", self._serve)
-            runner = web.AppRunner(app)
+            runner = web.AppRunner(app, access_log=None)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()

@@ -39,6 +39,11 @@ OF_THE_COMMAND = [
         "model.build.text.max_position_embeddings=99999999999999999999",
         "max_position_embeddings=99999999999999999999: expected a whole number, .* at most 16777216",
     ),
+    (
+        "env.timeout_s=1e20",
+        "env.timeout_s=1e\\+20: expected a number, above 0 and at most 1000000.0",
+    ),
+    ("context.leave_out.patches=-7", "context.leave_out.patches=-7: expected a number, at least 0"),
     ("trainer.max_epoch=3", "unknown key trainer.max_epoch; did you mean trainer.max_epochs?"),
     (
         "env=bandit env.kwargs.nmes=train",
@@ -175,7 +180,7 @@ OF_THE_ENVIRONMENT = [
     ("StartsAtOne", r"Discrete\(2, start=1\), expected one that starts at 0.* set Discrete\(2\)"),
     ("WordForSuccess", r"returned info\['success'\]='no'; expected true or false"),
     ("WordForReward", "returned reward '1.0'; expected a finite number"),
-    ("NumberDescribed", r"describe\(\) returned a int, expected a value of type str"),
+    ("NumberDescribed", r"describe\(\) returned a value of type int, expected str"),
     ("NeedsLibrary", "it needs the package 'no_such_library', which is not installed"),
 ]
 
@@ -299,6 +304,38 @@ def test_an_environment_that_fails_later_on_is_reported(fit):
     line = fit("env=custom", "env.target=broken_environments.ThirdResetRaises").refused()
     assert line == (
         "every demonstration failed; the first with ConnectionError: the simulator has gone"
+    )
+
+
+def test_failed_episodes_are_shown_in_lines_table_and_warnings(fit, tmp_path):
+    done = fit(
+        "env=custom", "env.target=broken_environments.SomeSeedsBreak", "logger=none", "trainer.max_epochs=2",
+        "callbacks.trajectories=null", "callbacks.plots=null", "warm_start.steps=2", "warm_start.episodes=16",
+        "rollout.groups=16", "validation.episodes=16", "paths.run_dir=run", quick=False,
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    failed, ended = metrics["val/failed_episodes"], metrics["val/episodes"]
+    assert 0 < failed < 16 and failed + ended == 16 and metrics["val/failed"] == failed / 16
+    # an invalid answer costs 0.05; failed episodes have no return
+    assert metrics["random_policy/return"] == metrics["random_policy/success"] == 1.0
+    (last,) = (line for line in done.stdout.splitlines() if line.startswith("iteration 2/2"))
+    assert re.search(rf"  failed \d of 16  validation failed {failed:.0f} of 16", last)
+    (row,) = (line for line in done.stdout.splitlines() if "failed episodes" in line)
+    assert row.count(f"{failed:.0f} of 16") == 3
+    # once in each of demonstrations, training, validation set
+    assert 1 <= done.stdout.count("ConnectionError: no simulator for seed") <= 3
+
+
+def test_a_run_ends_where_too_many_episodes_fail(fit):
+    line = fit(
+        "env=custom", "env.target=broken_environments.SomeSeedsBreak", "rollout.max_failed=0.0", "rollout.groups=16",
+        "validation.episodes=16",
+    ).refused()  # fmt: skip
+    assert re.match(
+        r"iteration 1: \d+ of 16 episodes failed, more than rollout.max_failed=0 allows; most with "
+        r"ConnectionError: no simulator for seed \d+",
+        line,
     )
 
 
