@@ -101,7 +101,7 @@ class CollapseMonitor(pl.Callback):
     def __init__(
         self,
         *,
-        alarms: Mapping[str, Alarm],
+        alarms: Mapping[str, Alarm | None],
         actions: Sequence[Action] = (Action.WARN,),
         mitigation: Mitigation | None = None,
         grace: CountOrZero = 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -210,6 +211,9 @@ def fields_of_target(target: str) -> Fields:
         SignatureError: there is no such class.
     """
     package, _, rest = target.partition(".")
+    # the cell of a notebook has no source to read
+    if package == "__main__" and rest in vars(sys.modules["__main__"]):
+        return Fields(closed=False)
     if not all(part.isidentifier() for part in target.split(".")):
         raise SignatureError("expected a class path such as package.module.Name")
     if not rest or find_spec(package) is None:
@@ -234,7 +238,9 @@ def _described(
             fields = Fields(dict(keys))
         elif typing.get_origin(base) in (dict, Mapping):
             item = typing.get_args(base)[1]
-            fields.known |= {str(name): item for name in node if item is not Any}
+            # the fields of another option say more
+            described = {str(name): item for name in node if item is not Any}
+            fields.known = described | fields.known
         for constraint in metadata:
             if isinstance(constraint, Arguments):
                 _add_arguments(fields, constraint)

@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import pytest
+from gymnasium import spaces
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.run.checks import check_run
 from ragen_pl.run.environment_calls import make_environment
+from ragen_pl.run.environment_check import check_environment
 
 FROZEN_LAKE = "envs:ragen/FrozenLake-v0"
 
@@ -52,6 +55,35 @@ def test_environment_that_cannot_be_made_is_refused(settings: DictConfig, messag
 def test_ids_and_class_paths_make_environments() -> None:
     make_environment(env(FROZEN_LAKE, size=5))
     make_environment(env("envs.frozen_lake.FrozenLake", size=5))
+
+
+class Here(gymnasium.Env[str, int]):
+    """Environment of the program that runs, as in the cell of a notebook."""
+
+    action_names = ("Go",)
+    action_space = spaces.Discrete(1)
+    observation_space = spaces.Text(9)
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        return "go", {}
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict]:
+        return "gone", 1.0, True, False, {"success": True}
+
+
+def test_an_environment_of_a_notebook_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "Here", Here, raising=False)
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", overrides=["env=custom", "env.target=__main__.Here"])
+    check_config(cfg)
+    assert isinstance(check_environment(cfg), Here)
+    cfg.env.process = True
+    with pytest.raises(ConfigError, match=r"from a notebook .*; put it into a module, or set env"):
+        check_environment(cfg)
+    cfg.env.target = "__main__.There"
+    with pytest.raises(ConfigError, match=r"env.target=__main__.There: "):
+        check_environment(cfg)
 
 
 def test_missing_run_to_resume_is_refused(tmp_path: Path) -> None:
