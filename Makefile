@@ -67,7 +67,8 @@ $(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_environment
 	PYTHON=$(PYTHON) .ci/vllm_environment $(VLLM_VENV)
 	@touch $@
 
+# Not byte-compiled: most of the libraries' modules are never imported.
 $(WORLDS_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(WORLDS_VENV)
-	$(WORLDS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,$(WORLDS)]'
+	$(WORLDS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,$(WORLDS)]'
 	@touch $@

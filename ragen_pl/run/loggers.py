@@ -35,6 +35,7 @@ from ragen_pl.run.tracking import (
 # characters; the whole config is kept as an artifact
 _PARAM_LENGTH = 250
 _STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
+_VIEW = "mlflow.experimentKind"
 # Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
 _NOT_LOGGED = frozenset({"epoch"})
 
@@ -104,11 +105,20 @@ class RunLogger(MLFlowLogger):
                 tags={**version_tags(), "run_dir": str(self.folder)},
             )
             self._ensure_run()
+            self._prefer_training_view()
         except MlflowException as error:
             raise ConfigError(
                 f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "
                 "MLFLOW_TRACKING_URI for a local one, or set logger=none"
             ) from error
+
+    def _prefer_training_view(self) -> None:
+        """Have MLflow's page open on runs and charts: with traces it opens on the view of chat applications."""
+        experiment = self.experiment.get_experiment(self.experiment_id)
+        if _VIEW not in experiment.tags:
+            self.experiment.set_experiment_tag(
+                self.experiment_id, _VIEW, "custom_model_development"
+            )
 
     def _ensure_run(self) -> None:
         """Create the MLflow run or reopen it, and log its config."""

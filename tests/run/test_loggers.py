@@ -121,6 +121,19 @@ def test_two_fits_of_one_run_end_as_finished(tmp_path: Path, run: Path) -> None:
     assert client.get_run(run_id).data.metrics["val/success"] == 0.5
 
 
+def test_an_experiment_opens_on_its_runs_unless_somebody_chose_another_view(
+    tmp_path: Path, run: Path
+) -> None:
+    RunLogger(run_dir=str(run), settings=settings(tmp_path))
+    client, run_id = stored(run)
+    number = client.get_run(run_id).info.experiment_id
+    view = "mlflow.experimentKind"
+    assert client.get_experiment(number).tags[view] == "custom_model_development"
+    client.set_experiment_tag(number, view, "genai_development")
+    RunLogger(run_dir=str(run), settings=settings(tmp_path))
+    assert client.get_experiment(number).tags[view] == "genai_development"
+
+
 def test_a_run_stopped_by_a_signal_has_status_killed(tmp_path: Path, run: Path) -> None:
     logger = RunLogger(run_dir=str(run), settings=settings(tmp_path))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
