@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
-from ragen_pl.config.errors import config_errors
+from ragen_pl.config.errors import ConfigError, config_errors
 
 
 @hydra_main("page")
