@@ -7,7 +7,6 @@ begins. Hydra then works as usual.
 from __future__ import annotations
 
 import argparse
-import errno
 import functools
 import os
 import sys
@@ -19,21 +18,16 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config, leaves
-from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation, translated
+from ragen_pl.config.errors import ConfigError, ending_of, translated
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.config.relations import ranks_asked_for
 
 Task = Callable[[DictConfig], object]
 Prepare = Callable[[argparse.Namespace], list[str]]
-# as argparse
-_EXIT_CODE = 2
-_DISK_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
-)  # fmt: skip
 
 
 def hydra_main(
@@ -42,7 +36,8 @@ def hydra_main(
     """Return a decorator that makes a function of a config the command line's main function.
 
     A configuration that cannot be run ends the process with one line on stderr and code 2; with
-    `debug=true` or HYDRA_FULL_ERROR=1 with a traceback instead.
+    `debug=true` or HYDRA_FULL_ERROR=1 with a traceback instead. An unexpected error ends it with its
+    traceback, then one line, and code 1.
 
     Args:
         config_name: the file in `config_dir()`, without `.yaml`.
@@ -105,7 +100,7 @@ def _import_from_here() -> None:
 
 
 def one_line_errors(task: Task) -> Task:
-    """Wrap a task so that its configuration errors end the process with one line."""
+    """Wrap a task so that an error ends the process with one line, an unexpected one with its traceback before it."""
 
     @functools.wraps(task)
     def job(cfg: DictConfig) -> object:
@@ -205,23 +200,10 @@ def _replace_overrides(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _or_exit(action: Callable[[], object]) -> object:
-    """Run an action; a configuration error ends the process with one line and code 2."""
+    """Run an action; an error ends the process, with one line or with a traceback and then one line."""
     try:
         return action()
-    except ConfigError as error:
-        line = str(error)
-    except InstantiationException as error:
-        key, cause = of_instantiation(error)
-        line = f"{key}: {in_one_line(cause)}".removeprefix(": ")
-    except OSError as error:
-        if error.errno is not None and error.errno not in _DISK_ERRORS:
-            # an error inside the run
-            raise
-        line = str(error) if error.errno is None else _disk_error(error)
-    sys.stderr.write(f"ragen_pl: {' '.join(line.split())}\n")
-    raise SystemExit(_EXIT_CODE)
-
-
-def _disk_error(error: OSError) -> str:
-    place = error.filename or "a file of the run"
-    return f"{place}: {error.strerror}; make room or change its rights, or set paths.root=…"
+    except Exception as error:
+        ending = ending_of(error)
+    ending.show()
+    raise SystemExit(ending.code)
