@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+PARTIAL = ".partial"
+"""End of the name of a file that is being written."""
+
 _LOCK = "lock"
 
 
@@ -60,18 +63,32 @@ def _remove_if_left(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path` and rename it to `path` at the end of the block.
 
     A process that is killed inside the block leaves `path` as it was.
 
     Args:
         path: the file to write. Its folder must exist.
+        durable: wait until the disk has the file, which then outlives a machine that loses power.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
         yield partial
+        if durable:
+            _synchronize(partial)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     partial.replace(path)
+    if durable:
+        # the new name is an entry of the folder
+        _synchronize(path.parent)
+
+
+def _synchronize(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -5,6 +5,7 @@ No weights are loaded here, and neither torch nor transformers is imported.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.run.folder import Run, run_of, time_of
+from ragen_pl.run.folder import Run, last_whole, run_of, time_of
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
+
+log = logging.getLogger(__name__)
 
 EXPORTED = "ragen_pl.yaml"
 """Settings and origin of the weights, next to them in a folder that `ragen_pl.export` wrote."""
@@ -128,11 +131,15 @@ def _folder(run_dir: str) -> Path:
 
 def _in_run(run: Path, *, which: str) -> Path:
     path = Run(run).checkpoints / f"{which}.ckpt"
-    if not path.exists():
-        hint = "use ckpt=last" if which == "best" else "train it further, or give another run"
-        why = ": no validation of it ended" if which == "best" else ""
-        raise ConfigError(f"the run {run} has no {which} checkpoint{why}; {hint}")
-    return path
+    if path.exists():
+        whole, problem = last_whole(Run(run), name=path.name)
+        assert whole is not None
+        if problem is not None:
+            log.warning(f"{problem}; {whole.name}, the newest whole checkpoint, is used instead")
+        return whole
+    hint = "use ckpt=last" if which == "best" else "train it further, or give another run"
+    why = ": no validation of it ended" if which == "best" else ""
+    raise ConfigError(f"the run {run} has no {which} checkpoint{why}; {hint}")
 
 
 def _origin(folder: Path) -> Path | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from omegaconf import DictConfig
+
+from ragen_pl.run.checkpoint_check import newest_whole, problem_of
 
 RUN_DIR = "RAGEN_PL_RUN_DIR"
 """Environment variable by which the processes of one run share its folder."""
@@ -21,6 +25,8 @@ class Run:
     checkpoint: Path | None = None
     resumed: bool = False
     """Whether the folder's earlier state is continued, from its warm start if there is no checkpoint."""
+    passed_over: str | None = None
+    """A newer checkpoint that is not whole, and what is wrong with it."""
 
     @property
     def checkpoints(self) -> Path:
@@ -76,7 +82,7 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
 
     - None: a new run, in `run_dir` or a folder named after the time;
     - `"last"`: the run in `run_dir`, or the newest one of this name, continued from its last
-      checkpoint, or from its warm start if there is none;
+      whole checkpoint, or from its warm start if there is none;
     - `"auto"`: the run in `run_dir`, continued if it has started, else started.
 
     Raises:
@@ -93,7 +99,25 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
     run = Run(folder)
     if ckpt_path is None or (ckpt_path == "auto" and not run.has_started):
         return run
-    return Run(folder, run.last if run.last.exists() else None, resumed=True)
+    checkpoint, passed_over = last_whole(run)
+    return Run(folder, checkpoint, resumed=True, passed_over=passed_over)
+
+
+def last_whole(run: Run, *, name: str = "last.ckpt") -> tuple[Path | None, str | None]:
+    """Return a run's checkpoint of a name, or its newest whole one where that is not whole or not there.
+
+    Returns:
+        The checkpoint, None if there is none; and what is wrong with the one of the name if another one is taken. The
+        one of the name is returned where no checkpoint is whole.
+    """
+    named = run.checkpoints / name
+    problem = problem_of(named) if named.exists() else f"{named} is not there"
+    if problem is None:
+        return named, None
+    whole = newest_whole(file for file in run.checkpoints.glob("*.ckpt") if file != named)
+    if whole is None:
+        return named if named.exists() else None, None
+    return whole, problem
 
 
 def time_of(config: Path) -> tuple[int, str]:
@@ -112,14 +136,15 @@ def is_launched() -> bool:
     return RUN_DIR in os.environ
 
 
-def share_with_children(folder: Path) -> None:
-    """Let the processes that this one starts (other ranks) use the same folder."""
+@contextmanager
+def sharing_with_children(folder: Path) -> Iterator[None]:
+    """Let the processes that this one starts in the block (other ranks) use the same folder."""
     os.environ[RUN_DIR] = str(folder)
-
-
-def stop_sharing() -> None:
-    """Undo `share_with_children`. A later run in this process has a folder of its own."""
-    os.environ.pop(RUN_DIR, None)
+    try:
+        yield
+    finally:
+        # a later run in this process has a folder of its own
+        os.environ.pop(RUN_DIR, None)
 
 
 def _run_with_checkpoint(ckpt_path: str, *, run_dir: str | None) -> Run:

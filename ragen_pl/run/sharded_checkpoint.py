@@ -1,13 +1,16 @@
-"""Checkpoints whose tensors are in a folder next to the file, where all ranks write their parts at once.
+"""Files of checkpoints, and their folders: tensors of sharded ones, and what each rank has its own of.
 
-The file holds everything else and the folder's name. A save writes a new folder, then replaces the file, then removes
-the old folder, so a run that is killed leaves a complete checkpoint. torch.distributed.checkpoint writes the folder and
-reads it on any number of ranks.
+    new folder -> list of its files -> new file, under another name -> renamed -> old folder removed
+
+The file names the folder, so a run that is killed at any moment leaves a complete checkpoint. Sharded tensors are
+written by torch.distributed.checkpoint, on all ranks at once, and read on any number of ranks.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import os
 import pickle
 import shutil
 import warnings
@@ -34,7 +37,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.optim import Optimizer
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.files import PARTIAL, atomic_write
 from ragen_pl.known_pickle import KnownUnpickler, by_name
+from ragen_pl.rank_states import folder_of_states, resolved
+from ragen_pl.run.checkpoint_check import FILES, names_folder
 
 SHARDS = "shards"
 """Entry of a checkpoint: name of the folder with its tensors."""
@@ -43,18 +49,25 @@ _SUFFIX = ".shards"
 _WEIGHTS, _OPTIMIZERS = "weights", "optimizers"
 
 
-def save_apart(checkpoint: dict[str, Any], file: Path, *, unique: str) -> None:
-    """Write a checkpoint's tensors into a new folder and put its name in their place. All ranks must call it.
+def folder_for(file: Path, *, unique: str) -> Path:
+    """Return a new folder of a checkpoint.
+
+    Args:
+        file: The checkpoint.
+        unique: Eight hexadecimal digits, the same on all ranks and others at each save.
+    """
+    return file.with_name(f"{file.name}.{unique}{_SUFFIX}")
+
+
+def save_apart(checkpoint: dict[str, Any], folder: Path) -> None:
+    """Write a checkpoint's tensors into its folder and put the name in their place. All ranks must call it.
 
     Args:
         checkpoint: Checkpoint of Lightning's layout, with sharded tensors; changed in place.
-        file: Where the checkpoint will be written.
-        unique: Part of the folder's name, the same on all ranks and another at each save.
+        folder: See `folder_for`.
     """
-    checkpoint[SHARDS] = f"{file.name}.{unique}{_SUFFIX}"
-    tensors = dict(_taken(checkpoint))
-    folder = file.parent / checkpoint[SHARDS]
-    dcp.save(tensors, checkpoint_id=folder)
+    checkpoint[SHARDS] = folder.name
+    dcp.save(dict(_taken(checkpoint)), checkpoint_id=folder)
 
 
 def remove_apart(file: Path, *, but: str | None = None) -> None:
@@ -226,8 +239,65 @@ def _container(
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Reads and writes checkpoints for strategies that keep whole tensors; sharded ones are read too."""
+    """Reads and writes the files of checkpoints, with whole tensors; sharded ones are read too."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
+        """Write a checkpoint beside its target and rename it once the disk has it.
+
+        Raises:
+            OSError: The disk is full, or may not be written to.
+        """
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        folder = folder_of_states()
+        if folder is not None and folder.is_dir():
+            _list_files(folder)
+        write_tensors(checkpoint, file)
 
     def load_checkpoint(self, path: Any, *arguments: Any, **settings: Any) -> dict[str, Any]:
         """Return a checkpoint with whole tensors."""
-        return read_apart(super().load_checkpoint(path, *arguments, **settings), Path(path))
+        file = Path(path)
+        checkpoint = read_apart(super().load_checkpoint(path, *arguments, **settings), file)
+        return dict(resolved(checkpoint, place=file.parent))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint with its folder."""
+        super().remove_checkpoint(path)
+        remove_apart(Path(path))
+
+
+def write_tensors(state: Mapping[str, Any], file: Path) -> None:
+    """Write a file of `torch.save` as a whole or not at all.
+
+    Raises:
+        OSError: The disk is full, or may not be written to.
+    """
+    try:
+        with atomic_write(file, durable=True) as partial, partial.open("wb") as stream:
+            torch.save(state, stream)
+    except (RuntimeError, OSError) as error:
+        # torch raises an error of its own on top of the disk's
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None or cause.errno is None:
+            raise
+        free = shutil.disk_usage(file.parent).free >> 20
+        text = f"{os.strerror(cause.errno)} ({free} MB are left on the disk of this folder)"
+        raise OSError(cause.errno, text, str(file)) from error
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs have left among the checkpoints of a folder: unfinished files, folders without a file."""
+    for partial in folder.glob(f"*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
+    for apart in folder.glob(f"*{_SUFFIX}"):
+        file = apart.with_name(apart.name.removesuffix(_SUFFIX).rpartition(".")[0])
+        if not names_folder(file, apart.name):
+            shutil.rmtree(apart, ignore_errors=True)
+
+
+def _list_files(folder: Path) -> None:
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.name != FILES}
+    with atomic_write(folder / FILES, durable=True) as partial:
+        partial.write_text(json.dumps(sizes))

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from ragen_pl.distributed import on_first_rank, sharded_like
 from ragen_pl.modules.frozen import without_frozen
+from ragen_pl.rank_states import folder_of_states, resolved
 from ragen_pl.run.sharded_checkpoint import (
     SHARDS,
+    folder_for,
     layout_of,
     read_apart,
     remove_apart,
@@ -91,17 +93,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Write a checkpoint. All ranks must call it."""
         file = Path(self.broadcast(filepath))
         if self.sharded_checkpoints:
-            save_apart(checkpoint, file, unique=self.broadcast(secrets.token_hex(4)))
+            own = folder_for(file, unique=self.broadcast(secrets.token_hex(4)))
+            save_apart(checkpoint, folder_of_states() or own)
         super().save_checkpoint(checkpoint, file, storage_options)
         self.barrier()
-        if self.is_global_zero:
+        if self.is_global_zero and folder_of_states() is None:
             remove_apart(file, but=checkpoint.get(SHARDS))
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint with its folder."""
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            remove_apart(Path(filepath))
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -111,11 +108,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         checkpoint: dict[str, Any] = torch.load(
             file, mmap=True, map_location="cpu", weights_only=weights_only
         )
-        if SHARDS not in checkpoint:
-            return checkpoint
-        assert self.lightning_module is not None
-        layout = layout_of(self.lightning_module.state_dict(), self.optimizers)
-        return read_apart(checkpoint, file, layout=layout)
+        if SHARDS in checkpoint:
+            assert self.lightning_module is not None
+            layout = layout_of(self.lightning_module.state_dict(), self.optimizers)
+            checkpoint = read_apart(checkpoint, file, layout=layout)
+        return dict(resolved(checkpoint, place=file.parent))
 
     @torch.no_grad()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

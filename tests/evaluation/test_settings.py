@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
@@ -84,6 +85,18 @@ def test_ckpt_finds_its_run(root: Path) -> None:
         checkpoint = find_checkpoint(ckpt, root=str(root), name=name)
         assert (checkpoint.run, checkpoint.path) == (run, run / "checkpoints" / file)
     assert find_checkpoint("last", root="nowhere", run_dir=str(old)).run == old
+
+
+@pytest.mark.parametrize("ckpt", ["last", "best"])
+def test_a_damaged_checkpoint_is_passed_over(root: Path, ckpt: str, caplog) -> None:
+    run = root / "frozenlake" / "2026-01-01_10-00-00"
+    whole = run / "checkpoints" / "iteration_0010.ckpt"
+    torch.save({"state_dict": {}}, whole)
+    found = find_checkpoint(ckpt, root=str(root), run_dir=str(run))
+    assert found.path == whole
+    assert (
+        f"{ckpt}.ckpt is damaged or no checkpoint; iteration_0010.ckpt, the newest" in caplog.text
+    )
 
 
 def test_exported_folder_has_its_run_and_works_without_it(root: Path, tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from ragen_pl.run.folder import Run, locate, share_with_children, stop_sharing
+from ragen_pl.run.checkpoint_check import problem_of
+from ragen_pl.run.folder import Run, locate, sharing_with_children
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +34,13 @@ def make_run(folder: Path, *, checkpoint: bool = True) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").touch()
     if checkpoint:
-        (folder / "checkpoints" / "last.ckpt").touch()
+        save(last(folder))
     return folder
+
+
+def save(file: Path) -> None:
+    """Write a file as checkpoints are written."""
+    torch.save({"weight": torch.zeros(100)}, file)
 
 
 def last(folder: Path) -> Path:
@@ -109,7 +117,7 @@ def test_auto_continues_from_the_last_checkpoint(find, tmp_path):
 def test_a_checkpoint_is_continued_in_its_run(find, tmp_path):
     given = make_run(tmp_path / "given")
     file = given / "checkpoints" / "iteration_0010.ckpt"
-    file.touch()
+    save(file)
     assert find(ckpt_path=str(file)) == Run(given, file, resumed=True)
     branch = tmp_path / "branch"
     assert find(run_dir=branch, ckpt_path=str(file)) == Run(branch, file, resumed=True)
@@ -143,14 +151,57 @@ def test_a_missing_run_is_reported(find, tmp_path, monkeypatch, arguments, messa
 
 def test_ranks_started_by_a_run_use_its_folder(find, tmp_path):
     folder = make_run(tmp_path / "frozenlake" / "2026-01-01_10-00-00", checkpoint=False)
-    share_with_children(folder)
-    try:
+    with sharing_with_children(folder):
         assert os.environ["RAGEN_PL_RUN_DIR"] == str(folder)
         assert find() == find(ckpt_path="auto") == Run(folder)
-        last(folder).touch()
+        save(last(folder))
         # another run that was started meanwhile
         make_run(tmp_path / "frozenlake" / "2026-01-02_10-00-00")
         assert find(ckpt_path="last") == Run(folder, last(folder), resumed=True)
-    finally:
-        stop_sharing()
     assert find().folder != folder
+
+
+@pytest.mark.parametrize("damage", [b"", b"half", None], ids=["empty", "text", "cut"])
+def test_a_damaged_last_checkpoint_is_passed_over(find, tmp_path, damage):
+    given = make_run(tmp_path / "given")
+    older, newer = (given / "checkpoints" / f"iteration_00{n}.ckpt" for n in (10, 20))
+    for time, file in enumerate((older, newer, given / "checkpoints" / "best.ckpt")):
+        save(file)
+        os.utime(file, (time, time))
+    (given / "checkpoints" / "best.ckpt").write_bytes(b"damaged too")
+    file = last(given)
+    file.write_bytes(file.read_bytes()[:-100] if damage is None else damage)
+    run = find(run_dir=given, ckpt_path="auto")
+    assert (run.checkpoint, run.resumed) == (newer, True)
+    assert run.passed_over == f"{file} is damaged or no checkpoint"
+    newer.unlink()
+    assert find(run_dir=given, ckpt_path="last").checkpoint == older
+    older.unlink()
+    # nothing is whole: the check of a run refuses it
+    assert find(run_dir=given, ckpt_path="auto").checkpoint == file
+
+
+def test_a_checkpoint_with_values_written_over_is_not_whole(tmp_path):
+    file = tmp_path / "a.ckpt"
+    save(file)
+    assert problem_of(file) is None
+    content = bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as archive:
+        last_entry = archive.infolist()[-1]
+    start = last_entry.header_offset
+    file.write_bytes(content[:start] + bytes(64) + content[start + 64 :])
+    assert problem_of(file) == f"{file} is damaged or no checkpoint"
+
+
+def test_a_checkpoint_without_its_folder_is_not_whole(tmp_path):
+    file = tmp_path / "a.ckpt"
+    folder = tmp_path / "a.ckpt.0123abcd.shards"
+    torch.save({"loops": {"folder": folder.name}}, file)
+    assert problem_of(file) == f"the checkpoint's folder {folder} is not there"
+    folder.mkdir()
+    part = folder / "samples_1.pt"
+    part.write_bytes(b"12345")
+    (folder / "files.json").write_text('{"samples_1.pt": 9}')
+    assert problem_of(file) == f"{part} has 5 of 9 bytes"
+    (folder / "files.json").write_text('{"samples_1.pt": 5}')
+    assert problem_of(file) is None
