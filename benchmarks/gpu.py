@@ -45,10 +45,11 @@ from ragen_pl.models.named import named_config
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.run.build import assemble, build_agent, build_datamodule, build_trainer, plain
+from ragen_pl.run.build import assemble, build_agent, build_datamodule, plain
 from ragen_pl.run.dry_run import abstract_agent, minibatch_of
 from ragen_pl.run.memory_plan import MemoryPlan, plan_memory
 from ragen_pl.run.train import quieten
+from ragen_pl.run.trainer import build_trainer
 from ragen_pl.run.workload import workload_of
 
 CASES = {

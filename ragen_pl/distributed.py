@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -64,24 +66,80 @@ def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
 
 
 def gather_over_ranks(value: T) -> list[T]:
-    """Return every rank's value, in rank order, on every rank. Values must be picklable."""
+    """Return every rank's value, in rank order, on every rank. Values must be picklable.
+
+    On several ranks their tensors are in the host's memory: another rank may not see this one's device.
+    """
     if not is_distributed():
         return [value]
-    gathered: list[T | None] = [None] * world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered  # type: ignore[return-value]
+    gathered: list[bytes | None] = [None] * world_size()
+    dist.all_gather_object(gathered, packed_on_host(value))
+    return [pickle.loads(cast(bytes, packed)) for packed in gathered]
+
+
+def packed_on_host(value: object) -> bytes:
+    """Return a value's pickle, with all of its tensors in the host's memory."""
+    buffer = io.BytesIO()
+    _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of a device as copies of them on the host."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            return value.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+class StopRequestedError(Exception):
+    """A rank asks all ranks to stop, which is no failure. `all_ranks_do` raises another rank's error instead."""
+
+
+class _Errors:
+    """What a run does with an error before the other ranks meet the one that has raised it."""
+
+    listener: Callable[[Exception], None] | None = None
+
+
+@contextmanager
+def errors_told(listener: Callable[[Exception], None]) -> Iterator[None]:
+    """Call a function with an error in `all_ranks_do` as soon as it is raised on this rank."""
+    _Errors.listener = listener
+    try:
+        yield
+    finally:
+        _Errors.listener = None
 
 
 def all_ranks_do(work: Callable[[], T]) -> T:
-    """Return a function's result; raise on all ranks what it raises on one. All ranks must call it."""
+    """Return a function's result; raise on all ranks what it raises on one. All ranks must call it.
+
+    The function must not wait for other ranks: one that fails in it is not there.
+    """
     error: Exception | None = None
     try:
         result = work()
     except Exception as caught:
         error = caught
-    for other in gather_over_ranks(None if error is None else sendable(error)):
-        if other is not None:
-            raise error or other
+        if _Errors.listener is not None and not isinstance(error, StopRequestedError):
+            # other ranks may be busy for long
+            _Errors.listener(error)
+    try:
+        errors = gather_over_ranks(None if error is None else sendable(error))
+    except Exception:
+        # the other ranks have ended
+        if error is not None:
+            raise error from None
+        raise
+    raised = [number for number, other in enumerate(errors) if other is not None]
+    if raised:
+        # the first one of those that are failures
+        first = min(raised, key=lambda number: isinstance(errors[number], StopRequestedError))
+        chosen = error if first == rank() else errors[first]
+        assert chosen is not None
+        raise chosen
     return result
 
 

@@ -6,12 +6,38 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["ragen_pl.run.train", "ragen_pl.evaluation.evaluator", "mlflow"])
+
+
+def start_module(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    output: Path,
+    paths: Sequence[Path] = (ROOT,),
+    environment: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """Start `python -m NAME` in a fork of a process that has imported the heavy packages.
+
+    Args:
+        name: of the module.
+        arguments: of the command line.
+        folder: working folder.
+        output: file for all that is written to stdout and stderr.
+        paths: put in front of `sys.path`.
+        environment: further environment variables.
+    """
+    settings = (name, list(arguments), folder, output, paths, dict(environment or {}))
+    process = FORKS.Process(target=_become, args=settings)
+    process.start()
+    return process
 
 
 def run_module(
@@ -35,8 +61,7 @@ def run_module(
         The exit code, negative for a signal, and all that was written to stdout and stderr.
     """
     output = folder / "output.txt"
-    process = FORKS.Process(target=_become, args=(name, list(arguments), folder, output, paths))
-    process.start()
+    process = start_module(name, arguments, folder=folder, output=output, paths=paths)
     process.join(timeout)
     if process.is_alive():
         process.kill()
@@ -45,8 +70,14 @@ def run_module(
 
 
 def _become(
-    name: str, arguments: list[str], folder: Path, output: Path, paths: Sequence[Path]
+    name: str,
+    arguments: list[str],
+    folder: Path,
+    output: Path,
+    paths: Sequence[Path],
+    environment: Mapping[str, str],
 ) -> None:
+    os.environ |= environment
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

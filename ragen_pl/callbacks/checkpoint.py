@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Annotated, Literal, TypedDict, Unpack
 
@@ -16,17 +18,39 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from ragen_pl.constraints import CountOrZero, Declared, Positive, checked
-from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
+from ragen_pl.distributed import (
+    StopRequestedError,
+    any_over_ranks,
+    gather_over_ranks,
+    rank,
+    world_size,
+)
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
 from ragen_pl.modules.agent import AgentModule
+
+log = logging.getLogger(__name__)
+# the part of the grace period in which an optimizer step under way may be finished
+_FOR_STEP = 0.5
+
+
+class SignalStop(SIGTERMException):
+    """A signal has ended the run, after its checkpoint.
+
+    Attributes:
+        name: name of the signal.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
 
 
 class StopSignals:
     """Signal handlers that leave it to the Trainer's callbacks when a run ends.
 
-    The first SIGTERM or Ctrl-C is noted in `received`. A second one ends the run at once, and so does
-    the end of the grace period.
+    The first SIGTERM, SIGUSR1 or Ctrl-C is noted in `received`. A second one ends the run at once, and so does
+    the end of the grace period. SIGUSR1 is what job queues send some time before a job's end.
 
     Args:
         grace_seconds: seconds that the run may take to reach a safe point.
@@ -35,6 +59,7 @@ class StopSignals:
     def __init__(self, *, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self._trainer: pl.Trainer | None = None
 
     def install(self, trainer: pl.Trainer) -> None:
@@ -42,19 +67,25 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._trainer = trainer
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._receive)
         signal.signal(signal.SIGALRM, self._end_now)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         assert self._trainer is not None
         if self.received is None:
-            self.received = signal.Signals(number)
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
             self._forward(number)
             signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
         elif self._trainer.is_global_zero:
             # other ranks get each signal twice: from the outside and from rank 0
             self._end_now(number, frame)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the end of the grace period."""
+        waited = 0.0 if self.received is None else time.monotonic() - self._received_at
+        return self.grace_seconds - waited
 
     def _forward(self, number: int) -> None:
         """Send a signal to the processes that this one has launched."""
@@ -67,10 +98,13 @@ class StopSignals:
         self._forward(signal.SIGKILL)
         self.stop()
 
-    def stop(self) -> None:
-        """Raise what ends a Trainer after the signal received."""
+    def stop(self, received: signal.Signals | None = None) -> None:
+        """Raise what ends a Trainer after a signal, of this rank or another one."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        raise KeyboardInterrupt if self.received is signal.SIGINT else SIGTERMException
+        received = received or self.received or signal.SIGTERM
+        if received is signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SignalStop(received.name)
 
 
 class CheckpointSettings(TypedDict, total=False):
@@ -91,14 +125,15 @@ class CheckpointSettings(TypedDict, total=False):
 
 
 class RunCheckpoint(RolloutCallback, ModelCheckpoint):
-    """Save every few iterations, at the end of the run, and when SIGTERM or Ctrl-C ends it.
+    """Save every few iterations, at the end of the run, and when a signal ends it: SIGTERM, SIGUSR1 or Ctrl-C.
 
-    `last.ckpt` is a single file. It is overwritten, also by a run that was resumed from another checkpoint.
+    `last.ckpt` is overwritten, also by a run that was resumed from another checkpoint.
 
     After a signal the run saves and ends at the next safe point: after a minibatch, between turns of a
     rollout, between the batches of a validation, or at the end of an iteration. Ranks that share a rollout
-    engine stop after a rollout or a validation instead of inside it. A checkpoint written in
-    the rollout phase or in a validation holds the state before it. All ranks agree on the point.
+    engine stop after a rollout or a validation instead of inside it. An optimizer step under way is finished if
+    half of the grace period is enough for it. A checkpoint written in the rollout phase or in a validation holds
+    the state before it. All ranks agree on the point.
 
     Args:
         grace_seconds: seconds after a signal to reach a safe point, else the run ends without saving.
@@ -112,6 +147,9 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         defaults = {"save_last": True, "enable_version_counter": False}
         super().__init__(**(defaults | settings))  # type: ignore[arg-type]
         self.signals = StopSignals(grace_seconds=grace_seconds)
+        self._safe_at: float | None = None
+        self._minibatch_at = self._minibatch_s = 0.0
+        self._has_warned = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the signal handlers."""
@@ -121,15 +159,28 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     def on_rollout_progress(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, done: int, total: int
     ) -> None:
-        """Stop between two turns if a signal was received."""
-        # a rank without a signal asks the others once, at the end of its rollout
-        if done == total or self._stop_requested_alone(trainer, pl_module):
-            self._stop_if_requested(trainer)
+        """Stop the rollouts of all ranks, between two turns, if this one has received a signal."""
+        self._note_safe_point(trainer)
+        alone = self._stop_requested_alone(trainer, pl_module)
+        if alone or (done == total and self._stop_requested(trainer)):
+            raise StopRequestedError
+
+    def on_rollout_stopped(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save and end the run."""
+        self._save_and_stop(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
+    ) -> None:
+        """Take the time of the minibatch."""
+        super().on_train_batch_start(trainer, pl_module, *arguments)  # type: ignore[arg-type]
+        self._minibatch_at = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
     ) -> None:
         """Save if due, and stop if a signal was received."""
+        self._minibatch_s = time.monotonic() - self._minibatch_at
         super().on_train_batch_end(trainer, pl_module, *arguments)  # type: ignore[arg-type]
         # only the rollout/update loop saves the gradients of an unfinished optimizer step
         loop = trainer.fit_loop
@@ -146,6 +197,7 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     ) -> None:
         """Stop between the batches of a validation if a signal was received."""
         # a rank without a signal asks the others at its last batch
+        self._note_safe_point(trainer)
         if _follows_update(trainer) and self._stop_requested_alone(trainer, pl_module):
             self._stop_if_requested(trainer)
 
@@ -158,9 +210,18 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         """Save if due, in the last iteration, and if a signal was received."""
         super().on_train_epoch_end(trainer, pl_module)
         saved = self._last_global_step_saved == trainer.global_step
-        if self.save_last and not saved and _ends(trainer):
+        if (
+            self.save_last
+            and not saved
+            and (_ends(trainer) or self._is_due_without_others(trainer))
+        ):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         self._stop_if_requested(trainer)
+
+    def _is_due_without_others(self, trainer: pl.Trainer) -> bool:
+        """Return whether `last.ckpt` is due where no other file is kept: Lightning writes it together with one."""
+        every = self._every_n_epochs if self._should_save_on_train_epoch_end(trainer) else 0
+        return self.save_top_k == 0 and every > 0 and (trainer.current_epoch + 1) % every == 0
 
     def _stop_requested(self, trainer: pl.Trainer) -> bool:
         # Lightning's own handler is in place until training starts
@@ -172,15 +233,49 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         return self._stop_requested(trainer) and not shared
 
     def _stop_if_requested(self, trainer: pl.Trainer) -> None:
-        if not any_over_ranks(self._stop_requested(trainer)):
-            return
+        self._note_safe_point(trainer)
+        if any_over_ranks(self._stop_requested(trainer)) and not self._finishes_step(trainer):
+            self._save_and_stop(trainer)
+
+    def _finishes_step(self, trainer: pl.Trainer) -> bool:
+        """Return whether the optimizer step under way ends soon enough to be waited for. All ranks must call it."""
+        loop = trainer.fit_loop
+        left = loop.minibatches_to_step if isinstance(loop, RolloutUpdateLoop) else 0
+        if not left:
+            return False
+        spent = self.signals.grace_seconds - self.signals.seconds_left
+        late = spent + left * self._minibatch_s > _FOR_STEP * self.signals.grace_seconds
+        return not any_over_ranks(late)
+
+    def _save_and_stop(self, trainer: pl.Trainer) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         candidates = self._monitor_candidates(trainer)
         if self.save_last:
             self._save_last_checkpoint(trainer, candidates)
         else:
             self._save_topk_checkpoint(trainer, candidates)
-        self.signals.stop()
+        received = [name for name in gather_over_ranks(self.signals.received) if name is not None]
+        self.signals.stop(received[0] if received else None)
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        start = time.monotonic()
+        super()._save_checkpoint(trainer, filepath)
+        if self._safe_at is not None:
+            # a signal's time limit does not count it
+            self._safe_at += time.monotonic() - start
+
+    def _note_safe_point(self, trainer: pl.Trainer) -> None:
+        """Warn if the way from the last point at which a signal could end the run was longer than the grace period."""
+        now = time.monotonic()
+        gap = 0.0 if self._safe_at is None else now - self._safe_at
+        self._safe_at = now
+        if gap > self.signals.grace_seconds and not self._has_warned and trainer.is_global_zero:
+            self._has_warned = True
+            log.warning(
+                f"callbacks.checkpoint.grace_seconds={self.signals.grace_seconds:g}: {gap:.0f} s passed between two "
+                "points at which a signal can end the run, so SIGTERM may lose what was done since the last "
+                f"checkpoint; set about {2 * gap:.0f}, and let the job queue wait longer than that"
+            )
 
 
 class BestCheckpoint(ModelCheckpoint):

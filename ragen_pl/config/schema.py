@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from ragen_pl.constraints import (
     Built,
@@ -188,7 +188,7 @@ _Duration = Annotated[
 
 
 class Trainer(TypedDict, total=False):
-    """`trainer`: keyword arguments of `lightning.Trainer` (2.6).
+    """`trainer`: keyword arguments of `lightning.Trainer` (2.6), and `timeout_s`, the process group's.
 
     Arguments that the run sets itself are left out: logger, callbacks, num_sanity_val_steps, enable_model_summary,
     log_every_n_steps, default_root_dir. The precisions leave out the true half precisions, which would round
@@ -218,6 +218,7 @@ class Trainer(TypedDict, total=False):
         ]
         | Component
     )
+    timeout_s: Annotated[float, Gt(0), Note("seconds")]
     precision: Literal["32-true", "16-mixed", "bf16-mixed", "32", "16", "bf16", 16, 32] | None
     fast_dev_run: bool | CountOrZero
     max_epochs: Annotated[int, Ge(-1), Note("iterations")]
@@ -317,6 +318,9 @@ class Settings(TypedDict, total=False):
     source: Source
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
     endpoint: Component | None
+
+    # sync
+    run: Annotated[str, ExistingPath(), Note("a run's folder")]
 
     # import_gguf
     file: Annotated[str, ExistingPath()]

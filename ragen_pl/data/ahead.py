@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, world_size
+from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, sendable, world_size
 from ragen_pl.known_pickle import packed, unpacked
+from ragen_pl.rank_states import by_rank
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import Progress
@@ -83,7 +84,7 @@ class RolloutAhead:
         if self._under_way is None:
             return
         trajectories: list[Trajectory] = []
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             trajectories = self._under_way.result()
         except Exception as raised:
@@ -91,8 +92,9 @@ class RolloutAhead:
             self._under_way.wait()
             error = raised
         self._under_way = None
-        if any_over_ranks(error is not None):
-            self._error = error or RolloutError("the rollout ahead failed on another rank")
+        errors = gather_over_ranks(None if error is None else sendable(error))
+        if (first := next(filter(None, errors), None)) is not None:
+            self._error = error or first
             return
         self._reward(trajectories)
         iteration, weights_of = self._numbers
@@ -110,8 +112,9 @@ class RolloutAhead:
         Raises:
             RolloutError: It is for another iteration, or sampled with older weights than allowed.
         """
-        if self._under_way is not None:
-            self._under_way.wait(progress=progress)
+        if (under_way := self._under_way) is not None:
+            # a rank that ends the run here ends all: they meet once, however they fare
+            all_ranks_do(lambda: under_way.wait(progress=progress))
         self.settle()
         if self._error is not None:
             error, self._error = self._error, None
@@ -126,7 +129,7 @@ class RolloutAhead:
             )
         if progress is not None:
             total = len(self._played.trajectories)
-            progress(total, total)
+            all_ranks_do(lambda: progress(total, total))
         return self._played
 
     def drop(self, *, patient: bool = False) -> None:
@@ -139,8 +142,8 @@ class RolloutAhead:
             self._under_way.stop(patient=patient)
         self._under_way = self._played = self._error = None
 
-    def state_dict(self) -> list[Tensor] | None:
-        """Wait for a rollout under way; return each rank's as the bytes of a pickle, None without one.
+    def state_dict(self) -> list[Tensor] | dict[str, Any] | None:
+        """Wait for a rollout under way; return each rank's as the bytes of a pickle, None without one (`by_rank`).
 
         Raises:
             RolloutError: It can't be pickled.
@@ -158,9 +161,9 @@ class RolloutAhead:
                 f"({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
             ) from error
         # a tensor, which files without other objects may hold
-        return gather_over_ranks(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return by_rank(torch.frombuffer(bytearray(data), dtype=torch.uint8), name="ahead")
 
-    def load_state_dict(self, state: list[Tensor] | None) -> None:
+    def load_state_dict(self, state: Sequence[Tensor] | None) -> None:
         """Restore `state_dict` on any number of ranks. Without rollouts ahead the next one is sampled anew.
 
         Raises:

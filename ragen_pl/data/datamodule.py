@@ -26,6 +26,7 @@ from ragen_pl.distributed import (
     world_size,
 )
 from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.rank_states import RankStatesError, by_rank
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.context import ContextManager
@@ -252,7 +253,7 @@ class RolloutDataModule(MinibatchDataModule):
                 seed_key=self._seed_key(iteration),
                 progress=progress,
             )
-            # else the other ranks wait for one that has failed
+            # a rank whose rollout fails, or is stopped, does not leave the others waiting
             trajectories = all_ranks_do(play)
             self._reward(trajectories)
             yield trajectories
@@ -388,7 +389,10 @@ class RolloutDataModule(MinibatchDataModule):
             "iteration": self._iteration,
             "metrics": self.metrics,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
-            "buffers": gather_over_ranks(None if self.buffer is None else self.buffer.state_dict()),
+            # all ranks drop theirs together
+            "buffers": [None] * world_size()
+            if self.buffer is None
+            else by_rank(self.buffer.state_dict(), name="samples"),
             "ahead": self._ahead.state_dict(),
         }
 
@@ -400,7 +404,7 @@ class RolloutDataModule(MinibatchDataModule):
             self.curriculum.load_state_dict(state_dict["curriculum"])
         buffers = state_dict["buffers"]
         if len(buffers) != world_size() and buffers[0] is not None:
-            raise ValueError(
+            raise RankStatesError(
                 f"the checkpoint was written inside an update on {len(buffers)} ranks and cannot continue on "
                 f"{world_size()}; resume on as many, or from a checkpoint written at an iteration's end"
             )

@@ -22,7 +22,8 @@ class CollectsTrajectories(Protocol):
         """Play this rank's share of the iteration, fill the buffer and return the trajectories.
 
         `progress(done, total)` is called between turns, and on every rank once at the end of each
-        rollout with `done == total`. It may raise to end the run.
+        rollout with `done == total`. It may raise `ragen_pl.distributed.StopRequestedError`, which has to be
+        raised on all ranks then.
         """
 
     def has_buffer(self, iteration: int) -> bool:
@@ -47,7 +48,14 @@ class RolloutCallback(pl.Callback):
     def on_rollout_progress(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, done: int, total: int
     ) -> None:
-        """Run after each turn; `done` of this rank's `total` episodes have ended."""
+        """Run after each turn; `done` of this rank's `total` episodes have ended.
+
+        Other ranks are elsewhere in their rollouts, so it may not wait for them. To stop the rollouts of all ranks it
+        raises `ragen_pl.distributed.StopRequestedError`.
+        """
+
+    def on_rollout_stopped(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Run on all ranks, after this or another one has stopped the rollout phase. It has to end the run."""
 
     def on_rollout_end(
         self,

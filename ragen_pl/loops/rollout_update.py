@@ -24,8 +24,9 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BatchProgress, _ProcessedTracker
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ragen_pl.distributed import gather_over_ranks, own_part, rank, with_part, world_size
+from ragen_pl.distributed import StopRequestedError, own_part, rank, with_part, world_size
 from ragen_pl.loops.hooks import CollectsTrajectories, RolloutCallback
+from ragen_pl.rank_states import by_rank
 from ragen_pl.seeding import derive_seed, seeded
 
 TESTED_LIGHTNING = (2, 6)
@@ -159,13 +160,12 @@ class RolloutUpdateLoop(_FitLoop):
         if _untrained(batches):
             state["combined_loader"] = self._loader_states
         if self._inside_a_step():
-            state["gradients"] = gather_over_ranks(
-                {
-                    name: own_part(parameter.grad)
-                    for name, parameter in self.trainer.lightning_module.named_parameters()
-                    if parameter.grad is not None
-                }
-            )
+            own = {
+                name: own_part(parameter.grad)
+                for name, parameter in self.trainer.lightning_module.named_parameters()
+                if parameter.grad is not None
+            }
+            state["gradients"] = by_rank(own, name="gradients")
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -190,6 +190,14 @@ class RolloutUpdateLoop(_FitLoop):
         if self._combined_loader is not None:
             self._loader_states = self._combined_loader._state_dicts()
 
+    @property
+    def minibatches_to_step(self) -> int:
+        """Number of minibatches that are left of an optimizer step under way; 0 between two steps."""
+        if not self._inside_a_step():
+            return 0
+        trained = cast(_ProcessedTracker, self.epoch_loop.batch_progress.current).processed
+        return int(-trained % self.trainer.accumulate_grad_batches)
+
     def _inside_a_step(self) -> bool:
         """Return whether there are accumulated gradients that no optimizer step has used."""
         batches = self.epoch_loop.batch_progress
@@ -208,12 +216,17 @@ class RolloutUpdateLoop(_FitLoop):
         module.eval()
         for callback in self._rollout_callbacks:
             callback.on_rollout_start(trainer, module)
-        with (
-            trainer.profiler.profile("rollout"),  # type: ignore[attr-defined]
-            torch.no_grad(),
-            seeded(datamodule.seed, "rollout", iteration, rank()),
-        ):
-            trajectories = datamodule.collect(iteration, module, progress=self._progress)
+        try:
+            with (
+                trainer.profiler.profile("rollout"),  # type: ignore[attr-defined]
+                torch.no_grad(),
+                seeded(datamodule.seed, "rollout", iteration, rank()),
+            ):
+                trajectories = datamodule.collect(iteration, module, progress=self._progress)
+        except StopRequestedError:
+            for callback in self._rollout_callbacks:
+                callback.on_rollout_stopped(trainer, module)
+            raise
         for callback in self._rollout_callbacks:
             callback.on_rollout_end(trainer, module, trajectories)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_object, instantiate
-from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -33,8 +32,6 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.rollout.vllm_server import VLLMServerEngine
 from ragen_pl.run.environment_check import manager_settings
-from ragen_pl.run.sharded_checkpoint import CheckpointFiles
-from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
@@ -358,28 +355,6 @@ def build_logger(cfg: DictConfig, run: Run) -> Any:
         return False
     settings = {"run_dir": str(run.folder), "settings": plain(cfg)}
     return instantiate(cfg.logger, **settings, _recursive_=False, _convert_="all")
-
-
-def build_trainer(configured: dict[str, Any], **settings: Any) -> pl.Trainer:
-    """Build a Trainer from the config's `trainer` and the run's own settings.
-
-    Raises:
-        ConfigError: Lightning does not accept the settings.
-    """
-    accelerator = choose_accelerator(configured.get("accelerator", "auto"))
-    hint = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
-    with config_errors("trainer", hint=hint):
-        strategy = build_strategy(configured.get("strategy", "auto"))
-        changes = {"accelerator": accelerator, "strategy": strategy, "plugins": [CheckpointFiles()]}
-        return pl.Trainer(**(configured | changes), **settings)
-
-
-def build_strategy(strategy: str | dict[str, Any]) -> str | Strategy:
-    """Return `trainer.strategy` as Lightning takes it: one of its names, or an object of a class with arguments."""
-    if strategy == "fsdp2":
-        return FSDP2Strategy()
-    built: str | Strategy = strategy if isinstance(strategy, str) else instantiate(strategy)
-    return built
 
 
 def choose_accelerator(name: str) -> str:

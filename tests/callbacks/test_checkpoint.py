@@ -21,7 +21,7 @@ from ragen_pl.config import config_dir
 @pytest.fixture
 def restored_handlers():
     """Restore the process's signal handlers and timer after a test."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -48,7 +48,11 @@ def installed(*, rank: int = 0, grace_seconds: float = 60.0) -> tuple[StopSignal
 
 @pytest.mark.parametrize(
     ("number", "error"),
-    [(signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)],
+    [
+        (signal.SIGTERM, SIGTERMException),
+        (signal.SIGUSR1, SIGTERMException),
+        (signal.SIGINT, KeyboardInterrupt),
+    ],
 )
 def test_the_first_signal_is_noted_and_the_second_ends_at_once(restored_handlers, number, error):
     signals, launcher = installed()
@@ -120,6 +124,26 @@ def test_last_checkpoint_holds_the_best_score_of_its_iteration(tmp_path):
     assert float(state["best_model_score"]) == 1.0
     configured = OmegaConf.load(config_dir() / "callbacks" / "default.yaml")
     assert list(configured)[:2] == ["best", "checkpoint"]
+
+
+class AtEpochStart(pl.Callback):
+    """Note the checkpoints that there are before each epoch."""
+
+    def __init__(self) -> None:
+        self.found: list[list[str]] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        folder = Path(trainer.default_root_dir)
+        self.found.append(sorted(file.name for file in folder.glob("*.ckpt")))
+
+
+def test_last_checkpoint_is_kept_alone_if_no_other_is_wanted(tmp_path):
+    run = RunCheckpoint(
+        dirpath=str(tmp_path), every_n_epochs=2, save_top_k=0, save_on_train_epoch_end=True
+    )
+    noted = AtEpochStart()
+    trainer_of(tmp_path, run, noted, epochs=4).fit(Model(), DATA, DATA)
+    assert noted.found == [[], [], ["last.ckpt"], ["last.ckpt"]]
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")

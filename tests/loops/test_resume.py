@@ -14,6 +14,7 @@ from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.reference import MovingAverage
+from ragen_pl.rank_states import RankStatesError
 from ragen_pl.rewards.shaping import WeightTerms
 
 POINTS = (
@@ -115,6 +116,15 @@ def test_resuming_between_microbatches_is_exact(setup_of, tmp_path):
     """Their number differs between iterations, and the Trainer's accumulation with it."""
     setup = setup_of(tokens_per_microbatch=150, dropout=0.1)
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) >= 6
+
+
+def test_samples_of_another_number_of_ranks_are_refused(setup_of):
+    _, datamodule = setup_of().build()
+    state = datamodule.state_dict() | {"buffers": [{}, {}]}
+    with pytest.raises(
+        RankStatesError, match="inside an update on 2 ranks and cannot continue on 1"
+    ):
+        datamodule.load_state_dict(state)
 
 
 @pytest.mark.slow

@@ -15,34 +15,13 @@ from typing import Any
 import pytest
 import torch
 from module_process import run_module
+from small_runs import SMALL
 
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 LIMIT_S = 300
-SMALL = (
-    "env=frozenlake",
-    "++model.build.text.hidden_size=32",
-    "++model.build.text.intermediate_size=64",
-    "++model.build.text.num_attention_heads=2",
-    "++model.build.text.num_key_value_heads=2",
-    "env.invalid_ends=false",
-    "env.max_turns=3",
-    "env.kwargs.min_distance=1",
-    "curriculum=null",
-    "rollout.groups=8",
-    "rollout.max_response_tokens=16",
-    "validation.episodes=16",
-    "warm_start.steps=60",
-    "warm_start.episodes=64",
-    "warm_start.optimizer.lr=1e-2",
-    "trainer.max_epochs=3",
-    "trainer.check_val_every_n_epoch=1",
-    "logger=none",
-    "callbacks.progress=null",
-    "callbacks.trajectories=null",
-)
 
 
 @dataclass

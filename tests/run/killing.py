@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
+from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Trajectory
 
 
@@ -37,7 +39,10 @@ class KillAt(RolloutCallback):
     def _at(self, trainer: pl.Trainer, moment: str) -> None:
         if moment == self.moment and trainer.global_rank == self.rank:
             (Path(trainer.default_root_dir) / "killed").touch()
-            os.kill(os.getpid(), self.signal)
+            self._act()
+
+    def _act(self) -> None:
+        os.kill(os.getpid(), self.signal)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -75,6 +80,50 @@ class KillAt(RolloutCallback):
     ) -> None:
         if trainer.global_step:
             self._at(trainer, f"validating-{trainer.current_epoch}-{batch_idx}")
+
+
+class RaiseAt(KillAt):
+    """Raise an error at one moment of a run, or in what the class's own hooks add.
+
+    Args:
+        moment: as in `KillAt`, or `saving`: while a checkpoint is written.
+        rank: rank of the process.
+        error: name of a built-in error, or `RolloutError`.
+    """
+
+    def __init__(self, *, moment: str, rank: int = 0, error: str = "KeyError") -> None:
+        super().__init__(moment=moment, rank=rank)
+        self.error = error
+
+    def _act(self) -> None:
+        kind = RolloutError if self.error == "RolloutError" else getattr(builtins, self.error)
+        raise kind("raised by a test")
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        self._at(trainer, "saving")
+
+
+class SaveAndKill(RolloutCallback):
+    """Write `last.ckpt` inside the first optimizer step of an iteration, then kill the first rank.
+
+    Args:
+        iteration: Number of the iteration, with several minibatches in a step.
+    """
+
+    def __init__(self, *, iteration: int) -> None:
+        self.iteration = iteration
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *arguments: object
+    ) -> None:
+        loop = trainer.fit_loop
+        if isinstance(loop, RolloutUpdateLoop) and trainer.current_epoch == self.iteration:
+            assert loop.minibatches_to_step == 1
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
+            if trainer.global_rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Record(RolloutCallback):

@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_dir
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.optimizers import MasterWeights
-from ragen_pl.run.build import assemble, build_agent, build_trainer, plain
+from ragen_pl.run.build import assemble, build_agent, plain
+from ragen_pl.run.trainer import build_trainer
 
 SMALL_LM = "_target_: ragen_pl.models.build.build_small_lm"
 SMALLER = "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1}"

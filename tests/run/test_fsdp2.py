@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten_with_path
 from transformers import AutoModelForCausalLM
 
 from ragen_pl.config import relations
-from ragen_pl.run.build import build_trainer
 from ragen_pl.run.strategy import FSDP2Strategy
+from ragen_pl.run.trainer import build_trainer
 
 FSDP2 = ("trainer.devices=2", "trainer.strategy=fsdp2")
 SHARDED = (

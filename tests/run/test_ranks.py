@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
+import torch
+from small_runs import SMALL, run_ranks
 
 
 @pytest.mark.slow
@@ -34,6 +37,46 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
     assert run.metrics["rollout/episodes"] == single_run.metrics["rollout/episodes"] == 8
     for file in run.folder.rglob("*"):
         assert "rank" not in file.name and file.suffix != ".partial"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exactly(tmp_path):
+    settings = (
+        *SMALL,
+        "warm_start.enabled=false",
+        "validation.baselines=null",
+        "trainer.devices=2",
+        "trainer.strategy=ddp",
+        "trainer.accumulate_grad_batches=2",
+        "trainer.max_epochs=2",
+        "ckpt_path=auto",
+    )
+    reference, killed = tmp_path / "reference", tmp_path / "killed"
+    for folder in (reference, killed):
+        folder.mkdir()
+    whole = run_ranks(reference, [*settings, f"paths.run_dir={reference / 'run'}"])
+    assert [rank.code for rank in whole] == [0, 0], whole[0].output
+
+    mine = (*settings, f"paths.run_dir={killed / 'run'}")
+    kill = ["+callbacks.kill._target_=killing.SaveAndKill", "+callbacks.kill.iteration=1"]
+    first, _ = run_ranks(killed, [*mine, *kill])
+    assert first.code == -signal.SIGKILL
+    last = killed / "run" / "checkpoints" / "last.ckpt"
+    (folder,) = last.parent.glob("*.shards")
+    names = {f"{kind}_{rank}.pt" for kind in ("samples", "gradients") for rank in range(2)}
+    assert {file.name for file in folder.iterdir()} == names | {"files.json"}
+    states = torch.load(last, weights_only=True)["loops"]["fit_loop"]["state_dict"]["gradients"]
+    assert [entry["name"] for entry in states["files"]] == ["gradients_0.pt", "gradients_1.pt"]
+
+    resumed = run_ranks(killed, mine)
+    assert [rank.code for rank in resumed] == [0, 0], resumed[0].output
+    expected = torch.load(reference / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    found = torch.load(last, weights_only=True)
+    assert found["global_step"] == expected["global_step"]
+    for name, weight in expected["state_dict"].items():
+        assert found["state_dict"][name].equal(weight), name
+    # a checkpoint of an iteration's end has none
+    assert not list(last.parent.glob("*.shards"))
 
 
 @pytest.mark.soak

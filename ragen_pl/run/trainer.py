@@ -1,0 +1,177 @@
+"""The Trainer of a run: Lightning's, with the run's strategy, files of checkpoints, and end on all ranks together."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import secrets
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from hydra.utils import get_object, instantiate
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ragen_pl.config.errors import config_errors
+from ragen_pl.rank_states import rank_states_in
+from ragen_pl.run import ranks
+from ragen_pl.run.build import choose_accelerator
+from ragen_pl.run.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
+from ragen_pl.run.strategy import FSDP2Strategy
+
+# object collectives, and tensors on the host, stay in the host's memory
+_GPU_BACKEND = "cpu:gloo,cuda:nccl"
+
+
+@functools.cache
+def _end_process_group_at_exit() -> None:
+    """End the process group with the process. Lightning does it for a bare NCCL only, and NCCL asks for it."""
+
+    def end() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(end)
+
+
+class RunTrainer(pl.Trainer):
+    """Lightning's Trainer, whose checkpoints keep what each rank has its own of in a file of that rank."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._checkpoint_connector = _OwnCheckpoints(self)
+
+    def fit(self, *arguments: Any, **settings: Any) -> None:
+        """Train; ranks that Lightning launches for it are connected first."""
+        launcher = self.strategy.launcher
+        if (
+            isinstance(launcher, _SubprocessScriptLauncher)
+            and not launcher.cluster_environment.creates_processes_externally
+            and self.world_size > 1
+        ):
+            ranks.serve_launched_ranks(self.world_size)
+        super().fit(*arguments, **settings)
+
+    def save_checkpoint(
+        self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint and its folder. All ranks must call it."""
+        file = Path(self.strategy.broadcast(str(filepath)))
+        folder = folder_for(file, unique=self.strategy.broadcast(secrets.token_hex(4)))
+        with rank_states_in(folder):
+            super().save_checkpoint(file, weights_only, storage_options)
+        if self.is_global_zero:
+            remove_apart(file, but=folder.name)
+
+
+class _OwnCheckpoints(_CheckpointConnector):
+    """Resumes from what the run says, and never from a file that Lightning has written in SLURM's requeueing."""
+
+    @property
+    def _hpc_resume_path(self) -> None:
+        return None
+
+
+class _ReportError(pl.Callback):
+    """Report this rank's error to the others before anything is closed, which may take long."""
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            ranks.leave()
+        else:
+            ranks.report(exception)
+
+
+def build_trainer(
+    configured: dict[str, Any], *, callbacks: list[pl.Callback] | None = None, **settings: Any
+) -> pl.Trainer:
+    """Build a Trainer from the config's `trainer` and the run's own settings.
+
+    Args:
+        configured: the config's.
+        callbacks: the run's.
+        settings: further arguments of Lightning's Trainer.
+
+    Raises:
+        ConfigError: Lightning does not accept the settings.
+    """
+    accelerator = choose_accelerator(configured.get("accelerator", "auto"))
+    hint = "trainer.accelerator=cpu trainer.devices=1 trainer.strategy=auto run anywhere"
+    with config_errors("trainer", hint=hint):
+        strategy = build_strategy(
+            configured.get("strategy", "auto"),
+            ranks=_rank_count(configured, accelerator=accelerator),
+            timeout_s=configured.get("timeout_s"),
+            backend=None if accelerator == "cpu" else _GPU_BACKEND,
+        )
+        if accelerator != "cpu":
+            _end_process_group_at_exit()
+        changes = {
+            "accelerator": accelerator,
+            "strategy": strategy,
+            "plugins": [CheckpointFiles(), ranks.cluster_environment()],
+            # it hears of an error first
+            "callbacks": [_ReportError(), *(callbacks or [])],
+        }
+        given = {name: value for name, value in configured.items() if name != "timeout_s"}
+        return RunTrainer(**(given | changes), **settings)
+
+
+def _rank_count(configured: dict[str, Any], *, accelerator: str) -> int:
+    devices = configured.get("devices", 1)
+    if isinstance(devices, list):
+        devices = len(devices)
+    if devices in ("auto", -1):
+        devices = 1 if accelerator == "cpu" else torch.cuda.device_count()
+    return int(devices) * int(configured.get("num_nodes", 1))
+
+
+def build_strategy(
+    strategy: str | dict[str, Any],
+    *,
+    ranks: int = 1,
+    timeout_s: float | None = None,
+    backend: str | None = None,
+) -> str | Strategy:
+    """Return `trainer.strategy` as Lightning takes it: one of its names, or an object of a class with arguments.
+
+    Args:
+        strategy: a name, or a `_target_` with arguments.
+        ranks: number of ranks.
+        timeout_s: seconds after which a collective that waits for another rank fails; None for torch's own limit.
+        backend: backend of the process group; None for torch's choice.
+    """
+    common: dict[str, Any] = {
+        "timeout": None if timeout_s is None else timedelta(seconds=timeout_s),
+        "process_group_backend": backend,
+    }
+    common = {name: value for name, value in common.items() if value is not None}
+    if isinstance(strategy, dict):
+        made, given = get_object(str(strategy["_target_"])), strategy
+        built: Strategy = instantiate(given, **_accepted(made, common, but=given))
+        return built
+    if strategy == "auto" and ranks > 1 and not hasattr(sys, "ps1"):
+        # as Lightning chooses, but in a notebook
+        strategy = "ddp"
+    if strategy == "fsdp2":
+        return FSDP2Strategy(**common)
+    if strategy == "auto" or strategy not in StrategyRegistry:
+        return strategy
+    entry = StrategyRegistry[strategy]
+    return entry["strategy"](**entry["init_params"], **_accepted(entry["strategy"], common))
+
+
+def _accepted(made: Any, settings: dict[str, Any], *, but: Any = ()) -> dict[str, Any]:
+    """Return the settings that a class or function takes and that are not given already."""
+    known = inspect.signature(made).parameters
+    return {name: value for name, value in settings.items() if name in known and name not in but}

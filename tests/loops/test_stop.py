@@ -1,0 +1,60 @@
+"""Where a signal ends a run: after an optimizer step that is nearly done, or in its midst."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from ragen_pl.callbacks.checkpoint import RunCheckpoint, SignalStop
+from ragen_pl.loops.hooks import RolloutCallback
+
+
+class SignalIn(RolloutCallback):
+    """Note a signal in the first minibatch of an optimizer step, or in a rollout."""
+
+    def __init__(self, checkpoint: RunCheckpoint, *, iteration: int | None = None) -> None:
+        self.checkpoint, self.iteration = checkpoint, iteration
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int
+    ) -> None:
+        # the time of a minibatch is known from the second one on
+        if self.iteration is None and index == 2:
+            self.checkpoint.signals.received = signal.SIGUSR1
+
+    def on_rollout_progress(
+        self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int
+    ) -> None:
+        if trainer.current_epoch == self.iteration:
+            self.checkpoint.signals.received = signal.SIGTERM
+
+
+def stopped(setup, folder: Path, *, grace_seconds: float, iteration: int | None = None) -> dict:
+    """Return the checkpoint of a run that a signal ends, of two minibatches in each optimizer step."""
+    checkpoint = RunCheckpoint(dirpath=str(folder), grace_seconds=grace_seconds)
+    with pytest.raises(SignalStop) as raised:
+        # the signal comes before the callback looks for it
+        setup.fit(SignalIn(checkpoint, iteration=iteration), checkpoint, enable_checkpointing=True)
+    assert raised.value.name == ("SIGUSR1" if iteration is None else "SIGTERM")
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def test_an_optimizer_step_under_way_is_finished_if_the_grace_period_allows(setup_of, tmp_path):
+    setup = setup_of(trainer={"accumulate_grad_batches": 2})
+    finished = stopped(setup, tmp_path / "a", grace_seconds=1e6)
+    assert finished["global_step"] == 2
+    assert "gradients" not in finished["loops"]["fit_loop"]["state_dict"]
+    inside = stopped(setup, tmp_path / "b", grace_seconds=1e-6)
+    assert inside["global_step"] == 1
+    (gradients,) = inside["loops"]["fit_loop"]["state_dict"]["gradients"]
+    assert gradients
+
+
+def test_a_signal_in_a_rollout_leaves_the_state_before_it(setup_of, tmp_path):
+    saved = stopped(setup_of(), tmp_path, grace_seconds=1e6, iteration=1)
+    assert saved["RolloutDataModule"]["buffers"] == [None]
+    assert saved["global_step"] == 4

@@ -1,0 +1,57 @@
+"""`trainer.strategy` and `trainer.timeout_s` as Lightning gets them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from ragen_pl.run.strategy import FSDP2Strategy
+from ragen_pl.run.trainer import build_strategy, build_trainer
+
+DDP = "lightning.pytorch.strategies.DDPStrategy"
+MINUTE = timedelta(seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "options"),
+    [
+        ("auto", DDPStrategy, {}),
+        ("ddp", DDPStrategy, {}),
+        (
+            "ddp_find_unused_parameters_true",
+            DDPStrategy,
+            {"find_unused_parameters": True},
+        ),
+        ("fsdp2", FSDP2Strategy, {}),
+        (
+            {"_target_": DDP, "find_unused_parameters": True},
+            DDPStrategy,
+            {"find_unused_parameters": True},
+        ),
+    ],
+)
+def test_the_time_limit_and_the_backend_reach_every_strategy(strategy, kind, options):
+    built = build_strategy(strategy, ranks=2, timeout_s=60, backend="cpu:gloo,cuda:nccl")
+    assert type(built) is kind
+    assert (built._timeout, built.process_group_backend) == (MINUTE, "cpu:gloo,cuda:nccl")
+    if kind is DDPStrategy:
+        assert built._ddp_kwargs == options
+
+
+def test_a_strategy_with_a_limit_of_its_own_keeps_it():
+    limit = {"_target_": "datetime.timedelta", "minutes": 5}
+    built = build_strategy({"_target_": DDP, "timeout": limit}, ranks=2, timeout_s=60)
+    assert built._timeout == timedelta(minutes=5)
+
+
+def test_one_rank_has_no_limit():
+    assert build_strategy("auto", ranks=1, timeout_s=60) == "auto"
+    trainer = build_trainer({"accelerator": "cpu", "timeout_s": 60}, logger=False)
+    assert isinstance(trainer.strategy, SingleDeviceStrategy)
+
+
+def test_several_devices_get_the_limit_of_the_config():
+    settings = {"accelerator": "cpu", "devices": 2, "timeout_s": 60, "strategy": "auto"}
+    assert build_trainer(settings, logger=False).strategy._timeout == MINUTE
