@@ -7,13 +7,15 @@ import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from zipfile import is_zipfile
 
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.environment_check import check_environment
 from ragen_pl.run.folder import RUN_DIR, Run, configured_run, is_launched
+from ragen_pl.run.ranks import outside_processes
+from ragen_pl.run.tracking import known_run
 
 log = logging.getLogger(__name__)
 # bytes of three checkpoints of the small model with its optimizer, and of the metrics
@@ -38,7 +40,8 @@ def check_run(cfg: DictConfig) -> None:
         from ragen_pl.run.component_checks import check_components
 
         check_components(cfg, environment)
-    if cfg.logger:
+    # what MLflow has not got of a run under way is kept
+    if cfg.logger and not known_run(configured_run(cfg).folder):
         from ragen_pl.run.component_checks import check_logger
 
         check_logger(cfg)
@@ -60,10 +63,9 @@ def check_files(cfg: DictConfig) -> None:
         (run.warm_start, str(run.warm_start)),
         *([] if run.has_initial_weights else given_initial_weights(cfg)),
     ):
-        if file and file.exists() and not is_zipfile(file):
-            raise ConfigError(
-                f"{place}: {file} is damaged or no checkpoint; give another one, or delete it and start anew"
-            )
+        problem = problem_of(file) if file and file.exists() else None
+        if problem:
+            raise ConfigError(f"{place}: {problem}; give another one, or delete it and start anew")
 
 
 def given_initial_weights(cfg: DictConfig) -> list[tuple[Path, str]]:
@@ -96,11 +98,6 @@ def check_unused(cfg: DictConfig, run: Run) -> None:
         )
 
 
-def outside_processes() -> int:
-    """Return the number of processes that torchrun or srun started, 1 without them."""
-    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
-
-
 def check_folder(
     folder: Path,
     *,
@@ -128,6 +125,29 @@ def check_folder(
         raise ConfigError(
             f"{name}: {free >> 20} MB are left on its disk, a run needs {_NEEDED_SPACE >> 20} MB for checkpoints; "
             f"make room, or {hint}"
+        )
+
+
+def check_space(folder: Path, *, checkpoint: int, kept: int) -> None:
+    """Check that the disk of a run's folder has room for its checkpoints. Those that it has are replaced.
+
+    Args:
+        folder: the run's folder, which exists.
+        checkpoint: planned bytes of one.
+        kept: number of them that are kept.
+
+    Raises:
+        ConfigError: there is too little.
+    """
+    used = sum(file.stat().st_size for file in folder.glob("checkpoints/**/*") if file.is_file())
+    free = shutil.disk_usage(folder).free + used
+    # one more while it is written
+    needed = (kept + 1) * checkpoint
+    if free < needed:
+        raise ConfigError(
+            f"paths.run_dir={folder}: {free / 1e9:.1f} GB are left on its disk, and {kept} checkpoints of "
+            f"{checkpoint / 1e9:.1f} GB with one more in writing need {needed / 1e9:.1f} GB; make room, keep fewer "
+            "(callbacks.checkpoint.save_top_k=0 callbacks.best=null), or set another folder"
         )
 
 

@@ -75,6 +75,8 @@ class MemoryPlan:
     trained: int
     ranks: int
     device: Device | None
+    checkpoint: int
+    """Bytes of a checkpoint at the end of an iteration: trained weights, and the optimizer's state."""
 
     @property
     def highest(self) -> Phase:
@@ -140,6 +142,8 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
         ranks=ranks_asked_for(cfg),
         device=device_of(cfg),
+        checkpoint=size_of(weight for weight in agent.parameters() if weight.requires_grad)
+        + update.state,
     )
 
 

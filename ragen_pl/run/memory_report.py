@@ -23,26 +23,29 @@ _LOG_WIDTH = 120
 _TIGHT = 0.9
 
 
-def check_memory(cfg: DictConfig) -> None:
+def check_memory(cfg: DictConfig) -> MemoryPlan | None:
     """Check that a pretrained model can be trained in the memory that there is. Nothing is loaded.
 
     A model that is built from its config is small, and not checked.
 
     A model that cannot be planned is reported and not refused.
 
+    Returns:
+        The plan, None if there is none.
+
     Raises:
         ConfigError: It cannot.
     """
     if not cfg.memory.check or not is_pretrained(cfg):
-        return
+        return None
     try:
         plan = plan_memory(cfg)
     except Exception as error:  # of any model that does not run without data
         log.info(f"memory: not planned ({in_one_line(error)})")
-        return
+        return None
     if plan.fits:
         log.info(f"memory: {_summary(plan)}")
-        return
+        return plan
     command = shlex.join(["python", "-m", "ragen_pl.doctor", *run_overrides()])
     raise ConfigError(
         f"memory: {_summary(plan)}; {command} says what makes it fit, and memory.check=false starts it anyway"

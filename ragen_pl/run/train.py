@@ -8,23 +8,22 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import sys
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
-from ragen_pl.callbacks.summary import RunSummary, resume_hint, run_overrides
+from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.distributed import on_first_rank
+from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
@@ -32,9 +31,11 @@ from ragen_pl.models.chat_template import History
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.sharding import is_sharded
+from ragen_pl.rank_states import RankStatesError
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import taking_part
 from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.run import ranks
 from ragen_pl.run.baselines import baseline_metrics
 from ragen_pl.run.build import (
     RunComponents,
@@ -43,64 +44,108 @@ from ragen_pl.run.build import (
     build_callbacks,
     build_datamodule,
     build_logger,
-    build_trainer,
     build_warm_start,
     check_optimizer,
     choose_accelerator,
     plain,
 )
-from ragen_pl.run.folder import Run, configured_run, is_launched, share_with_children, stop_sharing
+from ragen_pl.run.checkpoint_check import problem_of
+from ragen_pl.run.checks import check_space
+from ragen_pl.run.ending import how_to_go_on, report_stop
+from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
+from ragen_pl.run.lock import hold
 from ragen_pl.run.memory_report import check_memory
+from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
+from ragen_pl.run.trainer import build_trainer
 from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 
 log = logging.getLogger(__name__)
-# 128 and the signal's number, as a shell reports it
-_EXIT_CODES = {"SIGTERM": 143, "Ctrl-C": 130}
+
+
+@runtime_checkable
+class ClosesAtEnd(Protocol):
+    """Logger that sends what is left at the end of a run, after all of its phases."""
+
+    def close(self) -> None:
+        """Send it, in a limited time."""
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
     """Run the whole job and return the last metrics, the objective of a sweep among them."""
     start = time.perf_counter()
-    launched = is_launched()  # by another rank, which has checked
-    run = open_run(cfg)
-    share_with_children(run.folder)
-    try:
-        quieten()
-        report_accelerator(cfg.trainer.get("accelerator", "auto"))
-        check_optimizer(cfg.optimizer, key="optimizer")
-        if cfg.warm_start.enabled:
-            check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
-        if not launched:
-            check_memory(cfg)
-        if not launched:
-            log.info("building the model")
-        with config_errors("model, context or validation set"):
-            components = assemble(cfg)
-        report_template(components.proxy.context)
-        logger = build_logger(cfg, run)
-        components = warm_start(components, run, logger)
-        return reinforce(components, run, logger, start=start)
-    except RolloutError as error:
-        raise ConfigError(str(error)) from error
-    except SystemExit as error:
-        # raised by Lightning after SIGTERM or Ctrl-C
-        raise SystemExit(report_stop(error, run)) from error
-    finally:
-        stop_sharing()
-
-
-def open_run(cfg: DictConfig) -> Run:
-    """Find the run's folder, create it and write the config into it."""
+    first, launched = ranks.is_first(), is_launched()  # launched by another rank, which has checked
     run = configured_run(cfg)
+    opened = open_run(cfg, run) if first else nullcontext()
+    with opened, sharing_with_children(run.folder), errors_told(ranks.report):
+        ranks.set_remedy(lambda: how_to_go_on(run))
+        try:
+            quieten()
+            report_accelerator(cfg.trainer.get("accelerator", "auto"))
+            check_optimizer(cfg.optimizer, key="optimizer")
+            if cfg.warm_start.enabled:
+                check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
+            if not launched and (plan := check_memory(cfg)) is not None and first:
+                kept = kept_checkpoints(build_callbacks(cfg))
+                check_space(run.folder, checkpoint=plan.checkpoint, kept=kept)
+            if first:
+                log.info("building the model")
+            with config_errors("model, context or validation set"):
+                components = assemble(cfg)
+            report_template(components.proxy.context)
+            logger = build_logger(cfg, run)
+            with closing_at_end(logger):
+                components = warm_start(components, run, logger)
+                return reinforce(components, run, logger, start=start)
+        except (RolloutError, RankStatesError) as error:
+            raise ConfigError(str(error)) from error
+        except SystemExit as error:
+            # raised by Lightning after SIGTERM or Ctrl-C
+            raise SystemExit(report_stop(error, run)) from error
+        except Exception as error:
+            if not isinstance(error, ConfigError):
+                if "timed out" in str(error).lower():  # of gloo
+                    error.add_note(
+                        f"see trainer.timeout_s={cfg.trainer.timeout_s:g} if a rank waited for another one"
+                    )
+                error.add_note(how_to_go_on(run))
+            raise
+
+
+@contextmanager
+def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
+    """Create a run's folder, hold its lock in the block, and write the config into it.
+
+    Raises:
+        ConfigError: Another process trains in the folder.
+    """
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    # the first rank alone overwrites what a refused run has left
-    is_new = not run.resumed and not is_launched()
-    config = run.folder / "config.yaml"
-    if is_new or not config.exists():
-        write_settings(config, OmegaConf.to_yaml(cfg, resolve=True))
-    return run
+    with hold(run.folder):
+        remove_leftovers(run.folder)
+        remove_leftovers(run.checkpoints)
+        config = run.folder / "config.yaml"
+        if not run.resumed or not config.exists():
+            write_settings(config, OmegaConf.to_yaml(cfg, resolve=True))
+        if run.passed_over is not None:
+            log.warning(f"{run.passed_over}; the run continues from {run.checkpoint}")
+        yield
+
+
+def kept_checkpoints(callbacks: Sequence[pl.Callback]) -> int:
+    """Return the number of checkpoints that a run keeps, without those that it keeps without limit."""
+    kinds = [one for one in callbacks if isinstance(one, pl.callbacks.ModelCheckpoint)]
+    return sum(bool(one.save_last) + max(0, one.save_top_k) for one in kinds)
+
+
+@contextmanager
+def closing_at_end(logger: Any) -> Iterator[None]:
+    """Close a logger that has a connection to close, after all phases of the run."""
+    try:
+        yield
+    finally:
+        if isinstance(logger, ClosesAtEnd):
+            logger.close()
 
 
 def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponents:
@@ -133,9 +178,14 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
     module, demonstrations = build_warm_start(components)
     checkpoint = run.warm_start_checkpoint
     resumed = run.resumed and checkpoint.exists()
+    if resumed and (problem := problem_of(checkpoint)):
+        log.warning(f"{problem}; the warm start begins anew")
+        resumed = False
     if resumed:
         check_resumable(checkpoint, module, trusted=cfg.trust)
-    shared = ("accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val")
+    shared = (
+        "accelerator", "devices", "num_nodes", "strategy", "timeout_s", "precision", "gradient_clip_val",
+    )  # fmt: skip
     trainer = build_trainer(
         {name: value for name, value in plain(cfg.trainer).items() if name in shared},
         max_steps=cfg.warm_start.steps,
@@ -160,8 +210,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
             FINGERPRINTS: module.fingerprints,
             "demonstrations": demonstrations.statistics,
         }
-        with atomic_write(run.warm_start) as file:
-            torch.save(saved, file)
+        write_tensors(saved, run.warm_start)
     trainer.strategy.remove_checkpoint(checkpoint)
     trainer.strategy.barrier()
 
@@ -185,7 +234,7 @@ def warm_start_callbacks(cfg: DictConfig, run: Run) -> list[pl.Callback]:
 @rank_zero_only
 def _copy_initial_weights(given: Path, copy: Path) -> None:
     """Copy the initial weights into the run's folder. A resumed run then needs no other run's files."""
-    with atomic_write(copy) as file:
+    with atomic_write(copy, durable=True) as file:
         shutil.copyfile(given, file)
 
 
@@ -299,37 +348,6 @@ def report_template(context: ContextManager) -> None:
     log.info(f"chat template: {does}; {follows}")
 
 
-def report_stop(error: SystemExit, run: Run) -> object:
-    """Print what a stopped run has saved and the command that resumes it; return the exit code."""
-    by_hand = isinstance(error.__context__, KeyboardInterrupt)
-    if not by_hand and not isinstance(error, SIGTERMException):
-        return error.code
-    if rank_zero_only.rank:  # type: ignore[attr-defined]
-        # the first rank reports, and would be killed by another rank's exit code
-        return 0
-    signal = "Ctrl-C" if by_hand else "SIGTERM"
-    arguments = run_overrides()
-    if run.last.exists():
-        saved, checkpoint = f"the last checkpoint is {run.last}", str(run.last)
-    else:
-        saved, checkpoint = f"{_saved_of_warm_start(run)}, no checkpoint yet", "last"
-        if not any(argument.startswith("paths.run_dir=") for argument in arguments):
-            arguments.append(f"paths.run_dir={run.folder}")
-    command = resume_hint(arguments, checkpoint=checkpoint)
-    sys.stderr.write(f"ragen_pl: stopped by {signal}; {saved}; resume with: {command}\n")
-    return _EXIT_CODES[signal]
-
-
-def _saved_of_warm_start(run: Run) -> str:
-    if run.warm_start.exists():
-        return "the warm start was saved"
-    return (
-        "part of the warm start was saved"
-        if run.warm_start_checkpoint.exists()
-        else "nothing was saved"
-    )
-
-
 def quieten() -> None:
     """Suppress advice of Lightning and transformers that does not apply to this trainer."""
     for text in (
@@ -342,6 +360,8 @@ def quieten() -> None:
         "exists and is not empty",
         # what FSDP2's modules return is read and not changed
         "returned a view tensor",
+        # on a login node, where nothing runs by srun
+        "`srun` command is available",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
-from ragen_pl.run.checks import check_run
+from ragen_pl.run.checks import check_run, check_space
 from ragen_pl.run.environment_calls import make_environment
 from ragen_pl.run.environment_check import check_environment
 
@@ -100,6 +101,20 @@ def test_unreachable_server_is_refused_where_it_is_used(
     with pytest.raises(ConfigError, match="cannot be reached"):
         check_run(config(tmp_path))
     check_run(config(tmp_path, logger=None))
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused(tmp_path, monkeypatch) -> None:
+    old = tmp_path / "checkpoints" / "last.ckpt"
+    old.parent.mkdir()
+    old.write_bytes(bytes(1000))
+    disk = shutil.disk_usage(tmp_path)._replace(free=3000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    # with what the run's own one leaves
+    check_space(tmp_path, checkpoint=1000, kept=3)
+    with pytest.raises(
+        ConfigError, match=r"0\.0 GB are left on its disk, and 4 checkpoints of 0\.0 GB"
+    ):
+        check_space(tmp_path, checkpoint=1000, kept=4)
 
 
 def test_environment_check_imports_no_torch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -423,8 +425,31 @@ def test_a_disk_that_fills_during_the_run_is_reported(fit, monkeypatch):
         raise OSError(28, os.strerror(28), "warm_start.partial")
 
     monkeypatch.setattr(torch, "save", save)
-    line = fit("env=frozenlake").refused()
-    assert line.startswith("warm_start.partial: No space left on device; make room")
+    line = fit("env=frozenlake", "paths.run_dir=full").refused()
+    assert "full/warm_start.pt: No space left on device (" in line
+    assert "MB are left on the disk of this folder); make room" in line
+
+
+def test_an_unexpected_error_ends_with_what_to_do(fit, tmp_path):
+    failing = "+callbacks.fail._target_=broken_callbacks.Fails"
+    settings = ("env=frozenlake", "paths.run_dir=run", "validation.baselines=null")
+    result = fit(*settings, failing, "warm_start=none")
+    assert result.code == 1
+    assert result.stderr.count("Traceback") == 1 and "HYDRA_FULL_ERROR" not in result.stderr
+    *_, line = result.stderr.splitlines()
+    assert line.startswith("ragen_pl: KeyError: 'of a callback'; nothing was saved, no checkpoint")
+    assert "; resume with: python -m ragen_pl.fit " in line and line.endswith(" ckpt_path=last")
+
+
+def test_a_run_under_way_is_left_alone(fit, tmp_path, monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    # as if another process held the lock
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    line = fit("env=frozenlake", "paths.run_dir=run").refused()
+    assert line.endswith("trains in it; wait for its end, or set another folder")
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 @pytest.mark.slow

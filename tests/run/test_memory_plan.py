@@ -78,8 +78,8 @@ def allocated(action) -> int:
     return highest
 
 
-def measured_update(cfg) -> int:
-    """Return the bytes of an agent's weights, of its optimizer's state and of its second step."""
+def stepped(cfg):
+    """Return an agent and its optimizer after a step, and a function that does the step."""
     bundle = build_bundle(cfg)
     agent = assemble_agent(cfg, build_policy(cfg, bundle), build_critic(cfg, bundle))
     agent.trainer = pl.Trainer(
@@ -101,6 +101,12 @@ def measured_update(cfg) -> int:
 
     step()
     optimizer.zero_grad()
+    return agent, optimizer, step
+
+
+def measured_update(cfg) -> int:
+    """Return the bytes of an agent's weights, of its optimizer's state and of its second step."""
+    agent, optimizer, step = stepped(cfg)
     state = [value for one in optimizer.state.values() for value in one.values()]
     held = size_of([*agent.parameters(), *agent.buffers(), *filter(torch.is_tensor, state)])
     return held + allocated(step)
@@ -135,6 +141,23 @@ def test_planned_peak_of_an_update_is_the_measured_one(case, folder):
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
     planned = max(phases["update"], phases["optimizer step"])
     assert planned == pytest.approx(measured_update(cfg), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["critic and divergence"])
+def test_planned_size_of_a_checkpoint_is_the_measured_one(case, folder):
+    overrides = CASES[case]
+    if "model=pretrained" in overrides:
+        overrides = (*overrides, f"model.build.path={folder}")
+    cfg = composed(*overrides)
+    agent, optimizer, _ = stepped(cfg)
+    trained = {
+        name: value.detach() for name, value in agent.named_parameters() if value.requires_grad
+    }
+    file = io.BytesIO()
+    torch.save({"state_dict": trained, "optimizer": optimizer.state_dict()}, file)
+    # the rest is names and alignment
+    assert 0 < file.tell() - plan_memory(cfg).checkpoint < 0.1 * file.tell() + 100_000
 
 
 def test_samples_that_are_not_run_add_as_much_as_those_that_are(monkeypatch):
