@@ -13,6 +13,22 @@ CallbackT = TypeVar("CallbackT", bound=pl.Callback)
 
 
 @runtime_checkable
+class KeepsFiles(Protocol):
+    """Logger that takes files of the run's folder, of the kinds that it can show."""
+
+    def log_files(self, path: Path, *, place: str) -> None:
+        """Log a file or a folder under a name."""
+
+
+@runtime_checkable
+class KeepsTraces(Protocol):
+    """Logger that takes episodes, as traces of agent, turns and environment steps."""
+
+    def log_traces(self, folder: Path, *, count: int) -> None:
+        """Log the first episodes of a folder of records."""
+
+
+@runtime_checkable
 class ReportsRollouts(Protocol):
     """DataModule with the metrics of its last rollout, such as a `RolloutDataModule`."""
 
@@ -41,6 +57,17 @@ def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
 def mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:
     """Return the Trainer's MLflow loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
+
+
+def log_files(trainer: pl.Trainer, path: Path, *, place: str) -> None:
+    """Log a file or a folder of the run's folder with all loggers that take it."""
+    for logger in trainer.loggers:
+        if isinstance(logger, KeepsFiles):
+            logger.log_files(path, place=place)
+        elif isinstance(logger, MLFlowLogger):  # Lightning's own
+            client = logger.experiment
+            log = client.log_artifacts if path.is_dir() else client.log_artifact
+            log(str(logger.run_id), str(path), place)
 
 
 def run_folder(trainer: pl.Trainer) -> Path:

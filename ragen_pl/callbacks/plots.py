@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ragen_pl.callbacks.access import mlflow_loggers, rollout_metrics_of, run_folder, run_title
+from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
 from ragen_pl.constraints import Count, checked
 from ragen_pl.files import atomic_write
 from ragen_pl.loops.hooks import RolloutCallback
@@ -141,9 +141,8 @@ class PlotRun(RolloutCallback):
         folder = run_folder(trainer) / FOLDER
         self._write(folder)
         files = draw_plots(self.rows, folder, title=run_title(trainer))
-        for logger in mlflow_loggers(trainer):
-            for file in files:
-                logger.experiment.log_artifact(logger.run_id, str(file), FOLDER)
+        for file in files:
+            log_files(trainer, file, place=FOLDER)
 
     # ---- resume
 

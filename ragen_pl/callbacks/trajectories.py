@@ -9,7 +9,13 @@ import lightning.pytorch as pl
 import numpy as np
 from PIL import Image
 
-from ragen_pl.callbacks.access import datamodule_of, mlflow_loggers, run_folder, run_title
+from ragen_pl.callbacks.access import (
+    KeepsTraces,
+    datamodule_of,
+    log_files,
+    run_folder,
+    run_title,
+)
 from ragen_pl.constraints import Count, CountOrZero, checked
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.loops.hooks import RolloutCallback
@@ -19,7 +25,6 @@ from ragen_pl.viewing.images import beside, enlarged
 from ragen_pl.viewing.page import PAGE, outcomes, write_page
 from ragen_pl.viewing.records import Origin, TokenCredit, sample_groups, write_episodes
 from ragen_pl.viewing.token_credit import token_credit
-from ragen_pl.viewing.traces import flush_traces, trace_records
 
 # Pixels: the gap between the images of a strip, the height that smaller images are enlarged to.
 _GAP = 4
@@ -72,20 +77,10 @@ class LogTrajectories(RolloutCallback):
         title = f"{run_title(trainer)}/iteration {iteration}"
         played = outcomes((one.status, bool(one.success)) for one in trajectories)
         write_page(records, folder / PAGE, title=title, played=played)
-        for logger in mlflow_loggers(trainer):
-            logger.experiment.log_artifacts(logger.run_id, str(folder), name)
-            trace_records(
-                records[: self.traces],
-                images=folder,
-                uri=str(logger._tracking_uri),
-                experiment_id=str(logger.experiment_id),
-                run_id=str(logger.run_id),
-            )
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wait until the last traces are stored."""
-        if trainer.is_global_zero and mlflow_loggers(trainer):
-            flush_traces()
+        log_files(trainer, folder, place=name)
+        for logger in trainer.loggers:
+            if isinstance(logger, KeepsTraces) and self.traces:
+                logger.log_traces(folder, count=self.traces)
 
 
 def _credit(

@@ -1,4 +1,4 @@
-"""Loggers of a run: MLflow, and CSV files. Both continue the curves of an interrupted run.
+"""Loggers of a run. All continue the curves of an interrupted run.
 
 A resumed run repeats the steps since its checkpoint and is bit-identical. A point that was logged before
 is therefore not logged again, and a curve has one point for each step.
@@ -7,8 +7,8 @@ is therefore not logged again, and a curve has one point for each step.
 from __future__ import annotations
 
 import csv
-import json
 import logging
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -22,7 +22,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.files import atomic_write
+from ragen_pl.run.lock import hold
+from ragen_pl.run.logged_points import LoggedPoints
+from ragen_pl.run.outbox import Outbox, calls_in
 from ragen_pl.run.tracking import (
     RUN_FILE,
     check_reachable,
@@ -32,16 +34,23 @@ from ragen_pl.run.tracking import (
     version_tags,
 )
 
+log = logging.getLogger(__name__)
 # characters; the whole config is kept as an artifact
 _PARAM_LENGTH = 250
+# seconds to send what is left, at the end of a phase and of the run
+_FLUSH_S = 20.0
+# for the calls of a whole run
+_SYNC_S = 3600.0
 _STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
-_VIEW = "mlflow.experimentKind"
 # Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
 _NOT_LOGGED = frozenset({"epoch"})
 
 
 class RunLogger(MLFlowLogger):
     """MLflow logger of one run folder: one MLflow run, however often it is resumed.
+
+    What is logged goes into a file of the folder and is sent by a thread (`ragen_pl.run.outbox`), so that a server
+    that is locked, away or deleted does not concern the training.
 
     Args:
         run_dir: the run's folder, which stores the id of its MLflow run.
@@ -51,7 +60,7 @@ class RunLogger(MLFlowLogger):
         root: folder of the local store; default `paths.root` of the config, else next to the run.
 
     Raises:
-        ConfigError: the server cannot be reached or returns an error.
+        ConfigError: the server of a new run cannot be reached or returns an error.
     """
 
     @classmethod
@@ -73,118 +82,129 @@ class RunLogger(MLFlowLogger):
         root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
         earlier = known_run(self.folder)
         uri = tracking_uri(root, uri=uri) if uri or not earlier else earlier["tracking_uri"]
-        resumed = earlier.get("run_id") if earlier.get("tracking_uri") == uri else None
-        self._logged_steps: dict[str, set[int]] = {}
-        self._resumed = resumed is not None
-        if rank_zero_only.rank:  # type: ignore[attr-defined]
-            # two processes cannot create one sqlite store; only rank 0 logs
-            self._initialized, self._run_id, self._experiment_id = False, resumed, None
-            self._tracking_uri, self._log_model = uri, False
-            return
-        _quieten_mlflow()
+        self._resumed = earlier.get("tracking_uri") == uri
+        # two processes cannot write one outbox; only rank 0 logs
+        self._initialized, self._run_id, self._experiment_id = False, earlier.get("run_id"), None
+        self._experiment_name, self._tracking_uri, self._log_model = experiment_name, uri, False
+        self._earlier = LoggedPoints()
+        if not rank_zero_only.rank:  # type: ignore[attr-defined]
+            _quieten_mlflow()
+            self._open()
+
+    def _open(self) -> None:
+        """Create the MLflow run, or go on with it, and log its config."""
+        from ragen_pl.run.mlflow_outbox import FOLDER, MlflowSender, QueuedClient
+
+        calls = self.folder / FOLDER
+        start = None if self._resumed else self._create()
+        for call in calls_in(calls):
+            for name, _, _, step in call.get("points", ()):
+                self._earlier.add([name], step)
+        super().__init__(experiment_name=self._experiment_name, tracking_uri=self._tracking_uri)
+        self._sender = MlflowSender(self.folder)
+        self._outbox = Outbox(calls, self._sender)
+        client = QueuedClient(self._tracking_uri, folder=self.folder, outbox=self._outbox)
+        self._mlflow_client, self._initialized = client, True
+        self._client = client
+        if start is None:
+            client.update_run(self._sender.run_id, status="RUNNING")
+        else:
+            client.put("start", **start)
+        if self.settings:
+            name = "config_resumed.yaml" if start is None else "config.yaml"
+            text = OmegaConf.to_yaml(OmegaConf.create(self.settings))
+            client.log_text(self._sender.run_id, text, name)
+            self.log_hyperparams(self.settings)
+
+    def _create(self) -> dict[str, Any]:
+        """Create the MLflow run; return what it was created with."""
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        from ragen_pl.run.mlflow_outbox import FOLDER, create_run, write_run_file
+
+        uri = self._tracking_uri
         check_reachable(uri)
         artifacts = None
         if uri.startswith("sqlite:///"):
             store = Path(uri.removeprefix("sqlite:///")).parent
             store.mkdir(parents=True, exist_ok=True)
             artifacts = (store / "mlartifacts").as_uri()
-        self._connect(experiment_name, uri=uri, run_id=resumed, artifacts=artifacts)
-
-    def _connect(
-        self, experiment_name: str, *, uri: str, run_id: str | None, artifacts: str | None
-    ) -> None:
-        from mlflow.exceptions import MlflowException
-
+        start: dict[str, Any] = {
+            "experiment": self._experiment_name,
+            "name": "/".join(self.folder.parts[-2:]),
+            "tags": {**version_tags(), "run_dir": str(self.folder)},
+            "artifacts": artifacts,
+        }
         try:
-            super().__init__(
-                experiment_name=experiment_name,
-                run_name="/".join(self.folder.parts[-2:]),
-                tracking_uri=uri,
-                artifact_location=artifacts,
-                run_id=run_id,
-                tags={**version_tags(), "run_dir": str(self.folder)},
-            )
-            self._ensure_run()
-            self._prefer_training_view()
+            run_id, _ = create_run(MlflowClient(uri), start)
         except MlflowException as error:
             raise ConfigError(
                 f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "
                 "MLFLOW_TRACKING_URI for a local one, or set logger=none"
             ) from error
+        shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
+        write_run_file(self.folder, run_id=run_id, uri=uri)
+        return start
 
-    def _prefer_training_view(self) -> None:
-        """Have MLflow's page open on runs and charts: with traces it opens on the view of chat applications."""
-        experiment = self.experiment.get_experiment(self.experiment_id)
-        if _VIEW not in experiment.tags:
-            self.experiment.set_experiment_tag(
-                self.experiment_id, _VIEW, "custom_model_development"
-            )
+    @property
+    def run_id(self) -> str | None:
+        """Id of the MLflow run. A store that has lost the run gives it a new one when the run is resumed."""
+        return self._sender.run_id if self._initialized else self._run_id
 
-    def _ensure_run(self) -> None:
-        """Create the MLflow run or reopen it, and log its config."""
-        run_id = self.run_id
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.folder / RUN_FILE) as file:
-            file.write_text(json.dumps({"run_id": run_id, "tracking_uri": self._tracking_uri}))
-        if self._resumed:
-            self.experiment.update_run(run_id, status="RUNNING")
-        if self.settings:
-            name = "config_resumed.yaml" if self._resumed else "config.yaml"
-            self.experiment.log_text(
-                run_id, OmegaConf.to_yaml(OmegaConf.create(self.settings)), name
-            )
-            self.log_hyperparams(self.settings)
+    @property
+    def experiment_id(self) -> str | None:
+        """Id of the MLflow experiment, once the store has answered."""
+        return self._sender.experiment_id if self._initialized else None
+
+    @property
+    def name(self) -> str:
+        """The experiment."""
+        return self._experiment_name
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        """Log parameters, truncated to 250 characters. One that changed on resuming becomes a tag.
-
-        MLflow's parameters cannot change, and a run may be resumed with another `trainer.max_epochs`.
-        """
-        from mlflow.entities import Param
-
+        """Log parameters, truncated to 250 characters. One that changed on resuming becomes a tag."""
         given = vars(params) if isinstance(params, Namespace) else params
-        logged = self.experiment.get_run(self.run_id).data.params
-        new: list[Param] = []
-        for name, value in flattened(given):
-            text = value if len(value) <= _PARAM_LENGTH else value[: _PARAM_LENGTH - 1] + "…"
-            if name not in logged:
-                new.append(Param(name, text))
-            elif logged[name] != text:
-                self.experiment.set_tag(self.run_id, f"resumed.{name}", text)
-        # MLflow accepts 100 parameters at once
-        for first in range(0, len(new), 100):
-            self.experiment.log_batch(self.run_id, params=new[first : first + 100])
+        values = {
+            name: value if len(value) <= _PARAM_LENGTH else value[: _PARAM_LENGTH - 1] + "…"
+            for name, value in flattened(given)
+        }
+        self._client.put("params", values=values)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log the metrics that have no point at this step."""
-        new = {
-            name: value
-            for name, value in metrics.items()
-            if name not in _NOT_LOGGED and not (self._resumed and step in self._steps(name))
-        }
-        if new:
+        named = {name: value for name, value in metrics.items() if name not in _NOT_LOGGED}
+        if new := self._earlier.new(named, step):
             super().log_metrics(new, step)
 
-    def _steps(self, name: str) -> set[int]:
-        """Return the steps at which the run logged a metric before it was resumed. They are read once."""
-        if name not in self._logged_steps:
-            points = self.experiment.get_metric_history(self.run_id, name)
-            self._logged_steps[name] = {point.step for point in points}
-        return self._logged_steps[name]
+    @rank_zero_only
+    def log_files(self, path: Path, *, place: str) -> None:
+        """Log a file or a folder of the run's folder as artifacts. It is read when it is sent."""
+        if path.is_dir():
+            self._client.log_artifacts(self._sender.run_id, str(path), place)
+        else:
+            self._client.log_artifact(self._sender.run_id, str(path), place)
+
+    @rank_zero_only
+    def log_traces(self, folder: Path, *, count: int) -> None:
+        """Log the first episodes of a folder of records as traces."""
+        self._client.log_traces(folder, count=count)
 
     @rank_zero_only
     def log_graph(self, model: object, input_array: object = None) -> None:
         """Mark the run as running. Lightning calls this at the start of each fit, and a run has several."""
-        self.experiment.update_run(self.run_id, status="RUNNING")
+        self._client.update_run(self._sender.run_id, status="RUNNING")
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """End the run as finished, failed, or killed if a signal stopped it."""
+        """End the run as finished, failed, or killed if a signal stopped it, and send what is left."""
         if status == "failed" and isinstance(sys.exc_info()[1], _STOPS):
             status = "KILLED"
-        super().finalize(status)
+        names = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
+        self._client.set_terminated(self._sender.run_id, names.get(status, status))
+        self._outbox.flush(limit_s=_FLUSH_S)
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
@@ -192,7 +212,19 @@ class RunLogger(MLFlowLogger):
         path = checkpoint_callback.last_model_path or checkpoint_callback.best_model_path
         if path:
             tag = "checkpoint" if checkpoint_callback.monitor is None else "best_checkpoint"
-            self.experiment.set_tag(self.run_id, tag, str(Path(path).absolute()))
+            self._client.set_tag(self._sender.run_id, tag, str(Path(path).absolute()))
+        # a run that is resumed from the checkpoint does not log the points before it again
+        self._outbox.synchronize()
+
+    @rank_zero_only
+    def close(self) -> None:
+        """Send what is left; say what is not sent, and how to send it."""
+        unsent = self._outbox.close(limit_s=_FLUSH_S)
+        if unsent is not None:
+            log.warning(
+                f"MLflow at {self._tracking_uri}: {unsent}; a resumed run sends them, and so does python -m "
+                f"ragen_pl.sync run={self.folder}"
+            )
 
     @property
     def save_dir(self) -> str:
@@ -209,7 +241,8 @@ class RunCSVLogger(CSVLogger):
     """
 
     def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
-        super().__init__(save_dir=run_dir, name="", version="csv")
+        # a killed run loses no row that its checkpoint is behind
+        super().__init__(save_dir=run_dir, name="", version="csv", flush_logs_every_n_steps=1)
         self._logged: set[tuple[str, str]] = set()
         if rank_zero_only.rank:  # type: ignore[attr-defined]
             return
@@ -243,6 +276,30 @@ class RunCSVLogger(CSVLogger):
         }
         if new:
             super().log_metrics(new, step)
+
+
+def send_unsent(folder: Path) -> str:
+    """Send what MLflow has not got of a run that has ended; return a text that says what was done.
+
+    Raises:
+        ConfigError: It cannot be sent, the run is under way, or it is not in MLflow.
+    """
+    known = known_run(folder)
+    if not known:
+        raise ConfigError(
+            f"run={folder}: expected the folder of a run in MLflow, with its {RUN_FILE}"
+        )
+    from ragen_pl.run.mlflow_outbox import FOLDER, MlflowSender
+
+    _quieten_mlflow()
+    with hold(folder):
+        outbox = Outbox(folder / FOLDER, MlflowSender(folder))
+        unsent = outbox.close(limit_s=_SYNC_S)
+    if unsent is not None:
+        raise ConfigError(
+            f"MLflow at {known['tracking_uri']}: {unsent}; start the server or repair the store, and repeat the command"
+        )
+    return f"MLflow at {known['tracking_uri']} has all of {folder}"
 
 
 def _quieten_mlflow() -> None:

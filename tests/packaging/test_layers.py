@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
-    "constraints", "distributed", "files", "known_pickle", "phases", "seeding", "trajectory",
+    "constraints", "distributed", "files", "known_pickle", "phases", "rank_states", "seeding", "trajectory",
 }  # fmt: skip
 LEARNING = {"algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout"}
 # A part is a package or a module. A module of a package that is listed by its path is a part of its own.
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "known_pickle": set(),
     "optimizers": {"distributed"},
     "phases": set(),
+    "rank_states": {"distributed", "files"},
     "seeding": set(),
     "trajectory": set(),
     "algorithms": {"constraints", "trajectory"},
@@ -33,7 +34,7 @@ MAY_IMPORT = {
     "viewing": BASE | {"data", "metrics"},
     "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "modules", "viewing"},
     "config": {"constraints"},
-    "run": BASE | LEARNING | {"callbacks", "config", "optimizers"},
+    "run": BASE | LEARNING | {"callbacks", "config", "optimizers", "viewing"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "viewing/checks": {"config", "evaluation", "run"},
     "viewing/play": BASE | LEARNING | {"config", "run", "viewing"},
@@ -44,6 +45,7 @@ MAY_IMPORT = {
     "import_gguf": {"config", "models", "run"},
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "viewing/checks", "viewing/play"},
+    "sync": {"config", "run"},
 }
 
 

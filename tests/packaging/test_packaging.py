@@ -17,7 +17,7 @@ PACKAGES = ("ragen_pl", "envs", "visual_envs")
 # Names under which distributions are imported, where they differ.
 IMPORTED_AS = {"annotated-types": "annotated_types", "hydra-core": "hydra", "pillow": "PIL"}
 # Optional: imported in one file, behind an extra.
-OPTIONAL = {"peft", "vllm"}
+OPTIONAL = {"peft", "vllm", "wandb"}
 # Extras with environments of other libraries.
 WORLDS = {"metaworld", "minigrid", "miniwob", "miniworld", "reasoning", "textarena", "textworld"}
 OPTIONAL |= WORLDS | {"reasoning_gym", "resvg_py"}
@@ -54,7 +54,8 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    assert set(extras) == {"dev", "gguf", "gym", "lora", "svg"} | WORLDS
+    others = {"dev", "gguf", "gym", "lora", "svg", "tensorboard", "wandb"}
+    assert set(extras) == others | WORLDS
 
 
 def test_top_level_import_is_light() -> None:

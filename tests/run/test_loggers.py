@@ -77,6 +77,11 @@ def stored(run: Path) -> tuple[MlflowClient, str]:
     return MlflowClient(ids["tracking_uri"]), ids["run_id"]
 
 
+def sent(logger: RunLogger) -> bool:
+    """Wait until MLflow has all that was logged; return whether it has."""
+    return logger._outbox.flush(limit_s=120)
+
+
 def test_a_resumed_run_continues_its_mlflow_run_without_repeating_points(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +96,7 @@ def test_a_resumed_run_continues_its_mlflow_run_without_repeating_points(
 
     changed = settings(tmp_path, trainer={"max_epochs": 9})
     logger = RunLogger(run_dir=str(run), settings=changed)
-    assert logger.run_id == run_id
+    assert logger.run_id == run_id and sent(logger)
     assert client.get_run(run_id).info.status == "RUNNING"
     fit(run, Model(), logger, steps=8, resume=True)
     data = client.get_run(run_id)
@@ -114,9 +119,11 @@ def test_two_fits_of_one_run_end_as_finished(tmp_path: Path, run: Path) -> None:
     client, run_id = stored(run)
     assert client.get_run(run_id).info.status == "FINISHED"
     logger.log_graph(None)
+    assert sent(logger)
     assert client.get_run(run_id).info.status == "RUNNING"
     logger.finalize("success")
     logger.log_metrics({"val/success": 0.5}, 3)
+    assert sent(logger)
     assert client.get_run(run_id).info.status == "FINISHED"
     assert client.get_run(run_id).data.metrics["val/success"] == 0.5
 

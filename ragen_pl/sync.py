@@ -1,0 +1,24 @@
+"""`python -m ragen_pl.sync run=FOLDER`: send what MLflow has not got of a run.
+
+A run does it itself. This is for one that has ended while its MLflow server was away.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from ragen_pl.config import hydra_main
+
+
+@hydra_main("sync")
+def main(cfg: DictConfig) -> None:
+    """Send it and print the result."""
+    from ragen_pl.run.loggers import send_unsent
+
+    print(send_unsent(Path(cfg.run).expanduser().absolute()))
+
+
+if __name__ == "__main__":
+    main()
