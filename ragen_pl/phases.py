@@ -78,7 +78,8 @@ class PhaseProgress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total)
             return
-        is_tenth = (done - self._reported) * _LINES >= total
+        # the end has a line of its own
+        is_tenth = (done - self._reported) * _LINES >= total and done < total
         if is_tenth and self._announced and time.monotonic() - self._last >= self.interval_s:
             self._line()
 

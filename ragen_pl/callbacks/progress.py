@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -108,8 +109,11 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._report()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the validation phase."""
+        """Show the validation phase; in a log, that before the first iteration has a line."""
         self._show("validate")
+        is_first = self._rollout_start_time == 0.0 and self._count() == 0
+        if is_first and not self._by_steps and trainer.state.fn == TrainerFn.FITTING:
+            self._write("validation before the first iteration")
 
     def on_validation_batch_end(
         self,
@@ -211,8 +215,12 @@ class RolloutProgress(RolloutCallback, ProgressBar):
             self._line(f"{_phase_of(self.trainer.lightning_module)} {count}/{total or '?'}")
 
     def _line(self, head: str) -> None:
+        self._write(f"{head}  {self._text()}")
+
+    def _write(self, line: str) -> None:
+        """Write a line if there is no live display."""
         if self._enabled and self._display is None:
-            print(f"{head}  {self._text()}", file=self.console.file, flush=True)
+            print(line, file=self.console.file, flush=True)
 
     def _close(self) -> None:
         if self._display is not None:

@@ -25,7 +25,7 @@ _GRAY = 128
 _NUMBERS = "biuf"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Step:
     """Values of a step.
 

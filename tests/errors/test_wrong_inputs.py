@@ -325,6 +325,9 @@ def test_failed_episodes_are_shown_in_lines_table_and_warnings(fit, tmp_path):
     assert re.search(rf"  failed \d of 16  validation failed {failed:.0f} of 16", last)
     (row,) = (line for line in done.stdout.splitlines() if "failed episodes" in line)
     assert row.count(f"{failed:.0f} of 16") == 3
+    heads = [line.partition("  ")[0] for line in done.stdout.splitlines()]
+    assert heads.count("validation before the first iteration") == 1
+    assert heads.index("validation before the first iteration") < heads.index("iteration 1/2")
     # once in each of demonstrations, training, validation set
     assert 1 <= done.stdout.count("ConnectionError: no simulator for seed") <= 3
 
