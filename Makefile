@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit test soak test-gpu test-vllm test-worlds lint format clean
+.PHONY: help fit vllm test soak test-gpu test-vllm test-worlds lint format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -30,6 +30,9 @@ soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes e
 
 test-gpu: $(VENV)/.installed-dev  ## Install, then run the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+vllm: $(VENV)/.installed  ## Install vLLM beside the trainer: make vllm ARGS="--build cuda"
+	$(PY) -m ragen_pl.install_vllm $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environment of its own, then run the tests of the engine on it
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
@@ -63,8 +66,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-$(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_environment
-	PYTHON=$(PYTHON) .ci/vllm_environment $(VLLM_VENV)
+$(VLLM_VENV)/.installed: pyproject.toml ragen_pl/install_vllm.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(VLLM_VENV)/bin/python -m ragen_pl.install_vllm --build cpu
 	@touch $@
 
 # Not byte-compiled: most of the libraries' modules are never imported.

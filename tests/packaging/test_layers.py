@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "export": {"config", "evaluation"},
     "fit": {"config", "run"},
     "import_gguf": {"config", "models", "run"},
+    "install_vllm": set(),
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "viewing/checks", "viewing/play"},
     "sync": {"config", "run"},
