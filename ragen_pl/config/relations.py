@@ -211,6 +211,27 @@ def _splits(get: _Get) -> str | None:
     return None
 
 
+# it refuses higher ones, and raises lower ones to the limit without a word (0.32)
+_VLLM_TEMPERATURES = (0.01, 2.0)
+
+
+def _vllm_temperatures(get: _Get) -> str | None:
+    """Temperatures outside of those that vLLM samples at."""
+    lowest, highest = _VLLM_TEMPERATURES
+    for key in (
+        "rollout.temperature",
+        "rollout.adaptive_temperature.low",
+        "rollout.adaptive_temperature.high",
+    ):
+        value = get(key)
+        if isinstance(value, int | float) and not lowest <= value <= highest:
+            return (
+                f"{key}={value}: vLLM samples at temperatures from {lowest} to {highest:g}; set one of these, or "
+                "rollout/engine=transformers"
+            )
+    return None
+
+
 def _vllm(get: _Get) -> str | None:
     """What vLLM needs, and what it can't do."""
     engine = str(get("rollout.engine._target_")).rpartition(".")[2]
@@ -218,13 +239,15 @@ def _vllm(get: _Get) -> str | None:
         return None
     if find_spec("vllm") is None and engine == "VLLMEngine":
         return (
-            "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
+            "rollout/engine=vllm: vllm is not installed; python -m ragen_pl.install_vllm (docs/engines.md), or set "
             "rollout/engine=transformers"
         )
-    if find_spec("vllm") is None and not get("rollout.engine.urls"):
+    if find_spec("vllm") is None and not (
+        get("rollout.engine.urls") or get("rollout.engine.python")
+    ):
         return (
-            "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; pip install vllm "
-            "(docs/engines.md), or set rollout.engine.urls to servers"
+            "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; python -m "
+            "ragen_pl.install_vllm (docs/engines.md), or set rollout.engine.python, or rollout.engine.urls to servers"
         )
     if (
         engine == "VLLMServerEngine"
@@ -235,16 +258,16 @@ def _vllm(get: _Get) -> str | None:
             f"rollout.engine.urls=[]: the run starts a server that its own machine reaches only, and trainer.num_nodes="
             f"{get('trainer.num_nodes')}; start servers and give their addresses"
         )
-    if (
-        engine == "VLLMServerEngine"
-        and get("rollout.engine.urls")
-        and get("rollout.engine.settings")
-    ):
-        return (
-            "rollout.engine.settings: the servers in rollout.engine.urls are started already; set null, and their "
-            "arguments where they are started"
-        )
+    if engine == "VLLMServerEngine" and get("rollout.engine.urls"):
+        for key in ("settings", "python"):
+            if get(f"rollout.engine.{key}"):
+                return (
+                    f"rollout.engine.{key}: the servers in rollout.engine.urls are started already; set null, and "
+                    "their arguments where they are started"
+                )
     if engine == "VLLMEngine" and (problem := _splits(get)) is not None:
+        return problem
+    if (problem := _vllm_temperatures(get)) is not None:
         return problem
     if str(get("model.build._target_")).endswith(".build_small_vlm"):
         return (

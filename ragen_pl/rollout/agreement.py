@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.distributed import all_ranks_do
+from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.inputs import run_decoder, whole_inputs
 from ragen_pl.rollout.context import ContextManager
@@ -33,7 +33,7 @@ from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.rollout.vllm_server import VLLMServerEngine
+    from ragen_pl.rollout.vllm_server.engine import VLLMServerEngine
 
 # one conversation for each text: rows of unequal length
 _TEXTS = (
@@ -71,6 +71,7 @@ def check_agreement(
     *,
     image_size: tuple[int, int] | None,
     policy: EnginePolicy | None = None,
+    sampled_by: int | None = None,
 ) -> float:
     """Compare the log-probs of a few sampled tokens three ways. All ranks must call it.
 
@@ -79,6 +80,7 @@ def check_agreement(
         engine: Rollout engine of the same model.
         image_size: Height and width of the environment's images; None for an environment of text.
         policy: Policy that the engine was built with, where its weights may be sharded; None for the context's model.
+        sampled_by: Rank that samples the tokens, for all; None for each rank its own.
 
     Returns:
         The largest difference from the model's own forward, in nats.
@@ -88,10 +90,14 @@ def check_agreement(
     """
 
     def converse() -> list[_Response]:
+        if sampled_by not in (None, rank()):
+            return []
         with taking_part(engine):
             return _converse(context, engine, image_size=image_size)
 
     responses = all_ranks_do(converse)
+    if sampled_by is not None:
+        responses = gather_over_ranks(responses)[sampled_by]
 
     def computed(bundle: ModelBundle) -> list[tuple[np.ndarray, np.ndarray]]:
         return [
@@ -141,15 +147,21 @@ def check_servers(
     image_size: tuple[int, int] | None,
     policy: EnginePolicy | None = None,
 ) -> None:
-    """Check each server of an engine by itself; see `check_agreement`.
+    """Check each server of an engine by itself, one rank for each; see `check_agreement`.
 
     Raises:
         ValueError: A server's model differs from the trainer's.
     """
-    for url in engine.urls:
+    for number, url in enumerate(engine.urls):
         with engine.only(url):
             try:
-                check_agreement(context, engine, image_size=image_size, policy=policy)
+                check_agreement(
+                    context,
+                    engine,
+                    image_size=image_size,
+                    policy=policy,
+                    sampled_by=number % world_size(),
+                )
             except RolloutError:
                 raise  # it does not answer
             except ValueError as error:

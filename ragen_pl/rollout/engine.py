@@ -49,6 +49,8 @@ class GenerationRequest:
     """Sampling temperature; 0 is greedy."""
     seed: int
     """The only source of randomness of the response."""
+    group: int | None = None
+    """Number of the session's group, whose members begin with the same prompt; None for a session by itself."""
 
 
 @dataclass(kw_only=True, slots=True)

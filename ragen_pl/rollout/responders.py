@@ -25,6 +25,7 @@ from ragen_pl.rollout.engine import (
 from ragen_pl.rollout.environments import EnvironmentSlot
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.formats import PromptFormat
+from ragen_pl.rollout.generation_check import GenerationCheck, InvalidGeneration
 from ragen_pl.rollout.leave_out import occlusion_scores
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
@@ -123,7 +124,11 @@ class EngineResponder:
     context: ContextManager
     greedy: bool = False
     version: int | None = None
-    _pending: int = field(init=False, default=0)
+    _pending: dict[int, GenerationRequest] = field(init=False, default_factory=dict)
+    _is_possible: GenerationCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_possible = GenerationCheck.of(self.context.bundle)
 
     @property
     def samples(self) -> bool:
@@ -141,34 +146,51 @@ class EngineResponder:
             self._leave_out(episodes)
         requests = [self._request(episode) for episode in episodes]
         self.engine.submit(requests, keep=self.context.grows)
-        self._pending += len(requests)
+        self._pending |= {request.session: request for request in requests}
 
     def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
         """Return the generations that have finished; with `context.leave_out`, wait for all of them.
 
         Raises:
-            RolloutError: a response was sampled with other weights.
+            RolloutError: a response was sampled with other weights, or no policy can have sampled it.
         """
         finished = self.engine.collect(wait=wait)
         # occlusion scores need the engine to themselves
-        while self.context.leave_out and len(finished) < self._pending:
+        while self.context.leave_out and len(finished) < len(self._pending):
             finished += self.engine.collect()
-        self._pending -= len(finished)
-        for _, generation in finished:
-            if self.version is not None and generation.version != self.version:
-                raise RolloutError(
-                    f"the rollout engine sampled a response with the weights of step {generation.version}, expected "
-                    f"step {self.version}; it has not loaded the policy's present weights"
-                )
+        self._check(finished)
         return list(finished)
 
     def release(self) -> None:
         """Free the engine's sessions."""
+        self._pending.clear()
         self.engine.release()
 
     def taking_part(self) -> AbstractContextManager[None]:
         """Return the context of a rollout with the engine."""
         return taking_part(self.engine)
+
+    def _check(self, finished: Sequence[tuple[int, Generation]]) -> None:
+        generations = [generation for _, generation in finished]
+        for generation in generations:
+            if self.version is not None and generation.version != self.version:
+                raise RolloutError(
+                    f"the rollout engine sampled a response with the weights of step {generation.version}, expected "
+                    f"step {self.version}; it has not loaded the policy's present weights"
+                )
+        try:
+            requests = [self._pending.pop(session) for session, _ in finished]
+            self._is_possible(requests, generations)
+        except KeyError as error:
+            raise RolloutError(
+                f"rollout.engine={type(self.engine).__name__}: it returned a response for session {error} that was not "
+                "requested, or returned it before; set another rollout/engine"
+            ) from error
+        except InvalidGeneration as error:
+            raise RolloutError(
+                f"rollout.engine={type(self.engine).__name__}: it returned a response with {error}; the weights may "
+                "have diverged (lower optimizer.lr), or the engine is at fault (set another rollout/engine)"
+            ) from error
 
     def _request(self, episode: Episode) -> GenerationRequest:
         return GenerationRequest(
@@ -177,6 +199,7 @@ class EngineResponder:
             max_tokens=episode.max_response_tokens,
             temperature=0.0 if self.greedy else episode.temperature,
             seed=episode.seed,
+            group=episode.slot.spec.group,
         )
 
     def _leave_out(self, episodes: Sequence[Episode]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +24,12 @@ from torch import Tensor
 from ragen_pl.files import OwnFolder
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_weights
+from ragen_pl.rollout import vllm_access
 from ragen_pl.rollout.vllm_engine import CPU_CACHE_BYTES, model_arguments, save_without_weights
 
 MISSING = (
-    "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; pip install vllm "
-    "(docs/engines.md), or set rollout.engine.urls to servers"
+    "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; python -m ragen_pl.install_vllm "
+    "(docs/engines.md), or set rollout.engine.python, or rollout.engine.urls to servers"
 )
 _GPU_SHARE = 0.4
 _ENDS_IN_S = 20.0
@@ -50,7 +54,8 @@ finally:
 class ServerProcess:
     """A vLLM server of a model on a free port of the loopback interface.
 
-    Its log and its model's files are in a temporary folder.
+    Its log and its model's files are in a temporary folder. It answers requests with its key alone, which only the run
+    knows: other users of the machine can't use it.
 
     Args:
         bundle: Model that it serves; its weights are not read.
@@ -59,6 +64,7 @@ class ServerProcess:
         dtype: Type that it computes in.
         timeout_s: Longest wait until it answers, in seconds.
         settings: Other arguments of the server.
+        python: Python of an environment with vLLM that runs it; None for this one.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -74,8 +80,9 @@ class ServerProcess:
         dtype: torch.dtype,
         timeout_s: float,
         settings: Mapping[str, Any],
+        python: str | None = None,
     ) -> None:
-        if find_spec("vllm") is None:
+        if python is None and find_spec("vllm") is None:
             raise ModuleNotFoundError(MISSING)
         self._folder = OwnFolder("ragen_vllm_server_")
         folder = self._folder.path
@@ -84,6 +91,9 @@ class ServerProcess:
         on_gpu = torch.cuda.is_available()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
+        self.key = secrets.token_urlsafe(32)
+        (folder / "access").mkdir()
+        shutil.copy(vllm_access.__file__, folder / "access")
         arguments = {
             "model": str(folder / "model"),
             "host": "127.0.0.1",
@@ -91,22 +101,33 @@ class ServerProcess:
             "enable_scale_out": True,
             "enforce_eager": not on_gpu,
             "uvicorn_log_level": "warning",
+            "middleware": "vllm_access.KeyRequired",
         }
         if on_gpu:
             arguments["gpu_memory_utilization"] = _GPU_SHARE
         else:
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
         arguments |= model_arguments(bundle, dtype=dtype, max_tokens=max_tokens, on_gpu=on_gpu)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        # a link to a virtual environment's Python is not resolved: it would be another one
+        executable = (
+            sys.executable if python is None else os.path.abspath(Path(python).expanduser())
+        )
+        command = [executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += _flags(arguments | dict(settings))
         self._log = folder / "server.log"
+        environment = _environment(on_gpu=on_gpu, split=settings.get("tensor_parallel_size", 1) > 1)
+        # not on the command line, which every user sees
+        environment[vllm_access.KEY_VARIABLE] = self.key
+        # another environment has other packages
+        paths = [str(folder / "access"), "" if python else environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _GUARD, *command],
+                guarded(command),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(on_gpu=on_gpu, split=settings.get("tensor_parallel_size", 1) > 1),
+                env=environment,
                 start_new_session=True,
             )
         try:
@@ -123,7 +144,7 @@ class ServerProcess:
                     f"rollout.engine.urls=[]: the vLLM server ended ({self._reason()}); set other rollout.engine."
                     "settings, or start servers yourself (docs/engines.md)"
                 )
-            if is_healthy(self.url):
+            if is_healthy(self.url, key=self.key):
                 return
             time.sleep(0.2)
         raise ValueError(
@@ -151,11 +172,26 @@ class ServerProcess:
         self._folder.remove()
 
 
-def is_healthy(url: str) -> bool:
-    """Return whether a server answers that it is ready."""
+def guarded(command: Sequence[str]) -> list[str]:
+    """Return the command that runs a server and ends it when its standard input closes.
+
+    It has to be started with a pipe as its input, and as the first of a session.
+    """
+    return [sys.executable, "-c", _GUARD, *command]
+
+
+def is_healthy(url: str, *, key: str | None = None) -> bool:
+    """Return whether a server answers that it is ready.
+
+    Args:
+        url: Address.
+        key: Key that it asks for; None for none.
+    """
     # not by a proxy of the environment
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with suppress(OSError), opener.open(f"{url}/health", timeout=5) as answer:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{url}/health", headers=headers)
+    with suppress(OSError), opener.open(request, timeout=5) as answer:
         return bool(answer.status == 200)
     return False
 

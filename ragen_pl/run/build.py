@@ -30,7 +30,7 @@ from ragen_pl.rollout.engine import EngineFactory, EnginePolicy, RolloutEngine
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.rollout.vllm_server import VLLMServerEngine
+from ragen_pl.rollout.vllm_server.engine import VLLMServerEngine
 from ragen_pl.run.environment_check import manager_settings
 from ragen_pl.seeding import seeded
 

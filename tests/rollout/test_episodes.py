@@ -6,6 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.trajectory import EpisodeStatus, Span
@@ -73,8 +74,15 @@ def test_invalid_response_can_leave_the_state_unchanged(play):
     assert episode.success
 
 
-def test_response_at_its_length_limit_is_no_answer(play):
-    (episode,), _ = play(COUNTER, specs(1), lambda slot, turn: (MORE, False), invalid_ends=True)
+def test_response_at_its_length_limit_is_no_answer(play, lm):
+    limit = len(ContextManager(lm).encode_response(MORE)) - 1  # without its end
+    (episode,), _ = play(
+        COUNTER,
+        specs(1),
+        lambda slot, turn: (MORE, False),
+        invalid_ends=True,
+        response_tokens=limit,
+    )
     (turn,) = episode.turns
     assert turn.hit_length_limit and not turn.action_is_valid and turn.reward == -0.05
     assert Span.END not in turn.spans

@@ -15,7 +15,8 @@ from ragen_pl.rollout.engine import check_asynchronous
 from ragen_pl.rollout.vllm_engine import VLLMEngine
 
 MISSING = (
-    r"rollout/engine=vllm: vllm is not installed; pip install vllm .*rollout/engine=transformers"
+    r"rollout/engine=vllm: vllm is not installed; python -m ragen_pl\.install_vllm .*"
+    r"rollout/engine=transformers"
 )
 
 
@@ -78,6 +79,22 @@ def test_a_missing_vllm_is_named_before_a_model_is_built(lm, monkeypatch):
         (
             ["env=frozenlake", "rollout/engine=vllm_server", "trainer.num_nodes=2"],
             r"urls=\[\]: .* its own machine reaches only, and trainer\.num_nodes=2; start servers",
+        ),
+        (
+            ["env=frozenlake", "rollout.temperature=2.5"],
+            r"rollout\.temperature=2\.5: vLLM samples at temperatures from 0\.01 to 2; set one",
+        ),
+        (
+            ["env=frozenlake", "rollout/engine=vllm_server", "rollout.temperature=0.005"],
+            r"rollout\.temperature=0\.005: vLLM samples at temperatures from 0\.01",
+        ),
+        (
+            [
+                "env=frozenlake",
+                "rollout.adaptive_temperature={_target_: "
+                "ragen_pl.rollout.temperature.AdaptiveTemperature, high: 3}",
+            ],
+            r"rollout\.adaptive_temperature\.high=3: vLLM samples",
         ),
     ],
 )

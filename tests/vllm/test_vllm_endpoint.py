@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from vllm_models import KINDS, build
+from vllm_servers import UserServer
 
 from ragen_pl.config import config_dir
 from ragen_pl.config.check import check_config
@@ -31,47 +26,17 @@ COUNTERS = {
 }
 
 
-class Server:
-    """`vllm.entrypoints.openai.api_server` on loopback, with a tiny model."""
+class Server(UserServer):
+    """A server of a tiny model that counts."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.kind, self.log = kind, folder / "log.txt"
+        self.kind = kind
         build(kind).save(folder / "model")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"http://127.0.0.1:{free.getsockname()[1]}"
-        settings = (
-            f"--model {folder}/model --served-model-name tiny --host 127.0.0.1 --dtype float32 "
-            f"--port {self.address.rpartition(':')[2]} --enforce-eager --max-model-len 2048 "
-            "--kv-cache-memory-bytes 67108864 --no-enable-chunked-prefill "
-            "--max-num-batched-tokens 4096"
-        )
-        offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *settings.split()],
-                env=os.environ | offline, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-
-    def wait(self, *, seconds: float = 400) -> None:
-        """Wait until the server answers."""
-        until = time.monotonic() + seconds
-        while True:
-            try:
-                urlopen(f"{self.address}/health", timeout=5)
-                return
-            except (URLError, OSError):
-                assert self.process.poll() is None, self.log.read_text()[-5000:]
-                assert time.monotonic() < until, self.log.read_text()[-5000:]
-                time.sleep(0.5)
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
+        super().__init__(folder / "model", "--served-model-name", "tiny")
 
     def counted(self) -> dict[str, int]:
         """Return what the server itself has counted."""
-        text = urlopen(f"{self.address}/metrics").read().decode()
+        text = urlopen(f"{self.url}/metrics").read().decode()
         return {
             name: sum(int(float(each)) for each in re.findall(rf"^{key}{{.*}} (\S+)$", text, re.M))
             for name, key in COUNTERS.items()
@@ -81,9 +46,11 @@ class Server:
 @pytest.fixture(scope="module", params=KINDS)
 def server(request, tmp_path_factory):
     started = Server(tmp_path_factory.mktemp("server"), request.param)
-    started.wait()
-    yield started
-    started.close()
+    try:
+        started.wait()
+        yield started
+    finally:
+        started.kill()
 
 
 def evaluated(server: Server, root: Path, *more: str) -> Evaluation:
@@ -91,7 +58,7 @@ def evaluated(server: Server, root: Path, *more: str) -> Evaluation:
     settings = (
         f"env={ENVIRONMENTS[server.kind]}", "env.max_turns=2", "env.invalid_ends=false",
         "validation.episodes=3", "endpoint=openai", "endpoint.model=tiny", "mlflow=false",
-        f"endpoint.base_url={server.address}/v1", "endpoint.max_tokens=12", "samples=2",
+        f"endpoint.base_url={server.url}/v1", "endpoint.max_tokens=12", "samples=2",
         f"paths.root={root}", f"to={root}/out", *more,
     )  # fmt: skip
     overrides = resolve_settings(get_args_parser().parse_args(list(settings)))

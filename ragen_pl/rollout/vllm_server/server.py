@@ -1,0 +1,280 @@
+"""One vLLM server: its state, its HTTP calls and their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import suppress
+from enum import Enum
+from typing import Any
+
+import aiohttp
+
+from ragen_pl.seeding import derive_seed
+
+# seconds: the shortest and the longest pause between attempts, and the wait for an answer that needs no computing
+_FIRST_PAUSE, _LONGEST_PAUSE, _ANSWERS_IN = 0.1, 8.0, 30.0
+# seconds: the wait for a connection
+_CONNECTS_IN = 10.0
+CONTROL_BYTES = 64 * 2**20
+"""Largest answer to a call that samples nothing. The text of a vocabulary of 256k ids has about 2 MB."""
+_ERROR_BYTES = 2**16
+Json = dict[str, Any]
+
+
+class Trouble(Exception):
+    """A call of a server did not succeed."""
+
+
+class Unavailable(Trouble):
+    """A server gave no answer that can be used. It or another may later."""
+
+
+class GivenUp(Unavailable):
+    """A response is not waited for any longer, since its server is lost."""
+
+
+class Busy(Trouble):
+    """A server has too many requests."""
+
+
+class Failed(Trouble):
+    """A server answered with an error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the request is at fault in the server's eyes, status 4xx."""
+        return self.status < 500
+
+
+class InvalidAnswer(Trouble):
+    """A server's sampled values are impossible: its weights or its keys and values may be damaged."""
+
+
+class Refused(ValueError):
+    """A server can't serve the policy."""
+
+
+class ServerState(Enum):
+    """Use of a server.
+
+    `NEW → CHECKED → READY → LOST → READY`, and `LOST → NEW` where it has been started again.
+
+    A server is NEW until its settings are known to fit, and CHECKED until it has the present weights. A READY server
+    gets requests. One that fails is LOST: it gets none until it answers with the label of the present weights. Then it
+    is READY at once. With another label it is NEW, is checked and gets the weights.
+
+    A worked example, of a server that is killed and started again::
+
+        connection refused by a request    READY → LOST     its other requests are sent elsewhere as they fail
+        connection refused by a check      LOST             asked again after growing pauses
+        label "default" found by a check   LOST → NEW       another process, with the weights of its folder
+        its settings are checked           NEW → CHECKED
+        the weights are loaded             CHECKED → READY
+        a failure of a request from before READY            ignored: the server has been lost and found since
+    """
+
+    NEW = "new"
+    CHECKED = "checked"
+    READY = "ready"
+    LOST = "lost"
+
+
+class Server:
+    """A server and what is known about it. It is used in one event loop.
+
+    Args:
+        url: Address.
+        session: HTTP session of the calls.
+        timeout_s: Longest wait for a response, in seconds.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        self.url, self._session = url, session
+        self._answers_in = min(timeout_s, _ANSWERS_IN)
+        self.state = ServerState.NEW
+        self.trouble = "it has not been asked yet"
+        """Last failure, in words."""
+        self.losses = 0
+        """Number of times that it was lost. A request notes it, so that a late failure is told from a new one."""
+        self.failures = 0
+        """Failures since its last response, which lengthen the pauses before it is used again."""
+        self.must_reload = False
+        """Whether its weights, keys and values can't be trusted."""
+        self.has_had_weights = False
+        """Whether it has ever had weights of this run."""
+        self.responses: set[asyncio.Task[Any]] = set()
+        """Calls under way for responses."""
+        self._lost = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it gets requests."""
+        return self.state is ServerState.READY
+
+    def lose(self, trouble: str, *, losses: int | None = None, must_reload: bool = False) -> bool:
+        """Send it no requests until it is ready again; return whether it was ready.
+
+        Args:
+            trouble: Failure, in words.
+            losses: Value of `losses` when what failed was sent; a server lost and found since then is left alone.
+                None for what happens now.
+            must_reload: Whether it needs the weights again.
+        """
+        if losses is not None and losses != self.losses - (not self.is_ready):
+            return False
+        self.trouble = trouble
+        self.must_reload |= must_reload
+        if not self.is_ready:
+            return False
+        self.state = ServerState.LOST
+        self._lost.set()
+        self.losses += 1
+        self.failures += 1
+        return True
+
+    def become_ready(self) -> None:
+        """Note that it has the present weights."""
+        self.state = ServerState.READY
+        self._lost.clear()
+        self.has_had_weights, self.must_reload = True, False
+
+    async def lost_within(self, seconds: float) -> bool:
+        """Wait until it is lost; return False after some seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._lost.wait(), timeout=seconds)
+        return not self.is_ready
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        timeout_s: float | None = None,
+        most_bytes: int = CONTROL_BYTES,
+    ) -> Any:
+        """Return the JSON of an answer, None for an empty one.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            body: JSON that is sent.
+            timeout_s: Longest wait, in seconds.
+            most_bytes: Largest answer.
+
+        Raises:
+            Unavailable: There is none, it is no JSON or too long.
+            Busy: Too many requests.
+            Failed: An error of the server.
+        """
+        limits = aiohttp.ClientTimeout(
+            total=timeout_s or self._answers_in, sock_connect=_CONNECTS_IN
+        )
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=None if body is None else json.dumps(body),
+                headers={"Content-Type": "application/json"},
+                timeout=limits,
+            ) as response:
+                is_error = response.status >= 400
+                data, is_whole = await _read(response, _ERROR_BYTES if is_error else most_bytes)
+        except TimeoutError as error:
+            raise Unavailable(f"no answer within {limits.total:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unavailable(_line(error)) from error
+        if response.status == 429:
+            raise Busy("it has too many requests")
+        if response.status in (408, 502, 503, 504):
+            raise Unavailable(f"status {response.status}")
+        if is_error:
+            text = data.decode(errors="replace")
+            raise Failed(f"status {response.status}: {_message(text)}", response.status)
+        if not is_whole:
+            raise Unavailable(f"an answer of more than {most_bytes} bytes")
+        try:
+            return json.loads(data) if data else None
+        except (ValueError, RecursionError) as error:
+            raise Unavailable("an answer that is no JSON") from error
+
+    async def respond(self, body: Json, *, timeout_s: float, most_bytes: int) -> Any:
+        """Return the JSON of a response; see `call`.
+
+        Raises:
+            GivenUp: `cancel_responses` was called.
+            Trouble: As `call`.
+        """
+        call = asyncio.ensure_future(
+            self.call(
+                "POST", "/inference/v1/generate", body, timeout_s=timeout_s, most_bytes=most_bytes
+            )
+        )
+        self.responses.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise GivenUp(self.trouble) from None
+        finally:
+            self.responses.discard(call)
+
+    def cancel_responses(self) -> None:
+        """Give up the responses under way; their requests are to be sent elsewhere."""
+        for call in self.responses:
+            call.cancel()
+
+
+async def pause(attempt: int, *key: int | str, timeout_s: float) -> None:
+    """Wait before another attempt: twice as long as before, up to 8 s, half of it at random.
+
+    Args:
+        attempt: Number of attempts before, from 0 on.
+        key: What is attempted; it decides the random part.
+        timeout_s: Seconds after which attempts end. A pause takes at most a tenth of them.
+    """
+    longest = min(_FIRST_PAUSE * 2.0 ** min(attempt, 30), _LONGEST_PAUSE, timeout_s / 10)
+    fraction = derive_seed("pause", *key, attempt) / 2**48
+    await asyncio.sleep(longest * (0.5 + 0.5 * fraction))
+
+
+async def _read(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, bool]:
+    """Return the first `most` bytes of an answer, and whether these are all."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            return b"".join(parts)[:most], False
+    return b"".join(parts), True
+
+
+def address(url: str) -> str:
+    """Return a server's address from that of its API.
+
+    >>> address("http://127.0.0.1:8000/v1/")
+    'http://127.0.0.1:8000'
+    """
+    return re.sub(r"(/v1)?/*$", "", url)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _message(text: str) -> str:
+    """Return the reason in the body of an error."""
+    try:
+        body = json.loads(text)
+        text = body["error"]["message"] if "error" in body else str(body["detail"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return " ".join(str(text).split())[:300]

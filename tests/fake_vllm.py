@@ -1,0 +1,235 @@
+"""A server that answers as vLLM does, without vLLM. It can fail, freeze, refuse and give impossible answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+
+from ragen_pl.models.bundle import ModelBundle
+
+Fault = int | str | Callable[[dict], object]
+"""Status, name of a fault, or a change of the answer's choice."""
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, on slow machines too."""
+    last = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < last
+        time.sleep(0.01)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as vLLM does. A seed decides the response; `faults` are those of the first requests for one."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, bundle: ModelBundle, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.bundle = bundle
+        self.model = {
+            "logprobs_mode": "processed_logprobs",
+            "dtype": str(bundle.model.dtype),
+            "max_model_len": 256,
+            "quantization": None,
+            "skip_tokenizer_init": False,
+            "multimodal_config": None,
+        }
+        self.load_format = "auto"
+        self.chunked = False
+        self.version = "default"
+        self.paused = False
+        self.weights: dict = {}
+        self.pushes = 0
+        self.shift = 0
+        self.disabled: str | None = None
+        self.loading = 0
+        self.faults: list[Fault] = []
+        self.always: dict[int, Fault] = {}  # by seed
+        self.asked: list[dict] = []
+        self.asked_at: list[float] = []
+        self.calls: Counter[str] = Counter()
+        self.sent = 0
+        self.delay = 0.0
+        self.is_dead = False
+        # cleared: requests for a response wait, or all requests
+        self.samples, self.runs = threading.Event(), threading.Event()
+        self.samples.set()
+        self.runs.set()
+        self.under_way = self.most_under_way = 0
+        self.lock = threading.Lock()
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.005,))
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def die(self) -> None:
+        """Close the port and all connections."""
+        self.is_dead = True
+        self.samples.set()
+        self.runs.set()
+        self.shutdown()
+        self.thread.join()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        body = json.loads(self.rfile.read(length)) if length else None
+        path = self.path.partition("?")[0]
+        self.server.runs.wait()
+        self.server.calls[path] += 1
+        with suppress(OSError):  # the engine has gone
+            if self.server.is_dead:
+                self.connection.shutdown(socket.SHUT_RDWR)
+            elif path == self.server.disabled:
+                self.answer(403, {"error": {"message": f"{path} is disabled"}})
+            elif path == "/server_info" and self.server.loading:
+                self.server.loading -= 1
+                self.answer(503, None)
+            elif path == "/inference/v1/generate" and not body:
+                self.answer(400, {"error": {"message": "token_ids: field required"}})
+            elif path == "/inference/v1/generate":
+                self.sample(body)
+            else:
+                self.answer(*getattr(self, path.strip("/").replace("/", "_"))(body))
+
+    def answer(self, status: int, body: object) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def health(self, _: None) -> tuple[int, object]:
+        return 200, None
+
+    def server_info(self, _: None) -> tuple[int, object]:
+        config = {
+            "model_config": self.server.model,
+            "load_config": {"load_format": self.server.load_format},
+            "device_config": {"device": "cpu"},
+            "scheduler_config": {"enable_chunked_prefill": self.server.chunked},
+        }
+        return 200, {"vllm_config": config}
+
+    def tokenize(self, body: dict) -> tuple[int, object]:
+        tokenizer = self.server.bundle.tokenizer
+        text = body.get("prompt")
+        if text is None:
+            text = self.server.bundle.renderer.apply_chat_template(
+                body["messages"], add_generation_prompt=True, tokenize=False
+            )
+        return 200, {"tokens": tokenizer(text, add_special_tokens=False)["input_ids"]}
+
+    def detokenize(self, body: dict) -> tuple[int, object]:
+        return 200, {"prompt": self.server.bundle.tokenizer.decode(body["tokens"])}
+
+    def pause(self, _: None) -> tuple[int, object]:
+        self.server.paused = True
+        return 200, {"status": "paused"}
+
+    def resume(self, _: None) -> tuple[int, object]:
+        self.server.paused = False
+        return 200, {"status": "resumed"}
+
+    def weight_info(self, _: None) -> tuple[int, object]:
+        return 200, {"weight_version": self.server.version}
+
+    def update_weight_version(self, body: dict) -> tuple[int, object]:
+        self.server.version = body["new_version"]
+        return 200, {"success": True}
+
+    def collective_rpc(self, body: dict) -> tuple[int, object]:
+        assert self.server.paused and self.server.version == "replacing"
+        folder = Path(body["kwargs"]["weights_path"])
+        files = sorted(folder.glob("*.safetensors"))
+        if body["method"] != "reload_weights" or not files:
+            return 500, {"error": {"message": f"no weights in {folder}"}}
+        self.server.weights = {}
+        for file in files:
+            self.server.weights |= load_file(file)
+        self.server.pushes += 1
+        return 200, {"results": [None]}
+
+    def reset_prefix_cache(self, _: None) -> tuple[int, object]:
+        return 200, {"success": True}
+
+    def reset_encoder_cache(self, _: None) -> tuple[int, object]:
+        return 200, None
+
+    def inference_v1_generate(self, body: dict) -> tuple[int, object]:
+        server = self.server
+        parameters = body["sampling_params"]
+        rng = np.random.default_rng(parameters.get("seed"))
+        ids = rng.integers(10, 50, parameters["max_tokens"]).tolist()
+        choice = {
+            "token_ids": ids,
+            "logprobs": {"content": [{"logprob": -1.0 - one / 64} for one in ids]},
+            "finish_reason": "length",
+            "weight_versions": [{"version": server.version, "start": 0, "end": len(ids)}],
+        }
+        shown = [one + server.shift for one in body["token_ids"]]
+        return 200, {"choices": [choice], "prompt_token_ids": shown}
+
+    def sample(self, body: dict) -> None:
+        server = self.server
+        with server.lock:
+            fault = server.always.get(body["sampling_params"]["seed"])
+            if fault is None and server.faults:
+                fault = server.faults.pop(0)
+            server.asked.append(body)
+            server.asked_at.append(time.monotonic())
+            server.under_way += 1
+            server.most_under_way = max(server.most_under_way, server.under_way)
+        try:
+            time.sleep(server.delay)
+            server.samples.wait()
+            self.respond(body, "close" if server.is_dead else fault)
+        finally:
+            with server.lock:
+                server.under_way -= 1
+
+    def respond(self, body: dict, fault: Fault | None) -> None:
+        status, answer = self.inference_v1_generate(body)
+        if fault == "close":
+            self.connection.shutdown(socket.SHUT_RDWR)
+        elif fault == "never":
+            while not self.server.is_dead:
+                time.sleep(0.05)
+        elif fault == "endless":
+            self.send_response(200)
+            self.end_headers()
+            while self.server.sent < 2**28:
+                self.wfile.write(b" " * 2**16)
+                self.server.sent += 2**16
+        elif fault == "garbage":
+            self.answer(200, {"text": "<html>"})
+        elif isinstance(fault, int):
+            self.answer(fault, {"error": {"message": "not\nnow"}})
+        else:
+            if fault is not None:
+                fault(answer["choices"][0])
+            self.answer(status, answer)
