@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -76,7 +76,13 @@ def build_agent(
 
 
 def play(
-    agent: AgentModule, *, groups: int = 4, members: int = 2, window: int | str = 1
+    agent: AgentModule,
+    *,
+    groups: int = 4,
+    members: int = 2,
+    window: int | str = 1,
+    temperature: float = 1.0,
+    num_envs: int = 256,
 ) -> list[Trajectory]:
     """Let the agent play, then give its turns rewards and spans of their own."""
     seen = "Visual" if agent.policy.bundle.image_token_id is not None else ""
@@ -85,6 +91,9 @@ def play(
         environments=EnvironmentManager(target=target, invalid_ends=False, max_turns=3),
         context=ContextManager(agent.policy.bundle, window=window, system_prompt=None),
         max_response_tokens=9,
+        temperature=temperature,
+        num_envs=num_envs,
+        **({} if agent.truncation is None else asdict(agent.truncation)),
     )
     specs = [
         EpisodeSpec(group=group, member=member, seed=group)
@@ -111,7 +120,9 @@ def build_batch(agent: AgentModule, **changes) -> TrajectoryBatch:
 def build_minibatch(batch: TrajectoryBatch) -> Minibatch:
     """The whole batch as one minibatch, its rows in order."""
     (minibatch,) = MinibatchLoader(batch, epochs=1, minibatches=1)
-    return replace(minibatch, samples=copied(batch.samples), reference=batch.reference)
+    return replace(
+        minibatch, samples=copied(batch.samples), reference=batch.reference, kept=batch.kept
+    )
 
 
 def copied(samples: Samples) -> Samples:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import torch
 from families import FAMILIES
@@ -22,7 +24,8 @@ import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from ragen_pl.data.collate import collate
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.models.truncation import Truncation
+from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate, taking_part
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
@@ -57,6 +60,12 @@ MARKS = {
     "vision_end_token_id": "<|vision_end|>",
 }
 KINDS = ("text", "images")
+TRUNCATIONS = (
+    Truncation(top_p=0.7),
+    Truncation(top_k=4),
+    Truncation(min_p=0.2),
+    Truncation(top_p=0.9, top_k=20, min_p=0.02),
+)
 ENVIRONMENTS = {False: "ragen/FrozenLake-v0", True: "ragen/FrozenLakeVisual-v0"}
 
 
@@ -127,6 +136,7 @@ def play(
     first=0,
     turns=3,
     num_envs=64,
+    truncation=None,
 ):
     bundle = engine.bundle
     proxy = AgentProxy(
@@ -137,6 +147,7 @@ def play(
         max_response_tokens=12,
         temperature=temperature,
         num_envs=num_envs,
+        **({} if truncation is None else asdict(truncation)),
     )
     specs = [
         EpisodeSpec(group=g, member=m, seed=g)
@@ -147,11 +158,12 @@ def play(
     return proxy.rollout(responder, specs, seed_key=(0, "test"))
 
 
-def gap(bundle, trajectories) -> float:
+def gap(bundle, trajectories, *, truncation=None) -> float:
     """Return the largest difference of the engine's log-probs from the trainer's."""
     batch = collate(trajectories, bundle)
+    readout = TokenReadout(truncation=truncation)
     with torch.no_grad():
-        scores = PolicyModule(bundle)(batch.samples, batch.images)
+        scores = PolicyModule(bundle)(batch.samples, batch.images, readout=readout)
     difference = (scores.logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0]
     assert len(difference) > 50
     return float(difference.abs().max())

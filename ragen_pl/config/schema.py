@@ -262,7 +262,8 @@ class Settings(TypedDict, total=False):
     rollout: Annotated[
         Rollout,
         Arguments(
-            "ragen_pl.rollout.proxy.AgentProxy", ("temperature", "max_response_tokens", "num_envs")
+            "ragen_pl.rollout.proxy.AgentProxy",
+            ("temperature", "top_p", "top_k", "min_p", "max_response_tokens", "num_envs"),
         ),
         Arguments(
             "ragen_pl.data.datamodule.RolloutDataModule",

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ragen_pl.models.truncation import KeptIds
 from ragen_pl.trajectory import Span
 
 
@@ -169,6 +170,8 @@ class TrajectoryBatch:
     """The reference policy's log-probs of the sampled tokens, float32 `[tokens]`, or its states `[tokens, hidden]`."""
     entropy: float = 0.0
     """Mean over the trained tokens before the update, nats."""
+    kept: KeptIds | None = None
+    """Ids that sampling kept at the sampled tokens, by `samples.token`; None for all."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors, for a checkpoint."""
@@ -176,21 +179,23 @@ class TrajectoryBatch:
         state["samples"] = _tensors(self.samples)
         state["episodes"] = _tensors(self.episodes)
         state["final"] = None if self.final is None else _tensors(self.final)
+        state["kept"] = None if self.kept is None else _tensors(self.kept)
         return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Return the batch of a `state_dict`."""
-        final = state["final"]
+        final, kept = state["final"], state.get("kept")
         parts = {
             "samples": Samples(**state["samples"]),
             "episodes": Episodes(**state["episodes"]),
             "final": None if final is None else Samples(**final),
+            "kept": None if kept is None else KeptIds(**kept),
         }
         return cls(**{**state, **parts})
 
 
-def _tensors(part: Samples | Episodes) -> dict[str, Tensor]:
+def _tensors(part: Samples | Episodes | KeptIds) -> dict[str, Tensor]:
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
@@ -218,6 +223,8 @@ class Minibatch:
     """Whether the optimizer takes its step after this minibatch."""
     scale: float
     """Factor of the local sum; with it, what DDP averages is the global mean."""
+    kept: KeptIds | None = None
+    """Ids that sampling kept at the sampled tokens, row after row; None for all."""
 
     @property
     def non_padding(self) -> Tensor:

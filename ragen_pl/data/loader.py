@@ -150,9 +150,12 @@ class MinibatchLoader:
     def _minibatch(self, number: int) -> Minibatch:
         part, batch = self._plan[number], self.batch
         samples = _selected(batch.samples, part)
-        reference = batch.reference
+        reference, kept = batch.reference, batch.kept
+        tokens = samples.token[samples.turn >= 0]
         if reference is not None:
-            reference = reference[samples.token[samples.turn >= 0]]
+            reference = reference[tokens]
+        if kept is not None:
+            kept = kept.select(tokens)
         counts = self._counts[number // self.accumulate]
         loss_tokens, value_tokens, kl_tokens, sequences = counts
         return Minibatch(
@@ -160,6 +163,7 @@ class MinibatchLoader:
             images=_keep_own_images(samples, batch.images),
             reference=reference,
             entropy=batch.entropy,
+            kept=kept,
             loss_tokens=loss_tokens,
             value_tokens=value_tokens,
             kl_tokens=kl_tokens,

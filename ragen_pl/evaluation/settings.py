@@ -31,7 +31,15 @@ from ragen_pl.run.trust import check_settings, is_own
 _ENGINE, _PLAYERS = "rollout/engine", "validation/baselines"
 _RESOLVED = ("ckpt", "env", "model", _ENGINE, _PLAYERS)
 # Settings of `rollout` and of a pretrained model that a checkpoint is used with.
-_ROLLOUT = ("engine", "temperature", "max_response_tokens", "num_envs")
+_ROLLOUT = (
+    "engine",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_response_tokens",
+    "num_envs",
+)
 _LOADING = ("dtype", "attn_implementation")
 _PRETRAINED = {
     "_target_": "ragen_pl.models.build.load_pretrained",

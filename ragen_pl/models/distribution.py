@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# finite: 0 · log 0 is then 0 and not NaN in entropies and divergences
-BANNED = -1e30
+from ragen_pl.models.truncation import BANNED, KeptIds
 
 
 def log_distribution(
@@ -58,6 +57,7 @@ def score_distributions(
     banned: Tensor,
     reference: Tensor | None = None,
     entropy_gradient: bool = True,
+    kept: KeptIds | None = None,
 ) -> DistributionScores:
     """Return the scores of distributions given by logits, in little memory.
 
@@ -72,9 +72,10 @@ def score_distributions(
         banned: Ids of probability 0, int64.
         reference: Logits of the reference, `[tokens, vocab]`, without gradient and overwritten too.
         entropy_gradient: Whether the entropy has a gradient.
+        kept: Ids that the distributions are restricted to, the reference's too; None for all.
     """
     scores = _DistributionScores.apply(
-        logits, tokens, temperature, banned, reference, entropy_gradient
+        logits, tokens, temperature, banned, reference, entropy_gradient, kept
     )
     return DistributionScores(*scores)
 
@@ -95,13 +96,14 @@ class _DistributionScores(torch.autograd.Function):
         banned: Tensor,
         reference: Tensor | None,
         entropy_gradient: bool,
+        kept: KeptIds | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        log_probs, scratch = _log_softmax(logits, temperature, banned)
+        log_probs, scratch = _log_softmax(logits, temperature, banned, kept)
         logprobs = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
         kl = probs = None
         entropy = -torch.exp(log_probs, out=scratch).mul_(log_probs).sum(-1)
         if reference is not None:
-            difference, probs = _log_softmax(reference, temperature, banned)
+            difference, probs = _log_softmax(reference, temperature, banned, kept)
             torch.exp(difference, out=probs)
             kl = difference.sub_(log_probs).mul_(probs).sum(-1)
         ctx.save_for_backward(log_probs, probs, tokens, temperature, banned)
@@ -125,12 +127,17 @@ class _DistributionScores(torch.autograd.Function):
             gradient, log_probs, -1, log_probs.dtype, out=gradient
         )
         gradient.index_fill_(-1, banned, 0.0).div_(temperature)
-        return gradient.to(ctx.dtype), None, None, None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None, None, None
 
 
-def _log_softmax(logits: Tensor, temperature: Tensor, banned: Tensor) -> tuple[Tensor, Tensor]:
+def _log_softmax(
+    logits: Tensor, temperature: Tensor, banned: Tensor, kept: KeptIds | None
+) -> tuple[Tensor, Tensor]:
     """Return `log_distribution` and a tensor of the same shape to write on. The logits are overwritten."""
     scaled = logits.to(_computed(logits)).div_(temperature).index_fill_(-1, banned, BANNED)
+    if kept is not None:
+        # their gradient is 0, since their probability is
+        kept.drop_others(scaled)
     return torch.log_softmax(scaled, dim=-1), scaled
 
 

@@ -27,6 +27,7 @@ from ragen_pl.distributed import gather_over_ranks, rank, whole
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import SavesTrainedWeights
 from ragen_pl.modules.losses import UpdateLoss
@@ -76,6 +77,7 @@ class AgentModule(SavesTrainedWeights):
         master_weights: keep float32 copies of trained weights in bfloat16.
         decay_vectors: apply the optimizer's weight decay to norms and biases too.
         tokens_per_forward: positions of a forward pass before an update, padding included.
+        truncation: ids that the rollouts' sampling keeps; None for all.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class AgentModule(SavesTrainedWeights):
         master_weights: bool = True,
         decay_vectors: bool = False,
         tokens_per_forward: Count = 16_384,
+        truncation: Truncation | None = None,
     ) -> None:
         super().__init__()
         if estimator.needs_values and critic is None:
@@ -107,6 +110,7 @@ class AgentModule(SavesTrainedWeights):
         self.critic_learning_rate = critic_learning_rate
         self.master_weights, self.decay_vectors = master_weights, decay_vectors
         self.tokens_per_forward = tokens_per_forward
+        self.truncation = truncation
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
         self.importance = None if masks.importance is None else ImportanceStatistics()
@@ -277,7 +281,7 @@ class AgentModule(SavesTrainedWeights):
     @property
     def scorer(self) -> Scorer:
         """Policy, critic and reference."""
-        return Scorer(self.policy, self.critic, self.reference, self.loss)
+        return Scorer(self.policy, self.critic, self.reference, self.loss, self.truncation)
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Return the loss of a minibatch, scaled by `batch.scale`: the mean over ranks is the global loss."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.inputs import run_decoder
+from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.value_head import ValueHead
 from ragen_pl.modules.forward import (
     Readout,
@@ -209,6 +210,8 @@ def score_together(
     reference: ReferenceStates | None = None,
     microbatches: Sequence[Tensor] | None = None,
     entropy_gradient: bool = False,
+    kept: KeptIds | None = None,
+    truncation: Truncation | None = None,
 ) -> TokenScores:
     """Score samples with the policy and the critic, in one forward pass if they share a trunk.
 
@@ -220,6 +223,8 @@ def score_together(
         reference: Reference's states, see `TokenReadout`.
         microbatches: Rows that are computed together; all by default.
         entropy_gradient: Whether the entropy has a gradient.
+        kept: Ids that sampling kept, see `TokenReadout`.
+        truncation: Truncation of the engine, see `TokenReadout`.
     """
     shared = critic if critic is not None and critic.shares_trunk else None
     readout = TokenReadout(
@@ -227,6 +232,8 @@ def score_together(
         reference=reference,
         entropy_gradient=entropy_gradient,
         logits_mib=policy.logits_mib,
+        kept=kept,
+        truncation=truncation,
     )
     scores: TokenScores = policy(samples, images, microbatches=microbatches, readout=readout)
     if critic is None or shared is not None:

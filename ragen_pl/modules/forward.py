@@ -25,6 +25,7 @@ from ragen_pl.models.inputs import (
     run_decoder,
     whole_inputs,
 )
+from ragen_pl.models.truncation import KeptIds, Truncation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -145,6 +146,36 @@ def tokens_per_chunk(bundle: ModelBundle, logits_mib: float) -> int:
     return max(1, int(logits_mib * 2**20 / (4 * vocabulary)))
 
 
+@torch.no_grad()
+def kept_ids(
+    bundle: ModelBundle,
+    hidden: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: Tensor,
+    behavior: Tensor,
+    truncation: Truncation,
+    chunk: int,
+) -> KeptIds:
+    """Return the ids that an engine kept when it sampled tokens, see `Truncation.kept_by_engine`.
+
+    Args:
+        bundle: Model, with the weights that sampled them.
+        hidden: `[tokens, hidden]`.
+        tokens: int64 `[tokens]`.
+        temperature: `[tokens]`.
+        behavior: `[tokens]`, the engine's log-probs; NaN for a token that was not sampled, which keeps all.
+        truncation: Truncation of the engine.
+        chunk: Number of tokens whose logits are computed at a time.
+    """
+    parts = []
+    columns = (hidden, tokens, temperature, behavior)
+    for states, ids, heat, engine in zip(*(each.split(chunk) for each in columns), strict=True):
+        log_probs = bundle.log_probs(states, temperature=heat[:, None])
+        parts.append(truncation.kept_by_engine(log_probs, ids, engine))
+    return KeptIds.join(parts)
+
+
 def score_states(
     bundle: ModelBundle,
     hidden: Tensor,
@@ -155,6 +186,7 @@ def score_states(
     recompute: bool,
     entropy_gradient: bool = False,
     reference: ReferenceStates | None = None,
+    kept: KeptIds | None = None,
 ) -> DistributionScores:
     """Run the head on hidden states in chunks and return the scores of their tokens.
 
@@ -167,10 +199,15 @@ def score_states(
         recompute: Compute the logits of a chunk again in the backward pass, instead of keeping them.
         entropy_gradient: Whether the entropy has a gradient.
         reference: States of the same tokens, for the divergence over the vocabulary.
+        kept: Ids that the distributions are restricted to; None for all.
     """
 
     def score(
-        hidden: Tensor, tokens: Tensor, temperature: Tensor, states: Tensor | None = None
+        hidden: Tensor,
+        tokens: Tensor,
+        temperature: Tensor,
+        kept: KeptIds | None,
+        states: Tensor | None = None,
     ) -> DistributionScores:
         logits = None
         if reference is not None and states is not None:
@@ -183,12 +220,14 @@ def score_states(
             banned=bundle.banned(hidden.device),
             reference=logits,
             entropy_gradient=entropy_gradient,
+            kept=kept,
         )
 
-    columns = [hidden, tokens, temperature]
+    columns: list[Sequence[Any]] = [each.split(chunk) for each in (hidden, tokens, temperature)]
+    columns.append([None] * len(columns[0]) if kept is None else kept.split(chunk))
     if reference is not None:
-        columns.append(reference.hidden.to(hidden.device))
-    chunks = zip(*(column.split(chunk) for column in columns), strict=True)
+        columns.append(reference.hidden.to(hidden.device).split(chunk))
+    chunks = zip(*columns, strict=True)
     if recompute and torch.is_grad_enabled():
         parts = [checkpoint(score, *part, use_reentrant=False) for part in chunks]
     else:

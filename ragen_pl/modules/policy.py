@@ -17,16 +17,20 @@ from torch import Tensor
 from ragen_pl.constraints import Positive, checked
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
+from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
     Readout,
     ReferenceStates,
+    SampledStates,
+    kept_ids,
     sampled_states,
     score_states,
     tokens_per_chunk,
 )
 from ragen_pl.modules.sharding import is_sharded, shard
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer
+from ragen_pl.trajectory import Span
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +55,8 @@ class TokenScores(NamedTuple):
     """V(s_t) of a critic."""
     kl: Tensor | None = None
     """KL(reference ‖ policy) over the vocabulary."""
+    kept: KeptIds | None = None
+    """Ids that the engine kept, by `samples.token`; None unless they were asked for."""
 
 
 class PolicyModule(pl.LightningModule):
@@ -167,12 +173,17 @@ class TokenReadout:
         reference: Reference's states of the sampled tokens by row and column, for the divergence over the vocabulary.
         entropy_gradient: Whether the entropy has a gradient, which takes memory.
         logits_mib: MiB of a chunk's float32 logits.
+        kept: Ids that sampling kept by row and column, to which the distributions are restricted; None for all.
+        truncation: Truncation of the engine that sampled with the present weights: finds the ids that it kept and
+            restricts the distributions to them; None for none.
     """
 
     critic: CriticModule | None = None
     reference: ReferenceStates | None = None
     entropy_gradient: bool = True
     logits_mib: float = LOGITS_MIB
+    kept: KeptIds | None = None
+    truncation: Truncation | None = None
 
     def __call__(
         self,
@@ -184,6 +195,8 @@ class TokenReadout:
         """Return the scores."""
         places: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {}
+        found: list[KeptIds] = []
+        tokens: list[Tensor] = []
         numbers = _numbers(samples)
         chunk = tokens_per_chunk(bundle, self.logits_mib)
         recompute = int((samples.turn >= 0).sum()) > chunk
@@ -193,6 +206,13 @@ class TokenReadout:
             if reference is not None:
                 own = numbers[at].to(reference.hidden.device)
                 reference = replace(reference, hidden=reference.hidden[own])
+            kept = None
+            if self.kept is not None:
+                kept = self.kept.select(numbers[at]).to(states.hidden.device)
+            if self.truncation is not None:
+                kept = self._kept(bundle, samples, states, chunk=chunk)
+                found.append(kept.to(torch.device("cpu")))
+                tokens.append(samples.token[at].cpu())
             scores = score_states(
                 bundle,
                 states.hidden,
@@ -202,6 +222,7 @@ class TokenReadout:
                 recompute=recompute,
                 entropy_gradient=self.entropy_gradient,
                 reference=reference,
+                kept=kept,
             )
             values = None if self.critic is None else self.critic.read(states.hidden)
             places.append(states.rows * samples.input_ids.shape[1] + states.columns)
@@ -210,7 +231,25 @@ class TokenReadout:
                     parts.setdefault(name, []).append(part)
         index = torch.cat(places)
         return TokenScores(
-            **{name: _placed(torch.cat(part), index, samples) for name, part in parts.items()}
+            **{name: _placed(torch.cat(part), index, samples) for name, part in parts.items()},
+            kept=_by_token(found, tokens) if found else None,
+        )
+
+    def _kept(
+        self, bundle: ModelBundle, samples: Samples, states: SampledStates, *, chunk: int
+    ) -> KeptIds:
+        """Return the ids that the engine kept at the tokens of a microbatch; text that was shown keeps all."""
+        assert self.truncation is not None
+        at = (states.rows, states.columns)
+        shown = samples.spans[at] == Span.SHOWN
+        return kept_ids(
+            bundle,
+            states.hidden,
+            samples.input_ids[at],
+            temperature=samples.temperature[at],
+            behavior=samples.behavior_logprobs[at].masked_fill(shown, torch.nan),
+            truncation=self.truncation,
+            chunk=chunk,
         )
 
 
@@ -234,6 +273,14 @@ class StateReadout:
             result[samples.token[states.rows, states.columns].cpu()] = states.hidden.cpu()
         assert result is not None
         return result
+
+
+def _by_token(parts: Sequence[KeptIds], tokens: Sequence[Tensor]) -> KeptIds:
+    """Return the kept ids of microbatches by the numbers of their tokens, of which some may be repeated."""
+    numbers = torch.cat([*tokens])
+    place = numbers.new_zeros(int(numbers.max()) + 1 if len(numbers) else 0)
+    place[numbers] = torch.arange(len(numbers))
+    return KeptIds.join(parts).select(place)
 
 
 def _placed(values: Tensor, index: Tensor, samples: Samples) -> Tensor:

@@ -18,6 +18,7 @@ from ragen_pl.data.microbatches import split_by_tokens, with_equal_count
 from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
+from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
 from ragen_pl.modules.critic import CriticModule, last_values, score_together
 from ragen_pl.modules.forward import ReferenceStates
@@ -30,7 +31,7 @@ from ragen_pl.modules.masking import (
     record_importance,
     token_masks,
 )
-from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenScores
+from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenReadout, TokenScores
 from ragen_pl.modules.reference import ReferencePolicy
 from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.modules.sharding import gradients_inside
@@ -43,16 +44,21 @@ if TYPE_CHECKING:
 
 # of a rank, in the host's memory and in a checkpoint inside an update
 REFERENCE_GIB = 16.0
+KEPT_GIB = 4.0
 
 
 @dataclass(slots=True)
 class Scorer:
-    """Policy, critic and reference, which score the same samples."""
+    """Policy, critic and reference, which score the same samples.
+
+    Where sampling was truncated, each scores the distribution over the ids that it kept.
+    """
 
     policy: PolicyModule
     critic: CriticModule | None
     reference: ReferencePolicy | None
     loss: UpdateLoss
+    truncation: Truncation | None = None
 
     def score(
         self,
@@ -62,7 +68,7 @@ class Scorer:
         microbatches: list[Tensor],
         reference: ReferenceStates | None = None,
     ) -> TokenScores:
-        """Return log-probs and, with a critic, values of the sampled tokens."""
+        """Return log-probs, the ids that the engine kept and, with a critic, values of the sampled tokens."""
         return score_together(
             self.policy,
             self.critic,
@@ -70,6 +76,7 @@ class Scorer:
             images,
             reference=reference,
             microbatches=microbatches,
+            truncation=self.truncation,
         )
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
@@ -82,13 +89,14 @@ class Scorer:
             microbatches=batch.microbatches,
             reference=self.reference_states(batch.reference),
             entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
+            kept=batch.kept,
         )
 
     def reference_states(self, scores: Tensor | None) -> ReferenceStates | None:
         """Return the reference's states and head if the divergence is over the vocabulary.
 
         Args:
-            scores: Return value of `reference_scores`.
+            scores: Return value of `vocabulary_reference` or `token_reference`.
         """
         if scores is None or self.reference is None or scores.ndim == 1:
             return None
@@ -111,26 +119,53 @@ class Scorer:
         if final is not None:
             batch.episodes.bootstrap[final.episode] = values.float()
 
-    def reference_scores(
+    def vocabulary_reference(
         self, samples: Samples, images: Sequence[Tensor], *, microbatches: list[Tensor]
     ) -> Tensor | None:
-        """Return the reference's log-probs by token number, `[tokens]`, or its states, `[tokens, hidden]`.
+        """Return the reference's states by token number, `[tokens, hidden]`, for a divergence over the vocabulary.
 
-        States are for the divergence over the vocabulary: log-probs of the whole vocabulary would take up to a hundred
-        times their memory. None if there is no penalty at present.
+        Log-probs of the whole vocabulary would take up to a hundred times their memory. None for other divergences,
+        and if there is no penalty at present.
 
         Raises:
             RolloutError: The states take more than `REFERENCE_GIB`.
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
+        if self.loss.kl.estimator is not KLEstimator.FULL:
+            return None
+        _check_reference_size(samples, self.policy.bundle)
+        states: Tensor = self.reference(
+            samples, images, microbatches=microbatches, readout=StateReadout()
+        )
+        return states
+
+    def token_reference(
+        self,
+        samples: Samples,
+        images: Sequence[Tensor],
+        *,
+        microbatches: list[Tensor],
+        kept: KeptIds | None,
+    ) -> Tensor | None:
+        """Return the reference's log-probs by token number, `[tokens]`, for a divergence estimated from them.
+
+        None for the divergence over the vocabulary, and if there is no penalty at present.
+
+        Args:
+            samples: Sequences.
+            images: Images that `samples.image_index` refers to.
+            microbatches: Rows that are computed together.
+            kept: Ids that sampling kept, by token number.
+        """
+        if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
+            return None
         if self.loss.kl.estimator is KLEstimator.FULL:
-            _check_reference_size(samples, self.policy.bundle)
-            states: Tensor = self.reference(
-                samples, images, microbatches=microbatches, readout=StateReadout()
-            )
-            return states
-        scores: TokenScores = self.reference(samples, images, microbatches=microbatches)
+            return None
+        readout = TokenReadout(logits_mib=self.policy.logits_mib, kept=kept)
+        scores: TokenScores = self.reference(
+            samples, images, microbatches=microbatches, readout=readout
+        )
         sampled = samples.turn >= 0
         result = scores.logprobs.new_zeros(int(sampled.sum()))
         result[samples.token[sampled]] = scores.logprobs[sampled]
@@ -166,9 +201,13 @@ def prepare_batch(
     """
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
     microbatches = with_equal_count(split_by_tokens(samples.length, tokens_per_forward))
-    reference = scorer.reference_scores(samples, batch.images, microbatches=microbatches)
+    reference = scorer.vocabulary_reference(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
+    if reference is None:
+        reference = scorer.token_reference(
+            samples, batch.images, microbatches=microbatches, kept=batch.kept
+        )
 
     scorer.bootstrap(batch, tokens_per_forward=tokens_per_forward)
 
@@ -206,7 +245,7 @@ def prepare_batch(
 def _score(
     batch: TrajectoryBatch, scorer: Scorer, microbatches: list[Tensor], *, reference: Tensor | None
 ) -> TokenScores:
-    """Score the samples and set their values and the log-probs of shown text."""
+    """Score the samples and set their values, the kept ids and the log-probs of shown text."""
     samples = batch.samples
     scores = scorer.score(
         samples,
@@ -216,6 +255,9 @@ def _score(
     )
     if scores.values is not None:
         samples.values = scores.values
+    if scores.kept is not None:
+        _check_kept_size(scores.kept)
+        batch.kept = scores.kept
     # shown text was not sampled: its log-probs before the update serve as those of the behavior policy
     shown = samples.spans == Span.SHOWN
     samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)
@@ -257,6 +299,15 @@ def _check_reference_size(samples: Samples, bundle: ModelBundle) -> None:
         raise RolloutError(
             f"algorithm.loss.kl.estimator=full: the reference's states of {tokens} tokens take {size:.0f} GiB, more "
             f"than {REFERENCE_GIB:.0f}; set algorithm.loss.kl.estimator=k3, or a smaller rollout.groups"
+        )
+
+
+def _check_kept_size(kept: KeptIds) -> None:
+    size = kept.nbytes / 2**30
+    if size > KEPT_GIB:
+        raise RolloutError(
+            f"rollout.top_p: the ids that sampling kept at {len(kept)} tokens take {size:.0f} GiB, more than "
+            f"{KEPT_GIB:.0f}; set rollout.top_k=1000, or a smaller rollout.groups"
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.inputs import run_decoder, whole_inputs
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import (
     EnginePolicy,
@@ -49,8 +50,8 @@ _LARGEST, _MEAN = 1e-3, 0.05
 _BLAMED = {
     "rollout engine": (
         "rollout.engine",
-        "it has other weights, leaves out temperature or banned tokens, or reads inputs of this family ({family}) "
-        "in another way: set another rollout/engine, or another model",
+        "it has other weights, leaves out temperature, banned tokens or rollout.top_p, top_k and min_p, or reads "
+        "inputs of this family ({family}) in another way: set another rollout/engine, or another model",
     ),
     "trainer": (
         "model.build",
@@ -63,6 +64,7 @@ _BLAMED = {
 class _Response:
     prompt: Prompt
     generation: Generation
+    truncation: Truncation | None
 
 
 def check_agreement(
@@ -71,6 +73,7 @@ def check_agreement(
     *,
     image_size: tuple[int, int] | None,
     policy: EnginePolicy | None = None,
+    truncation: Truncation | None = None,
     sampled_by: int | None = None,
 ) -> float:
     """Compare the log-probs of a few sampled tokens three ways. All ranks must call it.
@@ -80,6 +83,7 @@ def check_agreement(
         engine: Rollout engine of the same model.
         image_size: Height and width of the environment's images; None for an environment of text.
         policy: Policy that the engine was built with, where its weights may be sharded; None for the context's model.
+        truncation: Ids that sampling keeps; None for all.
         sampled_by: Rank that samples the tokens, for all; None for each rank its own.
 
     Returns:
@@ -93,7 +97,7 @@ def check_agreement(
         if sampled_by not in (None, rank()):
             return []
         with taking_part(engine):
-            return _converse(context, engine, image_size=image_size)
+            return _converse(context, engine, image_size=image_size, truncation=truncation)
 
     responses = all_ranks_do(converse)
     if sampled_by is not None:
@@ -146,6 +150,7 @@ def check_servers(
     *,
     image_size: tuple[int, int] | None,
     policy: EnginePolicy | None = None,
+    truncation: Truncation | None = None,
 ) -> None:
     """Check each server of an engine by itself, one rank for each; see `check_agreement`.
 
@@ -160,6 +165,7 @@ def check_servers(
                     engine,
                     image_size=image_size,
                     policy=policy,
+                    truncation=truncation,
                     sampled_by=number % world_size(),
                 )
             except RolloutError:
@@ -171,7 +177,11 @@ def check_servers(
 
 
 def _converse(
-    context: ContextManager, engine: RolloutEngine, *, image_size: tuple[int, int] | None
+    context: ContextManager,
+    engine: RolloutEngine,
+    *,
+    image_size: tuple[int, int] | None,
+    truncation: Truncation | None,
 ) -> list[_Response]:
     """Sample responses in a few short conversations, side by side."""
     rng = np.random.default_rng(0)
@@ -192,11 +202,12 @@ def _converse(
                 max_tokens=_TOKENS,
                 temperature=1.0,
                 seed=len(_TEXTS) * turn + session,
+                truncation=truncation,
             )
             requests.append(request)
         generations = generate(engine, requests, keep=context.grows)
         for talk, request, generation in zip(talks, requests, generations, strict=True):
-            responses.append(_Response(request.prompt, generation))
+            responses.append(_Response(request.prompt, generation, truncation))
             context.response(talk, ids=generation.ids, text="", actions=[])
     engine.release()
     return responses
@@ -212,8 +223,13 @@ def _logprobs(bundle: ModelBundle, logits: Tensor, ids: Tensor, response: _Respo
     """Return the log-probs of a response's tokens, `[response]`, from logits `[time, vocab]`."""
     first = len(response.prompt.ids)
     log_probs = log_distribution(logits[first - 1 : -1], banned=bundle.banned(logits.device))
-    tokens: np.ndarray = log_probs.gather(-1, ids[0, first:, None]).squeeze(-1).cpu().numpy()
-    return tokens
+    tokens = ids[0, first:]
+    if response.truncation is not None:
+        behavior = torch.from_numpy(response.generation.logprobs).to(logits.device)
+        kept = response.truncation.kept_by_engine(log_probs, tokens, behavior)
+        log_probs = torch.log_softmax(kept.drop_others(log_probs), dim=-1)
+    own: np.ndarray = log_probs.gather(-1, tokens[:, None]).squeeze(-1).cpu().numpy()
+    return own
 
 
 def _own_logprobs(bundle: ModelBundle, response: _Response) -> np.ndarray:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.models.truncation import Truncation
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ class GenerationRequest:
     """Sampling temperature; 0 is greedy."""
     seed: int
     """The only source of randomness of the response."""
+    truncation: Truncation | None = None
+    """Ids that sampling keeps; None for all. A greedy response has none."""
     group: int | None = None
     """Number of the session's group, whose members begin with the same prompt; None for a session by itself."""
 

@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ragen_pl.constraints import Count, Positive, checked
+from ragen_pl.constraints import Count, FractionBelowOne, Positive, PositiveFraction, checked
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.conversation import Context, Conversation
 from ragen_pl.rollout.engine import Generation
 from ragen_pl.rollout.environments import (
@@ -51,6 +52,9 @@ class AgentProxy(Generic[ContextT]):
         context: turns observations and responses into prompts.
         max_response_tokens: longest response.
         temperature: sampling temperature.
+        top_p: smallest set of the most probable ids with at least this probability that sampling keeps; 1 for all.
+        top_k: number of the most probable ids that sampling keeps; None for all.
+        min_p: least probability of an id that sampling keeps, as a fraction of that of the most probable; 0 for all.
         num_envs: number of environments played at once.
         adaptive_temperature: temperature of a turn from the turns before it; None keeps it constant.
         failures: logs the errors of failed episodes.
@@ -60,9 +64,17 @@ class AgentProxy(Generic[ContextT]):
     context: ContextT
     max_response_tokens: Count = 64
     temperature: Positive = 1.0
+    top_p: PositiveFraction = 1.0
+    top_k: Count | None = None
+    min_p: FractionBelowOne = 0.0
     num_envs: Count = 256
     adaptive_temperature: AdaptiveTemperature | None = None
     failures: FailureLog = field(default_factory=FailureLog)
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """Ids that sampling keeps; None for all."""
+        return Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p) or None
 
     def rollout(
         self,
@@ -116,6 +128,7 @@ class AgentProxy(Generic[ContextT]):
                 max_response_tokens=self.max_response_tokens,
                 seed_key=(*seed_key, slot.spec.group, slot.spec.member),
                 samples=responder.samples,
+                truncation=self.truncation,
                 done=slot.error is not None,
             )
             if not episode.done:

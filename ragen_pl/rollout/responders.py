@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import Conversation
 from ragen_pl.rollout.engine import (
@@ -54,6 +55,7 @@ class Episode:
         samples: whether its responses are sampled.
         prompt: prompt of the present turn.
         temperature: temperature of the present turn.
+        truncation: ids that sampling keeps; None for all.
         done: whether the episode has ended.
     """
 
@@ -67,6 +69,7 @@ class Episode:
     samples: bool = True
     prompt: Prompt = field(default_factory=_empty_prompt)
     temperature: float = 1.0
+    truncation: Truncation | None = None
     done: bool = False
 
     @property
@@ -199,6 +202,7 @@ class EngineResponder:
             max_tokens=episode.max_response_tokens,
             temperature=0.0 if self.greedy else episode.temperature,
             seed=episode.seed,
+            truncation=None if self.greedy else episode.truncation,
             group=episode.slot.spec.group,
         )
 

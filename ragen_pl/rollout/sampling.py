@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.models.distribution import draw, entropy, log_distribution
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.engine import Generation, GenerationRequest
 from ragen_pl.seeding import uniforms
 
@@ -29,6 +30,8 @@ class SamplingParameters:
     """bool `[rows]`."""
     banned: Tensor
     """int64, ids that are never sampled."""
+    truncations: tuple[tuple[Truncation, Tensor], ...] = ()
+    """Truncations, and the rows that are sampled with each, bool `[rows]`."""
 
     @classmethod
     def of(cls, requests: Sequence[GenerationRequest], *, banned: Tensor) -> SamplingParameters:
@@ -53,6 +56,7 @@ class SamplingParameters:
             temperature=1.0 if set(temperatures) == {1.0} else per_row,
             greedy=torch.tensor(greedy, device=device),
             banned=banned,
+            truncations=_truncations(requests, device),
         )
 
     def sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,6 +70,8 @@ class SamplingParameters:
             Tokens, their log-probs and the entropies of their distributions, each `[rows]`.
         """
         log_probs = log_distribution(logits, temperature=self.temperature, banned=self.banned)
+        for truncation, rows in self.truncations:
+            log_probs[rows] = truncation.truncated(log_probs[rows])
         token = draw(log_probs, self.uniforms[:, step], greedy=self.greedy)
         return token, log_probs.gather(-1, token[:, None]).squeeze(-1), entropy(log_probs)
 
@@ -79,7 +85,20 @@ class SamplingParameters:
             temperature=temperature,
             greedy=self.greedy[rows],
             banned=self.banned,
+            truncations=tuple((each, own[rows]) for each, own in self.truncations),
         )
+
+
+def _truncations(
+    requests: Sequence[GenerationRequest], device: torch.device
+) -> tuple[tuple[Truncation, Tensor], ...]:
+    """Return each truncation of the requests with its rows; greedy responses have none."""
+    of_row = [request.truncation if request.temperature > 0 else None for request in requests]
+    return tuple(
+        (each, torch.tensor([own == each for own in of_row], device=device))
+        for each in dict.fromkeys(of_row)
+        if each
+    )
 
 
 class Responses:

@@ -81,7 +81,7 @@ class VLLMEngine:
     ) -> None:
         if find_spec("vllm") is None:
             raise ModuleNotFoundError(
-                "rollout/engine=vllm: vllm is not installed; pip install vllm (docs/engines.md), or set "
+                "rollout/engine=vllm: vllm is not installed; python -m ragen_pl.install_vllm (docs/engines.md), or set "
                 "rollout/engine=transformers"
             )
         self.ranks = _ranks_of_a_model(settings or {})
@@ -537,7 +537,13 @@ def sampling_arguments(
         ends: Ids that end a response.
         banned: Biases of the ids that are never sampled.
     """
-    return {
+    truncation = request.truncation
+    kept = {}
+    if truncation is not None:
+        kept = {"top_p": truncation.top_p, "min_p": truncation.min_p}
+        # 0 for all
+        kept["top_k"] = truncation.top_k or 0
+    return kept | {
         "temperature": request.temperature,
         "seed": request.seed,
         "max_tokens": request.max_tokens,

@@ -17,6 +17,7 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import HELD_OUT, ValidationSet
 from ragen_pl.distributed import all_ranks_do
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
@@ -63,7 +64,8 @@ def assemble(cfg: DictConfig) -> RunComponents:
     )
     if bundle.source is not None and engine_is_in_place(cfg):
         size = image_size(proxy.environments)
-        check_agreement(proxy.context, engine_factory(cfg)(policy), image_size=size)
+        engine = engine_factory(cfg)(policy)
+        check_agreement(proxy.context, engine, image_size=size, truncation=proxy.truncation)
     validation_sets = [build_validation_set(cfg, proxy)]
     return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
 
@@ -106,9 +108,18 @@ def rollout_settings(cfg: DictConfig) -> dict[str, Any]:
     return {
         "max_response_tokens": rollout.max_response_tokens,
         "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
         "num_envs": rollout.num_envs,
         "adaptive_temperature": instantiate(rollout.get("adaptive_temperature"), _convert_="all"),
     }
+
+
+def truncation(cfg: DictConfig) -> Truncation | None:
+    """Return the ids that sampling keeps; None for all."""
+    rollout = cfg.rollout
+    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) or None
 
 
 def engine_factory(cfg: DictConfig) -> EngineFactory:
@@ -150,10 +161,11 @@ def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) 
                 load_engine(engine, policy, version=0)
                 context = ContextManager(policy.bundle, **plain(cfg.context))
                 size = image_size(proxy.environments)
+                settings = {"image_size": size, "policy": policy, "truncation": proxy.truncation}
                 if isinstance(engine, VLLMServerEngine):
-                    check_servers(context, engine, image_size=size, policy=policy)
+                    check_servers(context, engine, **settings)
                 else:
-                    check_agreement(context, engine, image_size=size, policy=policy)
+                    check_agreement(context, engine, **settings)
             except BaseException:
                 engine.close()
                 raise
@@ -264,6 +276,7 @@ def assemble_agent(
         critic_learning_rate=cfg.critic.lr,
         master_weights=cfg.master_weights,
         decay_vectors=cfg.decay_vectors,
+        truncation=truncation(cfg),
     )
 
 

@@ -85,6 +85,8 @@ class Setup:
     learning_rate: float = 3e-3
     rewards: tuple[Any, ...] = ()
     frozenlake: dict[str, Any] = field(default_factory=dict)
+    # top_p, top_k, min_p
+    truncation: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def bundle(self, *, seed: int = 0):
@@ -106,6 +108,7 @@ class Setup:
                 context=context,
                 max_response_tokens=16,
                 num_envs=num_envs,
+                **self.truncation,
             )
             # a validation of two batches
             for num_envs in (256, 2)
@@ -123,6 +126,7 @@ class Setup:
             normalizer=None if self.normalizer is None else self.normalizer(),
             optimizer=functools.partial(torch.optim.AdamW, lr=self.learning_rate),
             engine=self.engine,
+            truncation=proxy.truncation,
         )
         datamodule = RolloutDataModule(
             proxy,

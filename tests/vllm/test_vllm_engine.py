@@ -7,7 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from vllm_models import change_weights, check_new_weights, gap, play, request, responses
+from vllm_models import (
+    TRUNCATIONS,
+    change_weights,
+    check_new_weights,
+    gap,
+    play,
+    request,
+    responses,
+)
 
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
@@ -29,6 +37,14 @@ def test_logprobs_over_several_turns_are_the_trainers(engine, window, temperatur
     assert max(len(one.turns) for one in trajectories) == 3
     banned = set(engine.bundle.banned_token_ids)
     assert not any(banned & set(ids) for ids in responses(trajectories))
+
+
+@only_text
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_logprobs_of_truncated_sampling_are_the_trainers(engine, truncation):
+    trajectories = play(engine, groups=8, truncation=truncation, temperature=0.8)
+    assert gap(engine.bundle, trajectories, truncation=truncation) < 1e-4
+    assert gap(engine.bundle, trajectories) > 0.05
 
 
 @only_text

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from vllm_models import (
+    TRUNCATIONS,
     build,
     change_weights,
     check_new_weights,
@@ -61,6 +62,12 @@ def test_logprobs_over_several_turns_are_the_trainers(engine, window, temperatur
     assert all(turn.observation.images for one in trajectories for turn in one.turns)
     banned = set(engine.bundle.banned_token_ids)
     assert banned and not any(banned & set(ids) for ids in responses(trajectories))
+
+
+def test_logprobs_of_truncated_sampling_are_the_trainers(engine):
+    trajectories = play(engine, truncation=TRUNCATIONS[-1])
+    assert gap(engine.bundle, trajectories, truncation=TRUNCATIONS[-1]) < 1e-4
+    assert gap(engine.bundle, trajectories) > 0.05
 
 
 def test_new_weights_are_sampled_from_and_old_keys_are_not_used(engine):
