@@ -65,14 +65,16 @@ def fake(lm):
     server.die()
 
 
-def run(fake: FakeServer, bundle, work: Callable, *, rank: int) -> None:
+def run(
+    fake: FakeServer, bundle, work: Callable, *, rank: int, requirements: type = Requirements
+) -> None:
     """Run a coroutine with the pool of a rank, which has the weights of the server."""
 
     async def inside() -> None:
         async with aiohttp.ClientSession(auto_decompress=False) as session:
             pool = ServerPool(
                 [Server(fake.url, session, 30.0)],
-                Requirements(bundle, torch.float32, 256),
+                requirements(bundle, torch.float32, 256),
                 timeout_s=30.0,
                 retries=0,
                 probe_s=0.1,
@@ -147,6 +149,24 @@ def test_other_ranks_probe_while_they_wait_for_responses(fake, lm) -> None:
         await call
 
     run(fake, lm, work, rank=1)
+
+
+class Faulty(Requirements):
+    """Raises what nobody expects."""
+
+    async def check(self, server: Server) -> None:
+        raise LookupError("no key")
+
+
+def test_requests_raise_what_has_ended_the_watch_of_a_server(fake, lm) -> None:
+    async def work(pool: ServerPool, server: Server) -> None:
+        fake.version = "default"
+        with pytest.raises(LookupError, match="no key"):
+            while True:
+                await pool.server_for(0, refusals={})
+                await asyncio.sleep(0.01)
+
+    run(fake, lm, work, rank=0, requirements=Faulty)
 
 
 @pytest.mark.parametrize(("rank", "checked"), [(0, 1), (1, 0)])

@@ -106,8 +106,7 @@ class VLLMServerEngine:
         self.max_tokens, self.retries, self.timeout_s = max_tokens, retries, timeout_s
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
-        self.sampled_tokens = 0
-        self.resent = 0
+        self.sampled_tokens = self.resent = 0
         self.exchange = Exchange(self.bundle)
         self._folder: WeightFolder | None = None
         self._under_way: dict[int, Future[None]] = {}
@@ -335,9 +334,10 @@ class VLLMServerEngine:
                 self._pool.note_response(server)
                 return generation
             self._pool.note_failure(server, trouble, losses=losses)
+            self.resent += 1
             if isinstance(trouble, Failed) and trouble.refuses:
                 refusals[server.url] = str(trouble)
-            self.resent += 1
+                continue
             if budget.spend(trouble, answered_at=self._pool.answered_at):
                 raise RolloutError(
                     f"rollout.engine.retries={self.retries}: a request failed {budget.attempts} times, the last time "

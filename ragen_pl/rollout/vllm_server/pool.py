@@ -77,7 +77,7 @@ class ServerPool:
         """Time of the last response of any server."""
         self._ready_at = time.monotonic()
         self._tasks: list[asyncio.Task[NoReturn]] = []
-        self._conflict: RolloutError | None = None
+        self._error: Exception | None = None
         self._changed = asyncio.Event()
 
     # ---- the start
@@ -157,7 +157,7 @@ class ServerPool:
             weights: Present weights.
             ready: Addresses of the servers that have loaded them.
         """
-        self.weights, self._conflict = weights, None
+        self.weights, self._error = weights, None
         self._ready_at = time.monotonic()
         for server in self.servers:
             if server.url in ready:
@@ -206,13 +206,21 @@ class ServerPool:
         self._changed = asyncio.Event()
 
     async def _watch(self, server: Server) -> NoReturn:
-        """Probe a server while it is ready, and bring it back when it is lost, for ever."""
-        while True:
-            if server.is_ready:
-                await self._probe_until_lost(server)
-            else:
-                await self._bring_back(server)
-                self._notify()
+        """Probe a server while it is ready, and bring it back when it is lost, for ever.
+
+        What ends it is raised by all requests.
+        """
+        try:
+            while True:
+                if server.is_ready:
+                    await self._probe_until_lost(server)
+                else:
+                    await self._bring_back(server)
+                    self._notify()
+        except Exception as error:
+            self._error = error
+            self._notify()
+            raise
 
     async def _probe_until_lost(self, server: Server) -> None:
         """Return when a server is lost. The first rank probes it always, others while they wait for its responses."""
@@ -251,10 +259,6 @@ class ServerPool:
                 break
             except (Trouble, Refused) as error:
                 server.trouble = str(error)
-            except RolloutError as error:
-                self._conflict = error
-                self._notify()
-                await asyncio.Event().wait()
             server.failures += 1
             if not is_reported:
                 log.warning(
@@ -306,12 +310,13 @@ class ServerPool:
 
         Raises:
             RolloutError: None has been ready for `timeout_s`, all refuse the request, or another run uses one.
+            Exception: What has ended the watch of a server.
         """
         wanted = [server for server in self.servers if self.only in (None, server.url)]
         begun = time.monotonic()
         while True:
-            if self._conflict is not None:
-                raise self._conflict
+            if self._error is not None:
+                raise self._error
             ready = {server for server in wanted if server.is_ready}
             usable = {server for server in ready if server.url not in refusals}
             if usable:
