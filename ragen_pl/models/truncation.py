@@ -65,8 +65,8 @@ class Truncation:
         if self.top_p < 1.0:
             considered = torch.where(kept, probabilities, 0.0).double()
             before = considered.cumsum(-1) - considered
-            share = min(1.0, self.top_p * (1.0 + slack))
-            kept &= before < share * considered.sum(-1, keepdim=True)
+            limit = min(1.0, self.top_p * (1.0 + slack))
+            kept &= before < limit * considered.sum(-1, keepdim=True)
         return kept.sum(-1).clamp_(min=1)
 
     def truncated(self, log_probs: Tensor) -> Tensor:
@@ -122,7 +122,8 @@ class Truncation:
         # probability of the first ids and the token, by the number of these ids less one
         mass = ordered.cumsum(-1, dtype=torch.float64) + torch.where(places < own, token, 0.0)
         wanted = token.log() - behavior.double()[:, None]
-        distance = (mass.log() - wanted).abs()
+        # infinite where the trainer's probability of the token is 0
+        distance = (mass.log() - wanted).abs().nan_to_num(posinf=torch.finfo(torch.float64).max)
         possible = (places >= least.clamp(min=1) - 1) & (places < most)
         last = distance.masked_fill_(~possible, torch.inf).argmin(-1, keepdim=True)
         inside = ((places <= last) | (places == own)) & ~behavior.isnan()[:, None]

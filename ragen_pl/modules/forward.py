@@ -170,9 +170,10 @@ def kept_ids(
     """
     parts = []
     columns = (hidden, tokens, temperature, behavior)
-    for states, ids, heat, engine in zip(*(each.split(chunk) for each in columns), strict=True):
-        log_probs = bundle.log_probs(states, temperature=heat[:, None])
-        parts.append(truncation.kept_by_engine(log_probs, ids, engine))
+    for part in zip(*(each.split(chunk) for each in columns), strict=True):
+        states, ids, temperatures, logprobs = part
+        log_probs = bundle.log_probs(states, temperature=temperatures[:, None])
+        parts.append(truncation.kept_by_engine(log_probs, ids, logprobs))
     return KeptIds.join(parts)
 
 

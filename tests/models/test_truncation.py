@@ -99,6 +99,11 @@ def test_a_sampled_id_is_always_among_the_kept() -> None:
         PROBABILITIES.log().repeat(2, 1), torch.tensor([4, 0]), torch.tensor([-0.1, torch.nan])
     )
     assert found.ids.tolist() == [0, 4] and found.counts.tolist() == [2, 0]
+    impossible = torch.tensor([[0.6, 0.3, 0.1, 0.0]]).log()
+    found = Truncation(top_p=0.8).kept_by_engine(
+        impossible, torch.tensor([3]), torch.tensor([-0.1])
+    )
+    assert found.ids.tolist() == [0, 3]
 
 
 @given(counts=st.lists(st.integers(0, 4), max_size=8), data=st.data())
