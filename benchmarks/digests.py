@@ -125,6 +125,15 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         "rollout.num_envs=6",
         "context.turn_template='{observation} now'",
     ),
+    "truncated_sampling": (
+        *TEXT,
+        "algorithm=grpo",
+        *GROUPS,
+        "algorithm.loss.kl.estimator=k3",
+        "rollout.top_p=0.95",
+        "rollout.top_k=50",
+        "rollout.min_p=0.01",
+    ),
     "accumulated_gradients": (
         *IMAGES,
         "algorithm=starpo",
