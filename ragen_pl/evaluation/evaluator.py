@@ -43,6 +43,7 @@ from ragen_pl.run.build import (
     device_named,
     plain,
     rollout_settings,
+    truncation,
 )
 from ragen_pl.run.folder import Run, time_stamped
 from ragen_pl.run.weights import load_bundle, load_weights
@@ -307,6 +308,7 @@ def evaluate(cfg: DictConfig) -> Evaluation:
 
 
 def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
+    kept = truncation(cfg)
     return {
         "checkpoint": cfg.source.checkpoint
         or ("untrained" if has_weights(cfg) else cfg.endpoint.model),
@@ -314,6 +316,7 @@ def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
         "greedy": greedy,
         "samples": cfg.samples,
         "temperature": None if greedy else cfg.rollout.temperature,
+        "truncation": {} if greedy or kept is None else kept.limits(),
         "seed": cfg.seed,
     }
 

@@ -91,6 +91,7 @@ def share(metrics: Mapping[str, float], name: str) -> str:
 def notes(about: Mapping[str, Any], validation_sets: ValidationResults) -> list[str]:
     """Return the lines that explain the tables."""
     sampling = "greedy" if about["greedy"] else f"sampled at temperature {about['temperature']:g}"
+    sampling += "".join(f", {name} {value:g}" for name, value in about["truncation"].items())
     samples = f"{about['samples']} episode{'s' * (about['samples'] > 1)} from each initial state"
     lines = [
         f"{about['checkpoint']}, {sampling}, {samples}, seed {about['seed']}.",

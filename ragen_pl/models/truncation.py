@@ -13,7 +13,7 @@ score function has mean 0 under q, which that of p has not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ class Truncation:
     def __bool__(self) -> bool:
         """Whether any id may be dropped."""
         return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
+
+    def limits(self) -> dict[str, float | int]:
+        """Return the attributes that are not the default, by name.
+
+        Examples:
+            >>> Truncation(top_p=0.9).limits()
+            {'top_p': 0.9}
+        """
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def counts(self, probabilities: Tensor, *, slack: float = 0.0) -> Tensor:
         """Return the number of ids that are kept, int64 `[rows]`.

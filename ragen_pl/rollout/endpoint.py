@@ -33,6 +33,7 @@ from ragen_pl.constraints import (
     TurnTemplate,
     checked,
 )
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.chat_answers import Answer, AnswerFile, Usage
 from ragen_pl.rollout.chat_client import ChatClient, Effect, RequestError
 from ragen_pl.rollout.conversation import (
@@ -203,7 +204,13 @@ class ChatEndpoint:
         self._thread.start()
 
     def submit(
-        self, number: int, messages: Sequence[Message], *, temperature: float, seed: int
+        self,
+        number: int,
+        messages: Sequence[Message],
+        *,
+        temperature: float,
+        seed: int,
+        truncation: Truncation | None = None,
     ) -> None:
         """Ask for a response to messages.
 
@@ -212,6 +219,7 @@ class ChatEndpoint:
             messages: The conversation, which ends with a user's message.
             temperature: Sampling temperature; 0 is greedy where the endpoint allows it.
             seed: Seed of the response, for endpoints that take one.
+            truncation: Tokens that sampling keeps; None for all. OpenAI's API takes `top_p` alone, others all three.
         """
         request = {
             "model": self.model,
@@ -219,7 +227,10 @@ class ChatEndpoint:
             "temperature": temperature,
             "seed": seed % 2**31,
             "max_completion_tokens": self.max_tokens,
-        } | self._parameters
+        }
+        if truncation is not None:
+            request |= truncation.limits()
+        request |= self._parameters
         request = {name: value for name, value in request.items() if value is not None}
         # with the seed, where the endpoint takes none too: samples of a request are answers of their own
         key = AnswerFile.key(request | {"base_url": self._base_url, "seed": seed % 2**31})
@@ -333,6 +344,7 @@ class EndpointResponder:
                 self.endpoint.context.messages(episode.conversation),
                 temperature=0.0 if self.greedy else episode.temperature,
                 seed=episode.seed,
+                truncation=None if self.greedy else episode.truncation,
             )
 
     @property

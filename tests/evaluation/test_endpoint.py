@@ -25,6 +25,7 @@ from ragen_pl.config.check import check_config
 from ragen_pl.config.errors import translated
 from ragen_pl.evaluation.checks import check_evaluation
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
+from ragen_pl.evaluation.report import notes
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.viewing.checks import check_play
 from ragen_pl.viewing.play import play
@@ -110,6 +111,19 @@ def test_answers_come_in_any_order_a_few_at_a_time(server: ChatServer, tmp_path:
     server.delay = 0.0
     second = evaluated(server, tmp_path / "b", "endpoint.concurrency=1", "samples=2")
     assert first.validation_sets == second.validation_sets
+
+
+def test_truncated_sampling_is_requested_and_reported(server: ChatServer, tmp_path: Path) -> None:
+    limits = {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
+    few = ["validation.episodes=2", "env.max_turns=2"]
+    changed = [*few, *(f"rollout.{name}={value}" for name, value in limits.items())]
+    results = evaluated(server, tmp_path / "a", "greedy=false", *changed)
+    assert all(limits.items() <= request.items() for request in server.requests)
+    assert ", top_p 0.9, top_k 40, min_p 0.05," in notes(results.about, results.validation_sets)[0]
+    server.requests.clear()
+    results = evaluated(server, tmp_path / "b", *changed)
+    assert not any(limits.keys() & request.keys() for request in server.requests)
+    assert "top_p" not in notes(results.about, results.validation_sets)[0]
 
 
 def test_samples_of_an_api_without_seeds_are_asked_for_one_by_one(

@@ -145,6 +145,16 @@ def test_command_line_changes_the_settings_of_the_run(root: Path) -> None:
     assert composed(f"ckpt={RUN_ID}", f"paths.root={root}").ckpt == RUN_ID
 
 
+def test_responses_are_sampled_as_in_training(root: Path) -> None:
+    run = root / "frozenlake" / "2026-01-02_10-00-00"
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
+    cfg = OmegaConf.load(run / "config.yaml")
+    cfg.rollout.update(sampling)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    cfg = composed(f"ckpt={run}", "rollout.top_p=1.0")
+    assert sampling | {"top_p": 1.0} == {name: cfg.rollout[name] for name in sampling}
+
+
 def test_validation_sets_change_the_environment_and_count_held_out_states(root: Path) -> None:
     run = root / "frozenlake" / "2026-01-02_10-00-00"
     cfg = composed(
