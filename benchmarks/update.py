@@ -90,8 +90,8 @@ def run(window: str, args: argparse.Namespace) -> None:
         trained += int(result.samples.loss_mask.sum())
         return result
 
-    original = MinibatchLoader._minibatch
-    MinibatchLoader._minibatch = minibatch  # type: ignore[method-assign]
+    original = MinibatchLoader.minibatch
+    MinibatchLoader.minibatch = minibatch  # type: ignore[method-assign]
     timer = UpdateTimer(watch)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=args.iterations, logger=False, enable_checkpointing=False,
@@ -99,7 +99,7 @@ def run(window: str, args: argparse.Namespace) -> None:
         callbacks=[RolloutUpdate(validate_first=False), timer, StepTimer(watch)],
     )  # fmt: skip
     trainer.fit(agent, datamodule=datamodule)
-    MinibatchLoader._minibatch = original  # type: ignore[method-assign]
+    MinibatchLoader.minibatch = original  # type: ignore[method-assign]
     report(window, timer.phases[1:], trained / args.iterations, lengths, datamodule.length_buckets)
 
 

@@ -27,7 +27,10 @@ class Credit:
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
         group: int64 `[trajectories]`.
         bootstrap: `[trajectories]`, value after the last turn, 0 where the task ended.
-        returns: `[trajectories]`, undiscounted.
+        returns: `[trajectories]`, undiscounted and centered.
+        center: `[trajectories]`, what an estimator without a critic subtracts from returns-to-go; None for nothing. The
+            rewards are not centered: a reward of minus the mean in the last turn would, discounted, pay for longer
+            episodes.
         state: int64 `[trajectories, turns]`, number of the state that a turn starts in, -1 for unknown; None
             where no state is known.
 
@@ -44,6 +47,7 @@ class Credit:
     group: Tensor
     bootstrap: Tensor
     returns: Tensor
+    center: Tensor | None = None
     state: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +70,7 @@ class Credit:
     def _check_shapes(self) -> None:
         tokens, rows = self.rewards.shape, self.rewards.shape[:1]
         expected = {"advantage_mask": tokens, "loss_mask": tokens, "turn": tokens, "values": tokens}
-        expected |= {"group": rows, "bootstrap": rows, "returns": rows}
+        expected |= {"group": rows, "bootstrap": rows, "returns": rows, "center": rows}
         for name, shape in expected.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
@@ -74,6 +78,16 @@ class Credit:
                     f"found {name} of shape {list(tensor.shape)}, expected {list(shape)} to go "
                     f"with rewards of shape {list(tokens)}"
                 )
+
+    def turn_rewards(self, turns: int) -> Tensor:
+        """Return the rewards of each turn, `[trajectories, turns]`, 0 beyond the last one.
+
+        Args:
+            turns: number of columns, at least the number of turns of the longest trajectory.
+        """
+        inside = torch.where(self.turn >= 0, self.rewards.float(), 0.0)
+        of_turn = torch.zeros(len(inside), turns, device=inside.device)
+        return of_turn.scatter_add(1, self.turn.clamp(min=0), inside) if turns else of_turn
 
     def need_values(self, estimator: object) -> Tensor:
         """Return the values.
@@ -158,6 +172,20 @@ def broadcast(per_trajectory: Tensor, credit: Credit) -> Advantages:
     trained = credit.loss_mask | credit.advantage_mask
     returns = torch.where(trained, credit.returns.float()[:, None], 0.0)
     return Advantages(advantages=advantages, returns=returns)
+
+
+def broadcast_turns(per_turn: Tensor, credit: Credit) -> Advantages:
+    """Give each turn's advantage to its tokens.
+
+    Args:
+        per_turn: `[trajectories, turns]`.
+        credit: the trajectories.
+    """
+    result = broadcast(credit.returns, credit)
+    turn = credit.turn.clamp(min=0)
+    of_token = per_turn.gather(1, turn) if per_turn.shape[1] else torch.zeros_like(credit.rewards)
+    result.advantages = torch.where(credit.loss_mask, of_token.float(), 0.0)
+    return result
 
 
 def spread_to_loss_tokens(

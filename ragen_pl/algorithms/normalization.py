@@ -1,7 +1,9 @@
 """Normalization of returns before credit is assigned: by group (state), by batch, or by running statistics.
 
-Each rule returns what to subtract from an episode's return and what to divide it by. `RewardNormalizer`
-applies both to the rewards of the turns. Advantages are whitened separately (`whitening`).
+Each rule returns what to subtract from an episode's return and what to divide it by. `RewardNormalizer` divides the
+rewards of the turns, and leaves what is subtracted to credit assignment, which takes it from every return-to-go: in the
+reward of one turn, a discount would pay for longer or shorter episodes. Advantages are whitened separately
+(`whitening`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, group_std
 from ragen_pl.algorithms.credit import Scope
+from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.constraints import CountOrZero, PositiveFraction, checked
 
@@ -23,9 +26,9 @@ Scale = tuple[Tensor, Tensor]
 """Center and divisor, each float32 `[trajectories]`."""
 
 
-def _divisor(std: Tensor, mean: Tensor) -> Tensor:
-    """Return std, or 1 where returns agree but for rounding, which keeps the size of turn rewards."""
-    return torch.where(std > _EPS * (1.0 + mean.abs()), std + _EPS, 1.0)
+def _divisor(std: Tensor) -> Tensor:
+    """Return std, or 1 where it is 0, which keeps the size of turn rewards."""
+    return torch.where(std > 0, std + _EPS, 1.0)
 
 
 class Normalizer(Protocol):
@@ -92,7 +95,7 @@ class ByGroup(Normalizer):
         mean = returns - dr_grpo(returns, group)
         if not self.scale_by_std:
             return mean, torch.ones_like(returns)
-        return mean, _divisor(group_std(returns, group), mean)
+        return mean, _divisor(group_std(returns, group))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class ByBatch(Normalizer):
         """Return the batch's mean and deviation over all ranks."""
         everywhere = torch.ones_like(returns, dtype=torch.bool)
         mean, variance = masked_moments(returns, everywhere, all_reduce=all_reduce)
-        std = _divisor(variance.sqrt(), mean) if self.scale_by_std else torch.ones_like(mean)
+        std = _divisor(variance.sqrt()) if self.scale_by_std else torch.ones_like(mean)
         return mean.expand_as(returns), std.expand_as(returns)
 
 
@@ -132,9 +135,9 @@ class Running(Normalizer):
         self.sums = [self.decay * a + b for a, b in zip(self.sums, new.tolist(), strict=True)]
         weight, total, squares = self.sums
         mean = total / max(weight, 1.0)
-        std = max(squares / max(weight, 1.0) - mean**2, 0.0) ** 0.5
-        center = torch.full_like(returns, mean)
-        return center, _divisor(torch.full_like(returns, std), center)
+        variance = max(squares / max(weight, 1.0) - mean**2, 0.0)
+        std = variance**0.5 if variance > (EQUAL * mean) ** 2 else 0.0
+        return torch.full_like(returns, mean), _divisor(torch.full_like(returns, std))
 
     def state_dict(self) -> dict[str, object]:
         """Return the sums."""
@@ -187,6 +190,19 @@ class Schedule(Normalizer):
             stage.load_state_dict(statistics)
 
 
+@dataclass(frozen=True, slots=True)
+class NormalizedRewards:
+    """Normalized returns, as rewards of turns less a constant for each episode.
+
+    Attributes:
+        turn_rewards: `[trajectories, turns]`; they add up to the normalized return plus `center`.
+        center: `[trajectories]`, to be subtracted from every return-to-go of an episode; None for nothing.
+    """
+
+    turn_rewards: Tensor
+    center: Tensor | None
+
+
 @checked
 @dataclass(kw_only=True)
 class RewardNormalizer:
@@ -228,11 +244,11 @@ class RewardNormalizer:
         group: Tensor,
         *,
         all_reduce: AllReduce | None = None,
-    ) -> Tensor:
-        """Return turn rewards that sum to the normalized returns.
+    ) -> NormalizedRewards:
+        """Return the turns' rewards and what their returns are centered by.
 
-        Each reward is divided by the divisor of the return. What is subtracted or clipped off goes to the
-        last turn, where the outcome is known.
+        Each reward is divided by the divisor of the return. What is clipped off goes to the last turn, where the
+        outcome is known.
 
         Args:
             turn_rewards: `[trajectories, turns]`.
@@ -242,21 +258,21 @@ class RewardNormalizer:
 
         >>> rewards, group = torch.tensor([[1.0, 2.0], [1.0, 0.0]]), torch.tensor([0, 0])
         >>> RewardNormalizer(by=ByGroup(scale_by_std=False))(rewards, torch.tensor([2, 1]), group)
-        tensor([[ 1.,  0.],
-                [-1.,  0.]])
+        NormalizedRewards(turn_rewards=tensor([[1., 2.],
+                [1., 0.]]), center=tensor([2., 2.]))
         """
         iteration, self.iteration = self.iteration, self.iteration + 1
-        bounded = self.clip_low is not None or self.clip_high is not None
-        if (self.by.scope is None and not bounded) or not turn_rewards.shape[1]:
-            return turn_rewards
+        if (self.by.scope is None and not self.clips) or not turn_rewards.shape[1]:
+            return NormalizedRewards(turn_rewards, None)
         returns = turn_rewards.sum(1)
         center, scale = self.by(returns, group, iteration=iteration, all_reduce=all_reduce)
-        normalized = (returns - center) / scale
-        if bounded:
-            normalized = normalized.clamp(self.clip_low, self.clip_high)
         scaled = turn_rewards / scale[:, None]
-        last = (turns - 1).clamp(min=0)[:, None]
-        return scaled.scatter_add(1, last, (normalized - returns / scale)[:, None])
+        if self.clips:
+            normalized = (returns - center) / scale
+            clipped_off = normalized.clamp(self.clip_low, self.clip_high) - normalized
+            last = (turns - 1).clamp(min=0)[:, None]
+            scaled = scaled.scatter_add(1, last, clipped_off[:, None])
+        return NormalizedRewards(scaled, None if self.by.scope is None else center / scale)
 
     def state_dict(self) -> dict[str, object]:
         """Return the iteration and the statistics of the rule."""

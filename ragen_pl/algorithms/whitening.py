@@ -1,4 +1,7 @@
-"""Masked mean, variance and whitening over the tokens of the whole batch, all ranks included."""
+"""Masked mean, variance and whitening over the tokens of the whole batch, all ranks included.
+
+Elements that are equal but for rounding (`algorithms.equality`) have the variance 0, and are whitened to 0.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from ragen_pl.algorithms.equality import EQUAL
 
 AllReduce: TypeAlias = Callable[[Tensor], Tensor]
 """Sums a small tensor over the ranks and returns the sum."""
@@ -27,7 +32,7 @@ def masked_moments(
 
     Returns:
         Mean and variance, float32 scalars; both 0 where the mask is empty, and the variance 0
-        where it holds one element.
+        where it holds one element or equal ones.
 
     >>> masked_moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
     (tensor(2.), tensor(2.))
@@ -37,8 +42,10 @@ def masked_moments(
     inside = torch.where(mask, x.float(), 0.0)
     total, count = reduce(torch.stack([inside.sum(), mask.sum().float()]))
     mean = total / count.clamp(min=1)
-    squares = reduce(torch.where(mask, inside - mean, 0.0).square().sum())
-    return mean, squares / (count - 1).clamp(min=1)
+    distance = torch.where(mask, inside - mean, 0.0)
+    differ = (distance.abs() > EQUAL * mean.abs()).sum().float()
+    squares, differing = reduce(torch.stack([distance.square().sum(), differ]))
+    return mean, torch.where(differing > 0, squares / (count - 1).clamp(min=1), 0.0)
 
 
 def whiten(
@@ -59,7 +66,8 @@ def whiten(
     tensor([-0.7071,  0.7071,  0.0000])
     """
     mean, variance = masked_moments(x, mask, all_reduce=all_reduce)
-    return torch.where(mask.bool(), (x.float() - mean) * torch.rsqrt(variance + eps), 0.0)
+    inside = mask.bool() & (variance > 0)
+    return torch.where(inside, (x.float() - mean) * torch.rsqrt(variance + eps), 0.0)
 
 
 def _identity(x: Tensor) -> Tensor:

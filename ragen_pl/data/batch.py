@@ -217,6 +217,10 @@ class Minibatch:
     """float32 `[]`, tokens with a penalty on the divergence from the reference."""
     sequences: Tensor
     """float32 `[]`, samples."""
+    episodes: Tensor
+    """float32 `[]`, episodes, by the fraction of their tokens in M_loss that is in the optimizer step."""
+    episode_tokens: Tensor
+    """float32 `[rows]`, tokens of a row's whole episode in M_loss, by their weights."""
     microbatches: list[Tensor]
     """Rows that are computed together, each int64 `[rows]`."""
     ends_step: bool

@@ -27,7 +27,7 @@ from ragen_pl.distributed import (
 )
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.rank_states import RankStatesError, by_rank
-from ragen_pl.rewards.shaping import RewardFunction
+from ragen_pl.rewards.shaping import RewardFunction, check_terms
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import RolloutEngine
@@ -315,6 +315,7 @@ class RolloutDataModule(MinibatchDataModule):
     def _reward(self, trajectories: list[Trajectory]) -> None:
         for reward in self.rewards:
             reward(trajectories, gather=gather_over_ranks)
+            check_terms(trajectories, of=reward)
 
     def drop_ahead(self) -> None:
         """Forget the rollout ahead, whose weights are not the policy's last ones any more. All ranks must call it."""

@@ -85,6 +85,7 @@ class MinibatchLoader:
         else:
             self._plan = self._by_tokens(plan, tokens_per_microbatch, max_over_ranks)
             self.accumulate = accumulate * len(self._plan) // max(1, len(plan))
+        self._episode_tokens = _episode_tokens(batch.samples)
         self._counts = self._count(sum_over_ranks)
 
     def _by_length(
@@ -122,7 +123,7 @@ class MinibatchLoader:
         self._position = first
         for number in range(first, len(self._plan)):
             self._position = number + 1
-            yield self._minibatch(number)
+            yield self.minibatch(number)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of minibatches yielded so far."""
@@ -133,21 +134,26 @@ class MinibatchLoader:
         self._position = self._start = state["position"]
 
     def _count(self, sum_over_ranks: OverRanks) -> Tensor:
-        """Return the counts of every optimizer step over all ranks, float32 `[steps, 4]`.
+        """Return the counts of every optimizer step over all ranks, float32 `[steps, 5]`.
 
-        The columns are the tokens in M_loss by their weights, the critic's tokens, the KL tokens, and the samples.
+        The columns are the tokens in M_loss by their weights, the critic's tokens, the KL tokens, the samples, and the
+        episodes by the fraction of their tokens.
         """
         samples = self.batch.samples
         counted = samples.weight > 0
         masks = (samples.loss_weight, samples.value_mask, samples.kl_mask)
         sums = [mask.sum(1) * counted for mask in masks]
-        of_row = torch.stack([*sums, counted.long()], dim=1).float()
+        fractions = sums[0] / self._episode_tokens.clamp(min=1e-9)
+        of_row = torch.stack([*sums, counted.long(), fractions], dim=1).float()
         counts = torch.zeros(len(self._plan) // self.accumulate, of_row.shape[1])
         for number, part in enumerate(self._plan):
             counts[number // self.accumulate] += of_row[part.rows].sum(0)
-        return sum_over_ranks(counts).clamp(min=1)
+        counts = sum_over_ranks(counts)
+        # a fraction of an episode is a count
+        return torch.cat([counts[:, :-1].clamp(min=1), counts[:, -1:]], dim=1)
 
-    def _minibatch(self, number: int) -> Minibatch:
+    def minibatch(self, number: int) -> Minibatch:
+        """Return one of the minibatches, counted from 0; the position stays."""
         part, batch = self._plan[number], self.batch
         samples = _selected(batch.samples, part)
         reference, kept = batch.reference, batch.kept
@@ -157,7 +163,7 @@ class MinibatchLoader:
         if kept is not None:
             kept = kept.select(tokens)
         counts = self._counts[number // self.accumulate]
-        loss_tokens, value_tokens, kl_tokens, sequences = counts
+        loss_tokens, value_tokens, kl_tokens, sequences, episodes = counts
         return Minibatch(
             samples=samples,
             images=_keep_own_images(samples, batch.images),
@@ -168,6 +174,8 @@ class MinibatchLoader:
             value_tokens=value_tokens,
             kl_tokens=kl_tokens,
             sequences=sequences,
+            episodes=episodes,
+            episode_tokens=self._episode_tokens[_rows(part)],
             microbatches=part.microbatches,
             ends_step=(number + 1) % self.accumulate == 0,
             scale=float(self.world_size * self.accumulate),
@@ -247,12 +255,24 @@ class MinibatchDataModule(pl.LightningDataModule):
             )
 
 
+def _episode_tokens(samples: Samples) -> Tensor:
+    """Return the tokens in M_loss of each row's whole episode by their weights, float32 `[rows]`."""
+    of_row = samples.loss_weight.sum(1) * (samples.weight > 0)
+    count = int(samples.episode.max()) + 1 if len(samples) else 0
+    return of_row.new_zeros(count).index_add(0, samples.episode, of_row)[samples.episode]
+
+
+def _rows(part: _Part) -> Tensor:
+    """Return the batch's rows at a minibatch's places; places beyond its own rows, padding rows, have row 0."""
+    count = sum(len(places) for places in part.microbatches)
+    return torch.cat([part.rows, part.rows.new_zeros(count - len(part.rows))])
+
+
 def _selected(samples: Samples, part: _Part) -> Samples:
     """Return a minibatch's samples; places beyond its rows are padding rows."""
-    count = sum(len(places) for places in part.microbatches)
-    rows = torch.cat([part.rows, part.rows.new_zeros(count - len(part.rows))])
+    rows = _rows(part)
     selected = samples.select(rows)
-    padding = torch.arange(count) >= len(part.rows)
+    padding = torch.arange(len(rows)) >= len(part.rows)
     selected.weight[padding] = 0
     selected.loss_weight[padding] = 0
     selected.loss_mask[padding] = selected.kl_mask[padding] = False

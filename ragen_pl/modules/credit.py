@@ -16,6 +16,7 @@ from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.algorithms.whitening import whiten
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.distributed import sum_over_ranks
+from ragen_pl.finite import class_path, require_finite
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import TokenMasks
 from ragen_pl.modules.policy import TokenScores
@@ -75,11 +76,18 @@ def assign_credit(
 
     Returns:
         Estimates in the credit layout.
+
+    Raises:
+        NonFiniteError: The normalizer or the estimator returned a number that is not finite.
     """
-    episodes, turn_rewards = batch.episodes, batch.episodes.turn_rewards
+    episodes, turn_rewards, center = batch.episodes, batch.episodes.turn_rewards, None
     if normalizer is not None:
-        turn_rewards = normalizer(
+        normalized = normalizer(
             turn_rewards, episodes.turns, episodes.group, all_reduce=sum_over_ranks
+        )
+        turn_rewards, center = normalized.turn_rewards, normalized.center
+        require_finite(
+            turn_rewards, f"algorithm.normalize: the rewards of {class_path(normalizer)}"
         )
     rewards, returns = (
         place_turn_rewards(turn_rewards, layout.turn, kept.advantage),
@@ -88,6 +96,8 @@ def assign_credit(
     if penalty is not None:
         rewards = rewards - carry_into_mask(penalty, kept.advantage, layout.turn)
         returns = returns - penalty.sum(1)
+    if center is not None:
+        returns = returns - center
     has_states = bool((episodes.state >= 0).any()) or not len(episodes.turns)
     credit = Credit(
         rewards=rewards,
@@ -98,13 +108,42 @@ def assign_credit(
         group=episodes.group,
         bootstrap=episodes.bootstrap,
         returns=returns,
+        center=center,
         state=episodes.state if has_states else None,
     )
-    estimates = estimator(credit, all_reduce=sum_over_ranks)
+    estimates = _estimate(credit, estimator, bootstrapped=_bootstrapped(batch))
+    name = class_path(estimator)
+    require_finite(estimates.advantages, f"algorithm.estimator: the advantages of {name}")
+    require_finite(estimates.returns, f"algorithm.estimator: the returns of {name}")
     if whiten_advantages:
         estimates.advantages = whiten(estimates.advantages, kept.loss, all_reduce=sum_over_ranks)
     estimates.advantages = estimates.advantages * episodes.weight[:, None]
     return estimates
+
+
+def _estimate(credit: Credit, estimator: Estimator, *, bootstrapped: Tensor) -> Advantages:
+    """Apply an estimator, with every return less the episode's `credit.center`.
+
+    The values V' of a critic that learns such returns are those of the rewards less the center c:
+    `A(r, V' + c) = A(r - c in every return, V')`, whatever the discounts are.
+    """
+    center = credit.center
+    if center is None or credit.values is None or not estimator.needs_values:
+        return estimator(credit, all_reduce=sum_over_ranks)
+    credit.values = credit.values + center[:, None]
+    credit.bootstrap = credit.bootstrap + torch.where(bootstrapped, center, 0.0)
+    estimates = estimator(credit, all_reduce=sum_over_ranks)
+    learned = credit.loss_mask | credit.advantage_mask
+    estimates.returns = estimates.returns - torch.where(learned, center[:, None], 0.0)
+    return estimates
+
+
+def _bootstrapped(batch: TrajectoryBatch) -> Tensor:
+    """Mark the episodes with a value after their last turn, bool `[episodes]`."""
+    marked = torch.zeros_like(batch.episodes.truncated)
+    if batch.final is not None:
+        marked[batch.final.episode] = True
+    return marked
 
 
 def write_credit(

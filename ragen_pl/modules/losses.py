@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
 from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
+
+log = logging.getLogger(__name__)
 
 
 class KLPlace(StrEnum):
@@ -95,6 +98,7 @@ class UpdateLoss:
     mismatch: Correction | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
+        self._reported_rows = False
         if self.entropy_target is not None and self.entropy_coefficient == 0:
             raise ValueError(
                 f"algorithm.loss.entropy_target={self.entropy_target}: there is no entropy bonus to steer; set "
@@ -163,6 +167,24 @@ class UpdateLoss:
                 "those that are trained, which has to be corrected; set auto, or rollout.iterations_ahead=0"
             )
 
+    def report_rows(self, *, rows: int, episodes: int) -> None:
+        """Warn once where an average over rows weighs episodes by their number of rows.
+
+        Args:
+            rows: Number of samples of an iteration.
+            episodes: Number of their episodes.
+        """
+        how = self.policy.aggregation
+        if how is Aggregation.SEQ_MEAN_TOKEN_MEAN and rows > episodes and not self._reported_rows:
+            self._reported_rows = True
+            log.warning(
+                "algorithm.loss.policy.aggregation=%s: %d episodes are %d samples here, and the mean over samples "
+                "weighs an episode by its number; episode-mean or token-mean does not depend on it",
+                how,
+                episodes,
+                rows,
+            )
+
     def _adjustable(self) -> dict[str, float]:
         kl = {} if self.kl is None else {"kl_coefficient": self.kl.coefficient}
         return {
@@ -187,6 +209,8 @@ class UpdateLoss:
             "tokens": batch.loss_tokens,
             "sequences": batch.sequences,
             "constant": self.policy.constant,
+            "episodes": batch.episodes,
+            "episode_tokens": batch.episode_tokens,
         }
         policy = aggregate(surrogate.losses, weight, **average)
         entropy = aggregate(scores.entropy, weight, **average)

@@ -15,7 +15,8 @@ from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_by_tokens, with_equal_count
-from ragen_pl.distributed import sum_over_ranks
+from ragen_pl.distributed import rank, sum_over_ranks
+from ragen_pl.finite import class_path, require_finite
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
 from ragen_pl.models.truncation import KeptIds, Truncation
@@ -198,18 +199,24 @@ def prepare_batch(
 
     Returns:
         Statistics of log-probs, returns and values.
+
+    Raises:
+        NonFiniteError: A score, a reward, an advantage or a weight is not finite.
     """
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
     microbatches = with_equal_count(split_by_tokens(samples.length, tokens_per_forward))
     reference = scorer.vocabulary_reference(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
+    if rank() == 0:
+        loss.report_rows(rows=len(samples), episodes=len(batch.episodes.turns))
     if reference is None:
         reference = scorer.token_reference(
             samples, batch.images, microbatches=microbatches, kept=batch.kept
         )
 
     scorer.bootstrap(batch, tokens_per_forward=tokens_per_forward)
+    _check_scores(batch, scores, reference)
 
     kept = token_masks(batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask)
     if masks.importance is not None:
@@ -230,6 +237,7 @@ def prepare_batch(
     if correction is not None:
         behavior = layout.gather(samples.behavior_logprobs)
         weight = correction(layout.gather(scores.logprobs), behavior, layout.turn)
+        require_finite(weight, f"algorithm.loss.mismatch: the weights of {class_path(correction)}")
         estimates.advantages = estimates.advantages * weight
     write_credit(samples, layout, kept, estimates)
 
@@ -262,6 +270,26 @@ def _score(
     shown = samples.spans == Span.SHOWN
     samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)
     return scores
+
+
+def _check_scores(batch: TrajectoryBatch, scores: TokenScores, reference: Tensor | None) -> None:
+    """Check what the models computed for the sampled tokens, before anything is estimated from it."""
+    samples, sampled = batch.samples, batch.samples.sampled
+    require_finite(
+        samples.behavior_logprobs[sampled],
+        "rollout.engine: the sampled log-probs",
+        remedy="check the engine",
+    )
+    computed = {
+        "the policy's log-probs before the update": scores.logprobs[sampled],
+        "the critic's values": samples.values[sampled],
+        "the critic's values after truncated episodes": batch.episodes.bootstrap,
+        "algorithm.loss.kl: the reference's scores": reference,
+    }
+    for name, values in computed.items():
+        if values is not None:
+            remedy = "set trainer.precision=32-true, or resume from an earlier checkpoint"
+            require_finite(values, name, remedy=remedy)
 
 
 def _narrow_by_importance(

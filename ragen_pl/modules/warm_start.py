@@ -76,13 +76,16 @@ class WarmStartModule(SavesTrainedWeights):
         self.train()
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Return the joint loss, averaged over all trained tokens of the step."""
+        """Return the joint loss, averaged over all trained tokens of the step by their weights."""
         samples = batch.samples
-        mask = samples.loss_mask & (samples.weight > 0)[:, None]
+        mask, weight = (
+            samples.loss_mask & batch.non_padding,
+            samples.loss_weight * batch.non_padding,
+        )
         scores = score_together(
             self.policy, self.critic, samples, batch.images, microbatches=batch.microbatches
         )
-        response_loss = -(scores.logprobs * mask).sum() / batch.loss_tokens
+        response_loss = -(scores.logprobs * weight).sum() / batch.loss_tokens
         metrics = {"warm_start/loss": response_loss.detach()}
         loss = response_loss
         if scores.values is not None:

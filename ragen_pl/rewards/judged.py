@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import Annotated, Any, Protocol
 
 from ragen_pl.constraints import Open, checked
@@ -48,9 +49,15 @@ class Judge(Protocol):
 
 
 class Scope(StrEnum):
-    """What is judged at once: a turn by itself, or the whole episode in its last turn."""
+    """What is judged at once, and what is rewarded.
+
+    `turn` rewards the score of each turn, and so pays for longer episodes; `difference` rewards how much a turn's score
+    is above that of the turn judged before it, so an episode gets the score of its last turn, however long it is;
+    `episode` rewards the score of all turns together in the last one.
+    """
 
     TURN = "turn"
+    DIFFERENCE = "difference"
     EPISODE = "episode"
 
 
@@ -188,7 +195,7 @@ class JudgedReward:
     Attributes:
         judge: scores the answers.
         weight: reward of the score 1.
-        scope: `turn` judges each turn by itself, `episode` all turns together, with the term in the last one.
+        scope: `turn` and `difference` judge each turn by itself, `episode` all turns together; see `Scope`.
     """
 
     judge: Judge
@@ -197,16 +204,25 @@ class JudgedReward:
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
         """Score the answers of a rollout and add the weighted scores."""
-        spans = [span for trajectory in trajectories for span in self._spans(trajectory)]
-        scores = self.judge([_judged_text(span) for span in spans]) if spans else []
+        spans = [self._spans(trajectory) for trajectory in trajectories]
+        texts = [_judged_text(span) for of_one in spans for span in of_one]
+        judged = self.judge(texts) if texts else []
+        scores = iter([score for _, score in zip(texts, judged, strict=True)])
+        for of_one in spans:
+            self._add_terms(of_one, list(islice(scores, len(of_one))))
+
+    def _add_terms(self, spans: Sequence[Sequence[Turn]], scores: Sequence[float | None]) -> None:
+        """Add the terms of an episode's spans. A span without a score has no term."""
+        before = 0.0
         for span, score in zip(spans, scores, strict=True):
             if score is not None:
-                span[-1].reward_terms[TERM] = self.weight * score
+                span[-1].reward_terms[TERM] = self.weight * (score - before)
+                before = score if self.scope is Scope.DIFFERENCE else 0.0
 
     def _spans(self, trajectory: Trajectory) -> list[list[Turn]]:
         """Return the turns that are judged together."""
         valid = [turn for turn in trajectory.turns if turn.action_is_valid]
-        if self.scope is Scope.TURN:
+        if self.scope is not Scope.EPISODE:
             return [[turn] for turn in valid]
         return [valid] if valid else []
 

@@ -13,7 +13,11 @@ from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
 from ragen_pl.constraints import Count, CountOrZero, NonNegative, RunFacts, checked
+from ragen_pl.finite import NonFiniteError, class_path
 from ragen_pl.trajectory import Span, Trajectory, Turn
+
+# what is larger becomes infinite where returns are added up in float32
+_LARGEST = 1e30
 
 Gather = Callable[[list[Any]], Sequence[list[Any]]]
 """Returns the lists of all ranks; see `distributed.gather_over_ranks`."""
@@ -30,6 +34,26 @@ class RewardFunction(Protocol):
             gather: collects a list from each rank. All ranks call a function at the same time.
         """
         ...
+
+
+def check_terms(trajectories: Sequence[Trajectory], *, of: RewardFunction) -> None:
+    """Check the terms of the rewards after a reward function has changed them.
+
+    Args:
+        trajectories: this rank's trajectories.
+        of: the reward function, for the message.
+
+    Raises:
+        NonFiniteError: a term is no finite number of float32.
+    """
+    for trajectory in trajectories:
+        for number, turn in enumerate(trajectory.turns):
+            for name, amount in turn.reward_terms.items():
+                if not abs(amount) <= _LARGEST:
+                    raise NonFiniteError(
+                        f"algorithm.rewards: {class_path(of)} set the term {name} of turn {number} of group "
+                        f"{trajectory.group}, member {trajectory.member}, to {amount}; return finite numbers"
+                    )
 
 
 @checked

@@ -285,6 +285,8 @@ def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
         value_tokens=count,
         kl_tokens=count,
         sequences=torch.tensor(float(workload.rows)),
+        episodes=torch.tensor(float(workload.rows)),
+        episode_tokens=samples.loss_weight.sum(1),
         microbatches=[torch.arange(workload.rows)],
         ends_step=True,
         scale=1.0,

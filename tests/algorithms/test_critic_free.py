@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threaded_ranks import on_ranks
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, group_std, grpo, rloo
 from ragen_pl.algorithms.advantages.reinforce import batch, discounted_returns, raw
@@ -21,6 +22,21 @@ def test_groups_of_one_or_of_equal_returns_get_exactly_zero(function) -> None:
     """0.1 three times has a rounded mean; the noise must not be divided by a tiny deviation."""
     returns = torch.tensor([0.1, 0.1, 0.1, 7.3])
     assert function(returns, torch.tensor([5, 5, 5, 2])).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_rounding_gives_no_advantage() -> None:
+    """The same rewards added up in another order."""
+    returns = torch.tensor(
+        [[-0.1, -0.1, -0.1, 1.0], [1.0, -0.1, -0.1, -0.1], [-0.1, 1.0, -0.1, -0.1]]
+    ).sum(1)
+    assert len(set(returns.tolist())) > 1
+    group = torch.zeros(3, dtype=torch.int64)
+    for function in (grpo, dr_grpo, rloo, group_std):
+        assert function(returns, group).tolist() == [0.0] * 3
+    assert not AboveDeviation()(returns, group).any()
+    # a difference of the last digits that training may learn from
+    apart = torch.tensor([1.0, 1.0001])
+    assert grpo(apart, group[:2]).abs().min() > 0.6 and AboveDeviation()(apart, group[:2]).all()
 
 
 def test_group_baselines_by_hand() -> None:
@@ -61,23 +77,29 @@ def test_discounts_count_tokens_of_the_mask_only() -> None:
 def test_whitening_over_two_ranks_equals_whitening_the_whole(numbers, cut) -> None:
     x = torch.tensor(numbers) + 100.0
     mask = torch.arange(len(x)) % 3 != 1
-    parts, masks = (x[:cut], x[cut:]), (mask[:cut], mask[cut:])
-
-    def sums_of_both(kind: int):
-        """Stand in for the all-reduce: the first call adds sums, the second squares."""
-        first = sum(
-            torch.stack([p[m].sum(), m.sum().float()]) for p, m in zip(parts, masks, strict=True)
-        )
-        mean = first[0] / first[1].clamp(min=1)
-        second = sum((p[m] - mean).square().sum() for p, m in zip(parts, masks, strict=True))
-        answers = iter([first, second])
-        return lambda _: next(answers)
-
     together = whiten(x, mask)
-    for rank, (part, m) in enumerate(zip(parts, masks, strict=True)):
-        alone = whiten(part, m, all_reduce=sums_of_both(rank))
-        expected = together[:cut] if rank == 0 else together[cut:]
-        torch.testing.assert_close(alone, expected, rtol=1e-3, atol=1e-3)
+    alone = on_ranks(
+        lambda reduce: whiten(x[:cut], mask[:cut], all_reduce=reduce),
+        lambda reduce: whiten(x[cut:], mask[cut:], all_reduce=reduce),
+    )
+    torch.testing.assert_close(torch.cat(alone), together, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [0.1, 1e4])
+def test_equal_elements_are_whitened_to_zero(size) -> None:
+    """Rounding of the mean is as large as the deviation."""
+    x = size * torch.tensor([1.0, 1.0 + 1e-7, 1.0 - 1e-7])
+    everywhere = torch.ones(3, dtype=torch.bool)
+    assert whiten(x, everywhere).tolist() == batch(x).tolist() == [0.0] * 3
+    ranks = on_ranks(
+        *[lambda reduce, part=part: batch(part, all_reduce=reduce) for part in x[:, None]]
+    )
+    assert torch.cat(ranks).tolist() == [0.0] * 3
+    # one rank's elements are alike, those of all ranks are not
+    apart = on_ranks(
+        lambda reduce: batch(x, all_reduce=reduce), lambda reduce: batch(2 * x, all_reduce=reduce)
+    )
+    assert max(apart[0]) < -0.5 and min(apart[1]) > 0.5
 
 
 def test_moments_ignore_padding_and_accept_empty_masks() -> None:

@@ -9,6 +9,7 @@ from ragen_pl.algorithms.advantages.gae import MaskedGAE, masked_gae
 from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
 from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, ReinforcePlusPlus
 from ragen_pl.algorithms.advantages.turn import TurnGAE
+from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
 from ragen_pl.algorithms.credit import Credit, spread_to_loss_tokens
 
 ALL = [
@@ -18,6 +19,7 @@ ALL = [
     GroupRelative(),
     GroupRelative(scale_by_std=False),
     LeaveOneOut(),
+    TurnLeaveOneOut(gamma=0.9),
     BatchRelative(),
     RawReturn(),
     ReinforcePlusPlus(gamma=0.9),

@@ -69,15 +69,25 @@ def test_large_ratio_gives_a_finite_loss() -> None:
 
 
 def counts(mask: torch.Tensor, how: Aggregation) -> dict[str, object]:
-    """Return the counts of a batch that is a whole optimizer step."""
+    """Return the counts of a batch that is a whole optimizer step, with two rows in the first episode."""
     sequences = mask.bool().any(1).sum()
-    return {"how": how, "tokens": mask.sum(), "sequences": sequences, "constant": CONSTANT.get(how)}
+    episode = (torch.arange(len(mask)) - 1).clamp(min=0)
+    tokens = torch.zeros(len(mask)).index_add(0, episode, mask.sum(1).float())
+    return {
+        "how": how,
+        "tokens": mask.sum(),
+        "sequences": sequences,
+        "constant": CONSTANT.get(how),
+        "episodes": (tokens > 0).sum(),
+        "episode_tokens": tokens[episode],
+    }
 
 
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
         (Aggregation.TOKEN_MEAN, 10 / 4),
+        (Aggregation.EPISODE_MEAN, (1 + 2 + 3 + 4) / 4),
         (Aggregation.SEQ_MEAN_TOKEN_MEAN, (2 + 4) / 2),
         (Aggregation.SEQ_MEAN_TOKEN_SUM, 10 / 2),
         (Aggregation.CONSTANT, 10 / (2 * 8)),
@@ -105,11 +115,15 @@ def test_gradient_does_not_depend_on_the_split_of_a_batch(how, rows, cuts, seed)
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(*mask.shape, 3, generator=generator)
 
+    step = counts(mask, how)
+    of_rows = step.pop("episode_tokens")
+
     def gradient(bounds: list[int]) -> torch.Tensor:
         weights = torch.ones(3, requires_grad=True)
         for start, stop in itertools.pairwise(bounds):
             losses = (features[start:stop] @ weights).square()
-            aggregate(losses, mask[start:stop], **counts(mask, how)).backward()
+            rows = {"episode_tokens": of_rows[start:stop]}
+            aggregate(losses, mask[start:stop], **rows, **step).backward()
         return weights.grad
 
     split = [0, *sorted(cut for cut in cuts if cut < len(mask)), len(mask)]
@@ -120,6 +134,8 @@ def test_aggregation_rejects_an_unknown_name_and_a_missing_or_unused_constant() 
     mask = torch.ones(1, 1)
     with pytest.raises(ValueError, match="token-median"):
         aggregate(mask, mask, how="token-median", tokens=1.0, sequences=1.0)
+    with pytest.raises(ValueError, match="found no episode_tokens"):
+        aggregate(mask, mask, how="episode-mean", tokens=1.0, sequences=1.0)
     for settings_ in ({"aggregation": "constant"}, {"constant": 3.0}):
         with pytest.raises(ValueError, match="only with it"):
             PolicyLoss(**settings_)

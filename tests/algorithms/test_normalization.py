@@ -8,8 +8,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threaded_ranks import on_ranks
 
-from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer, Running, Schedule
+from ragen_pl.algorithms.normalization import (
+    ByBatch,
+    ByGroup,
+    NormalizedRewards,
+    RewardNormalizer,
+    Running,
+    Schedule,
+)
+
+
+def returns_of(normalized: NormalizedRewards) -> torch.Tensor:
+    """Return the normalized returns."""
+    returns = normalized.turn_rewards.sum(1)
+    return returns if normalized.center is None else returns - normalized.center
 
 
 @given(st.lists(st.floats(-3, 3, width=32), min_size=3, max_size=12), st.integers(1, 2))
@@ -18,19 +32,16 @@ def test_batch_statistics_do_not_depend_on_the_split_over_ranks(numbers, cut) ->
     group = torch.zeros(len(numbers), dtype=torch.int64)
     turns = torch.ones(len(numbers), dtype=torch.int64)
     whole = RewardNormalizer(by=ByBatch())(returns[:, None], turns, group)
-    # the two sums over both ranks, in the order of the reductions
-    parts = [returns[:cut], returns[cut:]]
-    mean = returns.mean()
-    sums = [
-        torch.stack([returns.sum(), torch.tensor(float(len(numbers)))]),
-        (returns - mean).square().sum(),
-    ]
-    for part, rows in ((parts[0], slice(0, cut)), (parts[1], slice(cut, None))):
-        answers = iter(sums)
-        normalized = RewardNormalizer(by=ByBatch())(
-            part[:, None], turns[rows], group[rows], all_reduce=lambda _, to=answers: next(to)
+
+    def of_rank(rows: slice):
+        return lambda reduce: RewardNormalizer(by=ByBatch())(
+            returns[rows, None], turns[rows], group[rows], all_reduce=reduce
         )
-        torch.testing.assert_close(normalized, whole[rows], rtol=1e-3, atol=1e-3)
+
+    parts = on_ranks(of_rank(slice(0, cut)), of_rank(slice(cut, None)))
+    for name in ("turn_rewards", "center"):
+        joined = torch.cat([getattr(part, name) for part in parts])
+        torch.testing.assert_close(joined, getattr(whole, name), rtol=1e-3, atol=1e-3)
 
 
 @settings(max_examples=30)
@@ -41,7 +52,8 @@ def test_clipped_returns_lie_within_their_bounds(rows) -> None:
     rewards, group = torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64)
     turns = torch.full((len(rows),), 3)
     bounded = RewardNormalizer(by=ByBatch(), clip_low=-1.0, clip_high=0.5)(rewards, turns, group)
-    assert float(bounded.sum(1).min()) >= -1.001 and float(bounded.sum(1).max()) <= 0.501
+    returns = returns_of(bounded)
+    assert float(returns.min()) >= -1.001 and float(returns.max()) <= 0.501
 
 
 @pytest.mark.parametrize("by", [ByGroup(), ByBatch(), Running()])
@@ -51,25 +63,24 @@ def test_equal_returns_keep_the_size_of_turn_rewards(by, size) -> None:
     rewards = torch.full((4, 9), -size)
     turns, group = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
     normalized = RewardNormalizer(by=by)(rewards, turns, group)
-    assert float(normalized.abs().max()) <= 10 * size
-    assert float(normalized.sum(1).abs().max()) <= 1e-3 * size
+    assert float(normalized.turn_rewards.abs().max()) <= 10 * size
+    assert float(returns_of(normalized).abs().max()) <= 1e-3 * size
 
 
 def test_running_statistics_accumulate_and_resume() -> None:
     normalizer, resumed = (RewardNormalizer(by=Running(decay=0.5)) for _ in range(2))
     turns, group = torch.ones(2, dtype=torch.int64), torch.tensor([0, 0])
     first = torch.tensor([[1.0], [3.0]])
-    scaled = torch.tensor([[-1.0], [1.0]])
-    torch.testing.assert_close(normalizer(first, turns, group), scaled, rtol=1e-4, atol=1e-4)
+    scaled = torch.tensor([-1.0, 1.0])
+    torch.testing.assert_close(
+        returns_of(normalizer(first, turns, group)), scaled, rtol=1e-4, atol=1e-4
+    )
     resumed.load_state_dict(copy.deepcopy(normalizer.state_dict()))
     second = torch.tensor([[5.0], [5.0]])
-    normalized = normalizer(
-        second, turns, group
-    )  # weight 3, sum 12, squares 55: mean 4, variance 7 / 3
-    torch.testing.assert_close(
-        normalized, torch.full((2, 1), (7 / 3) ** -0.5), rtol=1e-4, atol=1e-4
-    )
-    torch.testing.assert_close(resumed(second, turns, group), normalized)
+    # weight 3, sum 12, squares 55: mean 4, variance 7 / 3
+    normalized = returns_of(normalizer(second, turns, group))
+    torch.testing.assert_close(normalized, torch.full((2,), (7 / 3) ** -0.5), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(returns_of(resumed(second, turns, group)), normalized)
     assert resumed.state_dict() == normalizer.state_dict()
 
 
@@ -77,7 +88,7 @@ def test_schedule_moves_from_raw_to_batch_to_group() -> None:
     normalizer = RewardNormalizer(by=Schedule(starts=[0, 1, 2]))
     returns, turns = torch.tensor([[0.0], [2.0], [10.0], [14.0]]), torch.ones(4, dtype=torch.int64)
     group = torch.tensor([0, 0, 1, 1])
-    raw, batch, by_group = (normalizer(returns, turns, group)[:, 0] for _ in range(3))
+    raw, batch, by_group = (returns_of(normalizer(returns, turns, group)) for _ in range(3))
     assert raw.tolist() == [0.0, 2.0, 10.0, 14.0]
     assert float(batch.mean()) == pytest.approx(0, abs=1e-6) and float(batch[1]) < 0
     assert by_group.tolist() == pytest.approx([-0.7071, 0.7071, -0.7071, 0.7071], abs=1e-3)

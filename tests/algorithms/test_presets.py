@@ -81,6 +81,8 @@ SWITCHES = [
     ("gigpo", "algorithm.estimator.gamma=0.5", "advantage"),
     ("gigpo", "algorithm.estimator.step_weight=0.1", "advantage"),
     ("gigpo", "algorithm.estimator.scale_by_std=false", "advantage"),
+    ("gigpo", "algorithm.estimator.step_baseline=all", "advantage"),
+    ("gigpo algorithm.estimator.step_baseline=all", "algorithm.estimator.scale_steps=true", "advantage"),
     ("reinforce_pp", "algorithm.estimator.gamma=0.9", "target"),
     ("starpo", "algorithm.critic=own", "value_loss"),
     # losses
@@ -91,6 +93,7 @@ SWITCHES = [
     ("starpo", "algorithm.loss.policy.dual_clip=1.01", "clipped"),
     ("starpo", "algorithm.loss.policy.aggregation=token-mean", "policy_loss"),
     ("starpo", "algorithm.loss.policy.aggregation=seq-mean-token-mean", "policy_loss"),
+    ("starpo", "algorithm.loss.policy.aggregation=episode-mean", "policy_loss"),
     ("dr_grpo", "algorithm.loss.policy.constant=3", "policy_loss"),
     ("starpo", "algorithm.loss.value_coefficient=0.1", "loss"),
     ("starpo", "algorithm.loss.value_clip=0.01", "value_loss"),

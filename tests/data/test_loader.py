@@ -1,5 +1,7 @@
 """The update's loader: every sample once a pass, resumable anywhere, denominators over the whole step."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.data import validation
+from ragen_pl.data.batch import Samples, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.validation import ValidationLoader
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
+CASES = [case for case in GOLDEN if case["kind"] == "episode_samples"]
+AVERAGES = {
+    "token_mean": Aggregation.TOKEN_MEAN,
+    "episode_mean": Aggregation.EPISODE_MEAN,
+    "sample_mean": Aggregation.SEQ_MEAN_TOKEN_MEAN,
+}
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +168,16 @@ def test_counts_cover_all_ranks(batch):
 
     def sum_over_ranks(
         counts,
-    ):  # another rank with 100 tokens, 80 valued, 60 held, 10 samples a step
+    ):  # another rank with 100 tokens, 80 valued, 60 held, 10 samples of 5 episodes a step
         seen.append(counts)
-        return counts + torch.tensor([100.0, 80.0, 60.0, 10.0])
+        return counts + torch.tensor([100.0, 80.0, 60.0, 10.0, 5.0])
 
     steps = list(loader_of(batch, epochs=1, minibatches=2, sum_over_ranks=sum_over_ranks))
     assert sum(float(step.loss_tokens) for step in steps) == 235
     assert sum(float(step.value_tokens) for step in steps) == 195
     assert sum(float(step.kl_tokens) for step in steps) == 155
     assert sum(float(step.sequences) for step in steps) == 27
+    assert sum(float(step.episodes) for step in steps) == 17
     assert len(seen) == 1
 
 
@@ -239,3 +252,41 @@ def test_ranks_have_as_many_chunks_as_each_other(monkeypatch, episodes, expected
         monkeypatch.setattr(validation, "rank", lambda rank=rank: rank)
         loader = ValidationLoader(validation_set)
         assert [chunk.episode_specs for chunk in loader] == chunks
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_means_of_the_reference(case, parts):
+    """`episodes`: turns with the `sample` that they are in and their token `losses`; means over an optimizer step."""
+    rows, episode = [], []
+    for number, turns in enumerate(case["inputs"]["episodes"]):
+        for sample in sorted({turn["sample"] for turn in turns}):
+            rows.append([x for turn in turns if turn["sample"] == sample for x in turn["losses"]])
+            episode.append(number)
+    lengths = torch.tensor([len(row) for row in rows])
+    on = torch.arange(int(lengths.max())) < lengths[:, None]
+    samples = Samples.of_one_turn(
+        on.long(), on, length=lengths, image_index=torch.zeros(len(rows), 0, dtype=torch.int64)
+    )
+    samples.episode = torch.tensor(episode)
+    # the losses are carried as values
+    samples.values = torch.zeros(on.shape).masked_scatter(
+        on, torch.tensor([x for row in rows for x in row])
+    )
+    batch = TrajectoryBatch(samples=samples, episodes=None, images=[])
+    means = dict.fromkeys(AVERAGES, 0.0)
+    for minibatch in MinibatchLoader(batch, epochs=1, minibatches=1, accumulate=parts):
+        for name, how in AVERAGES.items():
+            means[name] += float(
+                aggregate(
+                    minibatch.samples.values,
+                    minibatch.samples.loss_weight * minibatch.non_padding,
+                    how=how,
+                    tokens=minibatch.loss_tokens,
+                    sequences=minibatch.sequences,
+                    episodes=minibatch.episodes,
+                    episode_tokens=minibatch.episode_tokens,
+                )
+            )
+    for name, mean in means.items():
+        assert mean == pytest.approx(case["outputs"][name], rel=1e-5, abs=1e-5), name

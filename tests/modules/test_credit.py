@@ -12,10 +12,13 @@ from ragen_pl.algorithms.advantages.gigpo import GroupInGroup
 from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
 from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, ReinforcePlusPlus
 from ragen_pl.algorithms.advantages.turn import TurnGAE
+from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
+from ragen_pl.algorithms.credit import Estimator, broadcast
 from ragen_pl.algorithms.masks import until_action
-from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
+from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate
+from ragen_pl.finite import NonFiniteError
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
@@ -30,6 +33,7 @@ ESTIMATORS = [
     GroupRelative(scale_by_std=False),
     GroupInGroup(gamma=0.9),
     LeaveOneOut(),
+    TurnLeaveOneOut(gamma=0.9),
     BatchRelative(),
     RawReturn(),
     ReinforcePlusPlus(gamma=0.9),
@@ -66,6 +70,7 @@ def episode(bundle, *, number: int, window: int | str, system: str | None = None
     return Trajectory(
         group=number // 3, member=number % 3, seed=0, turns=turns, success=False, system_prompt_length=head,
         status=EpisodeStatus.TRUNCATED if number == 4 else EpisodeStatus.TERMINATED,
+        final_prompt_ids=turns[-1].prompt_ids if number == 4 else None,
     )  # fmt: skip
 
 
@@ -75,12 +80,17 @@ def credit_by_token(batch: TrajectoryBatch, name: str) -> torch.Tensor:
     return getattr(samples, name)[on][samples.token[on].argsort()]
 
 
-def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=None):
+def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=None, lower=None):
+    """Return a batch with credit; `lower` is subtracted from all values of an episode."""
     played = [episode(bundle, number=number, window=window) for number in range(6)]
     batch = collate([played[number] for number in order or range(6)], bundle)
     samples = batch.samples
-    samples.values = torch.where(samples.turn >= 0, torch.sin(samples.input_ids.float()), 0.0)
+    values = torch.sin(samples.input_ids.float())
     batch.episodes.bootstrap = torch.where(batch.episodes.truncated, 0.7, 0.0)
+    if lower is not None:
+        values = values - lower[samples.episode][:, None]
+        batch.episodes.bootstrap -= torch.where(batch.episodes.truncated, lower, 0.0)
+    samples.values = torch.where(samples.turn >= 0, values, 0.0)
     layout = CreditLayout.of(batch)
     kept = token_masks(batch, layout, Masks(advantage=until_action), kl=None)
     settings = {"whiten_advantages": whiten, "normalizer": normalizer}
@@ -139,6 +149,66 @@ def test_normalized_rewards_sum_to_the_normalized_return(bundle) -> None:
     expected = relative.samples.advantages.clamp(max=0.5)
     torch.testing.assert_close(bounded.samples.advantages, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(raw.samples.advantages, expected)
+
+
+@pytest.mark.parametrize("by", [ByGroup(scale_by_std=False), ByBatch(scale_by_std=False)])
+@pytest.mark.parametrize("estimator", [each for each in ESTIMATORS if each.needs_values], ids=repr)
+def test_centering_lowers_every_return_alike(bundle, estimator, by) -> None:
+    """A critic that knows the lower returns sees the same advantages, however long an episode lasts."""
+    raw = credited(bundle, window=1, estimator=estimator)
+    episodes = raw.episodes
+    assert episodes.truncated.any() and len(episodes.turns.unique()) > 2
+    center, _ = by(episodes.turn_rewards.sum(1), episodes.group, iteration=0)
+    assert float(center.abs().max()) > 0.1
+    centered = credited(
+        bundle, window=1, estimator=estimator, normalizer=RewardNormalizer(by=by), lower=center
+    )
+    trained = raw.samples.loss_mask
+    torch.testing.assert_close(
+        centered.samples.advantages, raw.samples.advantages, rtol=1e-5, atol=1e-5
+    )
+    lower = raw.samples.returns - center[raw.samples.episode][:, None]
+    torch.testing.assert_close(
+        centered.samples.returns[trained], lower[trained], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_centering_without_a_critic_lowers_every_return_alike(bundle) -> None:
+    """Rewards are discounted, and a group's mean in the last turn would be discounted with them."""
+    normalizer = RewardNormalizer(by=ByGroup(scale_by_std=False))
+    estimator = ReinforcePlusPlus(gamma=0.5)
+    raw = credited(bundle, window=1, estimator=estimator)
+    centered = credited(bundle, window=1, estimator=estimator, normalizer=normalizer)
+    center, _ = normalizer.by(raw.episodes.turn_rewards.sum(1), raw.episodes.group, iteration=0)
+    lower = raw.samples.returns - center[raw.samples.episode][:, None]
+    expected = torch.where(raw.samples.loss_mask, lower, 0.0)
+    torch.testing.assert_close(centered.samples.returns, expected, rtol=1e-5, atol=1e-5)
+    by_turn = TurnLeaveOneOut(gamma=0.5)
+    both = [
+        credited(bundle, window=1, estimator=by_turn, normalizer=each).samples
+        for each in (None, normalizer)
+    ]
+    # all members have a first turn to compare with
+    first = both[0].turn == 0
+    assert float(both[0].advantages[first].abs().max()) > 0.1
+    expected, found = (samples.advantages[first] for samples in both)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class Broken(Estimator):
+    """Advantages of which one is not finite."""
+
+    def __call__(self, credit, *, all_reduce=None):
+        result = broadcast(credit.returns, credit)
+        result.advantages[2, 1] = float("nan")
+        return result
+
+
+def test_an_estimator_that_returns_nan_is_named(bundle) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        credited(bundle, window=1, estimator=Broken())
+    assert f"{__name__}.Broken are not finite: nan at [2, 1]" in str(caught.value)
+    assert str(caught.value).startswith("algorithm.estimator: the advantages of ")
 
 
 class TestUndividedSequence:

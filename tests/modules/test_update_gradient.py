@@ -21,7 +21,8 @@ from ragen_pl.trajectory import Span
 def loss_settings(aggregation=Aggregation.TOKEN_MEAN, *, coefficient=0.1, **changes):
     constant = 20.0 if aggregation is Aggregation.CONSTANT else None
     policy = PolicyLoss(aggregation=aggregation, constant=constant)
-    held = Aggregation.SEQ_MEAN_TOKEN_SUM if aggregation is Aggregation.CONSTANT else aggregation
+    own = (Aggregation.CONSTANT, Aggregation.EPISODE_MEAN)
+    held = Aggregation.SEQ_MEAN_TOKEN_SUM if aggregation in own else aggregation
     kl = ReferenceKL(coefficient=coefficient, aggregation=held)
     return UpdateLoss(policy=policy, kl=kl, **changes)
 

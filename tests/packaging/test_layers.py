@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
-    "constraints", "distributed", "files", "known_pickle", "phases", "rank_states", "seeding", "trajectory",
+    "constraints", "distributed", "files", "finite", "known_pickle", "phases", "rank_states", "seeding",
+    "trajectory",
 }  # fmt: skip
 LEARNING = {"algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout"}
 # A part is a package or a module. A module of a package that is listed by its path is a part of its own.
@@ -17,6 +18,7 @@ MAY_IMPORT = {
     "constraints": set(),
     "distributed": set(),
     "files": set(),
+    "finite": set(),
     "known_pickle": set(),
     "optimizers": {"distributed"},
     "phases": set(),

@@ -96,6 +96,21 @@ def test_the_term_is_in_the_turn_that_is_judged(play, scope, terms):
     assert [turn.reward_terms.get("judge") for turn in trajectory.turns] == terms
 
 
+def test_differences_of_scores_do_not_pay_for_more_turns(play):
+    """The terms add up to the weighted score of the last turn that has one."""
+    trajectory = episode(play)
+    scores = [0.5, None, 0.75]
+
+    def judge(texts):
+        assert len(texts) == 6
+        return [*scores, 1.0, 0.0, 0.25]
+
+    other = episode(play)
+    JudgedReward(judge=judge, weight=2.0, scope="difference")([trajectory, other], gather=gather)
+    assert [turn.reward_terms.get("judge") for turn in trajectory.turns] == [1.0, None, 0.5]
+    assert [turn.reward_terms.get("judge") for turn in other.turns] == [2.0, -2.0, 0.5]
+
+
 def test_answers_without_the_form_are_not_judged(play):
     for text in ("thank you", "<think></think><answer>bad</answer>"):
         trajectory = episode(play, text)

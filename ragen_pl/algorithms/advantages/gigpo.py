@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.advantages.group import dr_grpo, grpo
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast
+from ragen_pl.algorithms.advantages.group import dr_grpo, grpo, rloo
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
+from ragen_pl.algorithms.equality import agree
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.constraints import Fraction, NonNegative, checked
@@ -47,6 +49,13 @@ def anchor_groups(state: Tensor, group: Tensor) -> Tensor:
     return torch.unique(pairs, dim=0, return_inverse=True)[1]
 
 
+class StepBaseline(StrEnum):
+    """Visits of a state that a step is compared with: those of other trajectories, or all of the group."""
+
+    OTHERS = "others"
+    ALL = "all"
+
+
 def gigpo(
     returns: Tensor,
     group: Tensor,
@@ -56,12 +65,18 @@ def gigpo(
     gamma: float,
     step_weight: float,
     scale_by_std: bool = True,
+    step_baseline: StepBaseline = StepBaseline.OTHERS,
+    scale_steps: bool = False,
 ) -> Tensor:
     """Add the advantage of the episode and that of the step (GiGPO; Feng et al., 2025, eqs. 3, 7 and 8).
 
     `A(i, k) = A_episode(i) + step_weight A_step(i, k)`: the return of the episode relative to its group's,
-    and the discounted return from turn k on relative to those of all steps that the group took from
-    the same state. A state that occurs once has no step advantage.
+    and the discounted return from turn k on relative to those of steps that the group took from the same state.
+
+    The published method compares with all of these steps and divides by their deviation (`StepBaseline.ALL` and
+    `scale_steps`). How often a trajectory comes back to a state is its own choice, so a mean with its own later visits
+    in it rewards or punishes going on, and the division by the deviation is biased as well. `StepBaseline.OTHERS`
+    takes the mean over other trajectories' visits, which is unbiased; see `relative_to_others`.
 
     Args:
         returns: `[trajectories]`.
@@ -70,25 +85,85 @@ def gigpo(
         state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
         gamma: discount per turn of the step returns.
         step_weight: weight of the step advantage.
-        scale_by_std: divide both by the deviation (GRPO) or only center them (Dr. GRPO).
+        scale_by_std: divide the advantage of the episode by the deviation (GRPO) or only center it (Dr. GRPO).
+        step_baseline: steps that a step is compared with.
+        scale_steps: divide the advantage of the step by the deviation, with `StepBaseline.ALL`.
 
     Returns:
         float32 `[trajectories, turns]`. Turns of unknown states, and those beyond the last one, have the advantage of
         the episode alone.
 
-    >>> rewards, state = torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([[5, 6], [5, 7]])
+    >>> rewards, state = torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([[5, 6], [5, 6]])
     >>> settings = {"gamma": 0.5, "step_weight": 1.0, "scale_by_std": False}
     >>> gigpo(rewards.sum(1), torch.tensor([0, 0]), rewards, state, **settings)
-    tensor([[ 1.5000,  1.0000],
-            [-1.5000, -1.0000]])
+    tensor([[ 2.,  3.],
+            [-2., -3.]])
     """
-    relative = grpo if scale_by_std else dr_grpo
     known = state >= 0
     steps = torch.zeros_like(turn_rewards, dtype=torch.float32)
-    from_here = step_returns(turn_rewards, gamma=gamma)[known]
-    steps[known] = relative(from_here, anchor_groups(state, group))
-    episode = relative(returns, group)[:, None]
+    from_here, anchors = step_returns(turn_rewards, gamma=gamma), anchor_groups(state, group)
+    if step_baseline is StepBaseline.ALL:
+        relative = grpo if scale_steps else dr_grpo
+        steps[known] = relative(from_here[known], anchors)
+    else:
+        rest = expected_rest(turn_rewards, group)[known]
+        steps[known] = relative_to_others(
+            from_here[known], anchors, episode=known.nonzero()[:, 0], fallback=rest
+        )
+    episode = (grpo if scale_by_std else dr_grpo)(returns, group)[:, None]
     return episode + step_weight * steps
+
+
+def relative_to_others(
+    values: Tensor, anchors: Tensor, *, episode: Tensor, fallback: Tensor
+) -> Tensor:
+    """Subtract from each step's return the mean over the steps of other episodes from the same state.
+
+    Args:
+        values: `[steps]`, returns from the steps on.
+        anchors: int64 `[steps]`, equal for steps from the same state of a group.
+        episode: int64 `[steps]`, episode that a step is in.
+        fallback: `[steps]`, baseline of steps from a state that no other episode has visited; NaN for none, where the
+            advantage is 0.
+
+    Returns:
+        float32 `[steps]`, 0 where value and baseline are equal but for rounding.
+
+    >>> values, episode = torch.tensor([1.0, 4.0, 2.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    >>> relative_to_others(values, torch.tensor([0, 0, 0, 1]), episode=episode, fallback=torch.full((4,), 3.0))
+    tensor([-1.0000,  2.0000, -0.5000,  2.0000])
+    """
+    pairs = torch.unique(torch.stack([anchors, episode], dim=1), dim=0, return_inverse=True)[1]
+
+    def total(of_step: Tensor, sets: Tensor) -> Tensor:
+        return torch.zeros_like(of_step).index_add(0, sets, of_step)[sets]
+
+    exact, ones = values.double(), torch.ones_like(values, dtype=torch.float64)
+    others = total(ones, anchors) - total(ones, pairs)
+    mean = (total(exact, anchors) - total(exact, pairs)) / others.clamp(min=1)
+    baseline = torch.where(others > 0, mean, fallback.double())
+    equal = agree(torch.maximum(exact, baseline), torch.minimum(exact, baseline))
+    return torch.where(equal | baseline.isnan(), 0.0, exact - baseline).float()
+
+
+def expected_rest(turn_rewards: Tensor, group: Tensor) -> Tensor:
+    """Return the mean return of a group's other members less an episode's own rewards before each turn.
+
+    Args:
+        turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
+        group: int64 `[trajectories]`.
+
+    Returns:
+        `[trajectories, turns]`; NaN for a group of one.
+
+    >>> expected_rest(torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor([0, 0]))
+    tensor([[ 4.,  3.],
+            [ 3., -1.]])
+    """
+    of_others = turn_rewards.sum(1) - rloo(turn_rewards.sum(1), group)
+    before = turn_rewards.cumsum(1) - turn_rewards
+    members = (group[:, None] == group[None, :]).sum(1)
+    return torch.where(members > 1, of_others, torch.nan)[:, None] - before
 
 
 @checked
@@ -96,10 +171,17 @@ def gigpo(
 class GroupInGroup(Estimator):
     """The episode against its group, and each turn against turns from the same state (GiGPO).
 
+    `step_baseline=all` with `scale_steps=true` is the published estimator.
+
     Attributes:
         gamma: discount per turn of the step returns.
         step_weight: weight of the step advantage.
-        scale_by_std: divide both advantages by their deviation.
+        scale_by_std: divide the advantage of the episode by its deviation.
+        step_baseline: visits of the state that a turn is compared with.
+        scale_steps: divide the step advantage by its deviation.
+
+    Raises:
+        ValueError: `scale_steps` without `step_baseline=all`.
     """
 
     needs_groups: ClassVar[bool] = True
@@ -107,6 +189,15 @@ class GroupInGroup(Estimator):
     gamma: Fraction = 0.95
     step_weight: NonNegative = 1.0
     scale_by_std: bool = True
+    step_baseline: StepBaseline = StepBaseline.OTHERS
+    scale_steps: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale_steps and self.step_baseline is not StepBaseline.ALL:
+            raise ValueError(
+                f"algorithm.estimator.scale_steps=true with step_baseline={self.step_baseline}: the deviation is that "
+                "of all visits; set step_baseline=all, or scale_steps=false"
+            )
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `gigpo` to the returns and to the rewards of the turns."""
@@ -115,21 +206,16 @@ class GroupInGroup(Estimator):
                 "found no anchor states, expected those of the environment's state_key(); GroupInGroup compares "
                 "turns from the same state: choose an environment that has it, or algorithm=grpo"
             )
-        state, turn = credit.state, credit.turn.clamp(min=0)
-        turn_rewards = torch.zeros(state.shape, device=state.device)
-        inside = torch.where(credit.turn >= 0, credit.rewards.float(), 0.0)
-        if state.shape[1]:
-            turn_rewards = turn_rewards.scatter_add(1, turn, inside)
+        state = credit.state
         of_turn = gigpo(
             credit.returns,
             credit.group,
-            turn_rewards,
+            credit.turn_rewards(state.shape[1]),
             state,
             gamma=self.gamma,
             step_weight=self.step_weight,
             scale_by_std=self.scale_by_std,
+            step_baseline=self.step_baseline,
+            scale_steps=self.scale_steps,
         )
-        of_token = of_turn.gather(1, turn) if state.shape[1] else torch.zeros_like(inside)
-        result = broadcast(credit.returns, credit)
-        result.advantages = torch.where(credit.loss_mask, of_token, 0.0)
-        return result
+        return broadcast_turns(of_turn, credit)

@@ -1,7 +1,8 @@
 """Baselines from the other trajectories of a group: GRPO, Dr. GRPO, RLOO.
 
 A group is the trajectories that started from the same environment seed. Its members are counted as
-trajectories, never as turns or rows. A group must be complete.
+trajectories, never as turns or rows. A group must be complete. Where its returns are equal but for rounding
+(`algorithms.equality`), all advantages and the deviation are 0.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, Scope, broadcast
+from ragen_pl.algorithms.equality import agree_within
 from ragen_pl.algorithms.whitening import AllReduce
 
 
@@ -19,11 +22,11 @@ def _same_group(group: Tensor) -> Tensor:
     return (group[:, None] == group[None, :]).float()
 
 
-def _centered(returns: Tensor, same: Tensor) -> Tensor:
-    # The mean of the pairwise differences is the distance to the mean, and exactly 0 where all
-    # returns agree; rounding of the mean would otherwise be blown up by the division by the std.
+def _centered(returns: Tensor, group: Tensor, same: Tensor) -> Tensor:
+    # the mean of the pairwise differences is the distance to the mean
     differences = returns[:, None] - returns[None, :]
-    return (same * differences).sum(1) / same.sum(1)
+    distances = (same * differences).sum(1) / same.sum(1)
+    return torch.where(agree_within(returns, group), 0.0, distances)
 
 
 def group_std(returns: Tensor, group: Tensor) -> Tensor:
@@ -36,12 +39,11 @@ def group_std(returns: Tensor, group: Tensor) -> Tensor:
     Returns:
         float32 `[trajectories]`: unbiased standard deviation, 0 for a group of one.
 
-    >>> import torch
     >>> group_std(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([1.4142, 1.4142, 0.0000])
     """
     same = _same_group(group)
-    squares = _centered(returns.float(), same).square()
+    squares = _centered(returns.float(), group, same).square()
     return ((same * squares[None, :]).sum(1) / (same.sum(1) - 1).clamp(min=1)).sqrt()
 
 
@@ -58,7 +60,6 @@ def grpo(returns: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     Returns:
         float32 `[trajectories]`.
 
-    >>> import torch
     >>> grpo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([-0.7071,  0.7071,  0.0000])
     """
@@ -75,11 +76,10 @@ def dr_grpo(returns: Tensor, group: Tensor) -> Tensor:
     Returns:
         float32 `[trajectories]`.
 
-    >>> import torch
     >>> dr_grpo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([-1.,  1.,  0.])
     """
-    return _centered(returns.float(), _same_group(group))
+    return _centered(returns.float(), group, _same_group(group))
 
 
 def rloo(returns: Tensor, group: Tensor) -> Tensor:
@@ -92,13 +92,12 @@ def rloo(returns: Tensor, group: Tensor) -> Tensor:
     Returns:
         float32 `[trajectories]`; 0 for a group of one, which has no other member.
 
-    >>> import torch
     >>> rloo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([-2.,  2.,  0.])
     """
     same = _same_group(group)
     count = same.sum(1)
-    return _centered(returns.float(), same) * count / (count - 1).clamp(min=1)
+    return _centered(returns.float(), group, same) * count / (count - 1).clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)

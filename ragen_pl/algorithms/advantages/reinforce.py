@@ -42,7 +42,12 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
 
 
 def reinforce_plus_plus(
-    rewards: Tensor, mask: Tensor, *, gamma: float, all_reduce: AllReduce | None = None
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    center: Tensor | None = None,
+    all_reduce: AllReduce | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Whiten discounted returns-to-go over the whole batch (REINFORCE++; Hu, 2025).
 
@@ -50,6 +55,7 @@ def reinforce_plus_plus(
         rewards: `[trajectories, tokens]`.
         mask: bool `[trajectories, tokens]`.
         gamma: discount per token of the mask.
+        center: `[trajectories]`, subtracted from every return-to-go; None for 0.
         all_reduce: sums a tensor over the ranks; None on one rank.
 
     Returns:
@@ -61,6 +67,8 @@ def reinforce_plus_plus(
             [ 0.7071]])
     """
     returns = discounted_returns(rewards, mask, gamma=gamma)
+    if center is not None:
+        returns = torch.where(mask.bool(), returns - center[:, None], 0.0)
     return whiten(returns, mask, all_reduce=all_reduce), returns
 
 
@@ -82,7 +90,7 @@ def raw(returns: Tensor) -> Tensor:
 def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = None) -> Tensor:
     """Standardize trajectory returns over the whole batch (BRPO in RAGEN's ladder).
 
-    `(R - mean) / (std + eps)` with the unbiased std; a batch of one gets 0.
+    `(R - mean) / (std + eps)` with the unbiased std; a batch of one, or of equal returns, gets 0.
 
     Args:
         returns: `[trajectories]`.
@@ -97,7 +105,8 @@ def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = 
     """
     everywhere = torch.ones_like(returns, dtype=torch.bool)
     mean, variance = masked_moments(returns, everywhere, all_reduce=all_reduce)
-    return (returns.float() - mean) / (variance.sqrt() + eps)
+    standardized = (returns.float() - mean) / (variance.sqrt() + eps)
+    return torch.where(variance > 0, standardized, 0.0)
 
 
 @checked
@@ -109,8 +118,13 @@ class ReinforcePlusPlus(Estimator):
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `reinforce_plus_plus` to the tokens of M_adv."""
-        mask = credit.advantage_mask
-        pair = reinforce_plus_plus(credit.rewards, mask, gamma=self.gamma, all_reduce=all_reduce)
+        pair = reinforce_plus_plus(
+            credit.rewards,
+            credit.advantage_mask,
+            gamma=self.gamma,
+            center=credit.center,
+            all_reduce=all_reduce,
+        )
         return finish(*pair, credit)
 
 

@@ -1,0 +1,248 @@
+"""Gradients of estimators on a process that is enumerated: after each turn the policy goes on or stops.
+
+How long an episode lasts is then the policy's own choice. A baseline that depends on it, such as a mean that includes
+the episode's own later turns, changes the expected gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE
+from ragen_pl.algorithms.advantages.gigpo import GroupInGroup, step_returns
+from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
+from ragen_pl.algorithms.advantages.reinforce import BatchRelative, ReinforcePlusPlus
+from ragen_pl.algorithms.advantages.turn_baseline import (
+    Absent,
+    TurnLeaveOneOut,
+    turn_leave_one_out,
+)
+from ragen_pl.algorithms.credit import Credit, Estimator
+from ragen_pl.config import config_dir
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
+PRESETS = {
+    file.stem: OmegaConf.load(file).algorithm.estimator
+    for file in sorted((config_dir() / "algorithm").glob("*.yaml"))
+    if OmegaConf.select(OmegaConf.load(file), "algorithm.estimator")
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """Turn k pays `reward[k]` plus or minus `noise[k]`, stopping after it pays `final[k]`; the last turn stops."""
+
+    continue_logit: list[float]
+    reward: list[float]
+    noise: list[float]
+    final: list[float]
+
+    @property
+    def go_on(self) -> Tensor:
+        """Probability to go on after each turn but the last."""
+        return torch.tensor(self.continue_logit, dtype=torch.float64).sigmoid()
+
+    def episodes(self) -> list[tuple[float, list[float]]]:
+        """Return the probability and the turn rewards of each episode."""
+        found = []
+        for turns in range(1, len(self.reward) + 1):
+            stops = 1.0 if turns == len(self.reward) else 1 - float(self.go_on[turns - 1])
+            chance = float(self.go_on[: turns - 1].prod()) * stops
+            signs = [(-1, 1) if self.noise[turn] else (0,) for turn in range(turns)]
+            for drawn in itertools.product(*signs):
+                rewards = [self.reward[k] + sign * self.noise[k] for k, sign in enumerate(drawn)]
+                rewards[-1] += self.final[turns - 1]
+                found.append((chance / len(list(itertools.product(*signs))), rewards))
+        return found
+
+    def values(self, gamma: float) -> list[float]:
+        """Return the value of the state that each turn starts in, and 0 after the last."""
+        values = [0.0] * (len(self.reward) + 1)
+        for turn in reversed(range(len(self.reward))):
+            c = 0.0 if turn == len(self.reward) - 1 else float(self.go_on[turn])
+            after = c * gamma * values[turn + 1] + (1 - c) * self.final[turn]
+            values[turn] = self.reward[turn] + after
+        return values
+
+
+# noisy rewards that change sign, and stopping that is better at first
+MIXED = Process([0.4, -0.3], [1.0, -0.5, 0.7], [0.0, 0.5, 0.0], [0.2, 0.9, -0.4])
+# all episodes are as likely as a power of a half
+EVEN = Process([0.0, 0.0], [1.0, -0.5, 0.7], [0.0, 0.5, 0.0], [0.2, 0.9, -0.4])
+EVERY_TURN_PAYS = Process([0.0, 0.0], [1.0] * 3, [0.0] * 3, [0.0] * 3)
+
+
+class Groups:
+    """All groups of a process with their probabilities, as one batch with one token a turn.
+
+    Args:
+        process: The process.
+        members: Episodes of a group.
+        gamma: Discount of the values.
+        one_state: Whether all turns start in the same state; else there is one for each turn.
+    """
+
+    def __init__(self, process: Process, *, members: int, gamma: float, one_state: bool) -> None:
+        self.process = process
+        groups = list(itertools.product(process.episodes(), repeat=members))
+        chances = [
+            torch.tensor([chance for chance, _ in group]).double().prod() for group in groups
+        ]
+        self.chance = torch.stack(chances).repeat_interleave(members) / members
+        rewards = [rewards for group in groups for _, rewards in group]
+        most = len(process.reward)
+        self.turns = torch.tensor([len(each) for each in rewards])
+        place = torch.arange(most).expand(len(rewards), most)
+        on = place < self.turns[:, None]
+        self.rewards = torch.tensor([each + [0.0] * (most - len(each)) for each in rewards])
+        self.score = torch.zeros(len(rewards), most, dtype=torch.float64)
+        for turn, c in enumerate(process.go_on):
+            went_on = self.turns > turn + 1
+            self.score[:, turn] = torch.where(went_on, 1 - c, -c) * on[:, turn]
+        values = torch.tensor(process.values(gamma))[:most].expand(len(rewards), most)
+        self.credit = Credit(
+            rewards=self.rewards,
+            values=torch.where(on, values, 0.0).float(),
+            advantage_mask=on,
+            loss_mask=on,
+            turn=torch.where(on, place, -1),
+            group=torch.arange(len(groups)).repeat_interleave(members),
+            bootstrap=torch.zeros(len(rewards)),
+            returns=self.rewards.sum(1),
+            state=torch.where(on, 0 if one_state else place, -1),
+        )
+
+    def gradient(self, advantages: Tensor) -> Tensor:
+        """Return the expected gradient for the logits to go on, `[turns - 1]`."""
+        expected = self.chance[:, None] * self.score * advantages.double()
+        return expected.sum(0)[:-1]
+
+    def repeated(self, times: Tensor) -> Credit:
+        """Return a batch with each episode this often."""
+        rows = torch.arange(len(times)).repeat_interleave(times)
+        parts = {field.name: getattr(self.credit, field.name) for field in fields(Credit)}
+        return Credit(
+            **{name: None if part is None else part[rows] for name, part in parts.items()}
+        )
+
+    def weighted(self, advantages: Tensor, times: Tensor) -> Tensor:
+        """Return the gradient with the advantages of `repeated`, of which one copy of each episode is used."""
+        return self.gradient(advantages[times.cumsum(0) - times])
+
+    def true_gradient(self, gamma: float) -> Tensor:
+        """Return the gradient with the discounted returns from each turn on."""
+        rest = torch.zeros_like(self.rewards, dtype=torch.float64)
+        for turn in reversed(range(self.rewards.shape[1])):
+            after = rest[:, turn + 1] if turn + 1 < self.rewards.shape[1] else 0.0
+            rest[:, turn] = self.rewards[:, turn] + gamma * after
+        return self.gradient(rest)
+
+
+def step_term(estimator: Estimator, groups: Groups) -> Tensor:
+    """Return the gradient that the step advantage of `GroupInGroup` adds."""
+    with_steps, without = (
+        groups.gradient(replace(estimator, step_weight=weight)(groups.credit).advantages)
+        for weight in (1.0, 0.0)
+    )
+    return with_steps - without
+
+
+def undiscounted(estimator: Estimator) -> bool:
+    """Whether an estimator compares whole returns of episodes."""
+    return not any(field.name.startswith("gamma") for field in fields(estimator))
+
+
+def of_preset(name: str, gamma: float) -> Estimator:
+    """Return a preset's estimator with this discount for each turn, and without division by a deviation of a group."""
+    estimator = instantiate(PRESETS[name])
+    wanted = {"gamma": gamma, "gamma_turn": gamma, "low": 0.0, "high": 1.0, "scale_by_std": False}
+    names = {field.name for field in fields(estimator)}
+    return replace(estimator, **{key: value for key, value in wanted.items() if key in names})
+
+
+@pytest.mark.parametrize("one_state", [True, False])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("name", PRESETS)
+def test_expected_gradient_is_that_of_the_returns(name, gamma, one_state) -> None:
+    """Up to (N - 1) / N where an episode's own return is in the mean, and the deviation of the whole batch."""
+    estimator = of_preset(name, gamma)
+    by_batch = isinstance(estimator, BatchRelative | ReinforcePlusPlus)
+    groups = EVEN if by_batch else MIXED
+    groups = Groups(groups, members=1 if by_batch else 2, gamma=gamma, one_state=one_state)
+    expected = groups.true_gradient(1.0 if undiscounted(estimator) else gamma)
+    if isinstance(estimator, AdaptiveBilevelGAE):
+        # whose discounts depend on values: equal to BilevelGAE where they are constant
+        estimator = replace(estimator, beta=0.0)
+    if isinstance(estimator, GroupInGroup):
+        episode = replace(estimator, step_weight=0.0)(groups.credit).advantages
+        torch.testing.assert_close(groups.gradient(episode), groups.true_gradient(1.0) / 2)
+        found = step_term(estimator, groups)
+    elif by_batch:
+        # all episodes as often as they are likely
+        times = (groups.chance / groups.chance.min()).round().long()
+        found = groups.weighted(estimator(groups.repeated(times)).advantages, times)
+        assert float(found @ expected) > 0
+        found = found * expected.norm() / found.norm()
+    else:
+        found = groups.gradient(estimator(groups.credit).advantages)
+        found = found * 2 if isinstance(estimator, GroupRelative) else found
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_episodes_own_visits_and_deviations_bias_the_published_step_advantage() -> None:
+    """Every turn pays, and going on is better: centered on all visits, the policy learns it less."""
+    groups = Groups(EVERY_TURN_PAYS, members=3, gamma=1.0, one_state=True)
+    published = GroupInGroup(gamma=1.0, step_baseline="all", scale_by_std=False)
+    assert step_term(published, groups).tolist() == pytest.approx([0.3125, 0.0954], abs=1e-3)
+    assert groups.true_gradient(1.0).tolist() == pytest.approx([0.375, 0.125])
+    unbiased = replace(published, step_baseline="others")
+    assert step_term(unbiased, groups).tolist() == pytest.approx([0.375, 0.125])
+
+
+def of(kind: str) -> list[dict]:
+    return [case for case in GOLDEN if case["kind"] == kind]
+
+
+@pytest.mark.parametrize("case", of("stopping_bias"))
+def test_gradients_of_the_reference(case: dict) -> None:
+    """`gradient` by estimator, by exact enumeration, for `members` of a group and a discount `gamma` for each turn."""
+    given = dict(case["inputs"])
+    members, gamma = given.pop("members"), given.pop("gamma")
+    groups = Groups(Process(**given), members=members, gamma=gamma, one_state=True)
+    found = {"return_to_go": groups.true_gradient(gamma)}
+    estimators = {
+        "leave_one_out_per_turn_index": TurnLeaveOneOut(gamma=gamma),
+        "leave_one_out_absent_zero": TurnLeaveOneOut(gamma=gamma, absent=Absent.ZERO),
+        "episode_leave_one_out": LeaveOneOut(),
+    }
+    for name, estimator in estimators.items():
+        found[name] = groups.gradient(estimator(groups.credit).advantages)
+    steps = GroupInGroup(gamma=gamma)
+    found["anchor_leave_trajectory_out"] = step_term(steps, groups)
+    found["anchor_mean"] = step_term(replace(steps, step_baseline="all"), groups)
+    for name, gradient in found.items():
+        expected = case["outputs"]["gradient"][name]
+        assert gradient.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("case", of("turn_baseline"))
+def test_turn_baseline_of_the_reference(case: dict) -> None:
+    given = case["inputs"]
+    rewards, turns = torch.tensor(given["turn_rewards"]), torch.tensor(given["turns"])
+    advantages = turn_leave_one_out(
+        step_returns(rewards, gamma=given["gamma"]),
+        turns,
+        torch.tensor(given["group"]),
+        absent=Absent(given["absent"]),
+    )
+    expected = torch.tensor(case["outputs"]["advantages"])
+    torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-5)
