@@ -10,7 +10,7 @@ import logging
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
-from ragen_pl.config.errors import config_errors
+from ragen_pl.config.errors import ConfigError, config_errors
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,8 @@ def main(cfg: DictConfig) -> None:
     """Write the folder and log what it holds."""
     from ragen_pl.run.checks import check_new_folder
 
+    if cfg.dtype is None:
+        raise ConfigError("dtype=null: expected one of float32, bfloat16")
     folder = check_new_folder(cfg.to, overwrite=cfg.overwrite)
     from ragen_pl.models.gguf import import_gguf
 

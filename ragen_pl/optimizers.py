@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ragen_pl.distributed import world_size
 
@@ -214,3 +215,24 @@ def _split(group: ParameterGroup) -> list[ParameterGroup]:
     vectors = [weight for weight in group["params"] if weight.ndim <= 1]
     parts = [{**group, "params": matrices}, {**group, "params": vectors, "weight_decay": 0.0}]
     return [part for part in parts if part["params"]]
+
+
+def schedule_by_iteration(
+    optimizer: Optimizer, *, iterations: int | None, warm_up: int, end: float
+) -> LambdaLR:
+    """Return a schedule that is stepped after each iteration: a linear rise, times a linear decay over the run.
+
+    Args:
+        optimizer: Optimizer.
+        iterations: Number of iterations; -1 for a run without a last one, which has no decay.
+        warm_up: Number of first iterations of the rise, the last of which has the full learning rate.
+        end: Factor of the learning rate at the end of the decay.
+    """
+    last = max(1, iterations or 1)
+    fallen = 1.0 if iterations == -1 else end
+
+    def factor(iteration: int) -> float:
+        rise = min(1.0, (iteration + 1) / max(1, warm_up))
+        return rise * (1.0 - (1.0 - fallen) * min(1.0, iteration / last))
+
+    return LambdaLR(optimizer, [factor] * len(optimizer.param_groups))

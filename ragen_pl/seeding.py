@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def derive_seed(*key: int | str) -> int:
@@ -45,3 +49,23 @@ def seeded(*key: int | str) -> Iterator[int]:
         torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+def random_state() -> dict[str, Tensor]:
+    """Return the state of torch's generators by device: the CPU's, and that of the present GPU once one is used."""
+    import torch
+
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_state(states: Mapping[str, Tensor]) -> None:
+    """Restore `random_state`, of the devices that are used."""
+    import torch
+
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])

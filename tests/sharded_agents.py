@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
-from ragen_pl.distributed import max_over_ranks, sum_over_ranks, whole
+from ragen_pl.distributed import max_over_ranks, own_part, sum_over_ranks, whole
 from ragen_pl.models.adapters import choose_trained_weights, merge_adapters
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
@@ -230,7 +230,11 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    results = {"learned": learn(rank, mesh), "pushed": push(rank, mesh)}
+    results = {
+        "learned": learn(rank, mesh),
+        "pushed": push(rank, mesh),
+        "skipped": skip(rank, mesh),
+    }
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
@@ -268,6 +272,36 @@ def learn(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
             "same fingerprints": agent.fingerprints == fingerprints,
             "rollout weights are freed": next(model.parameters()).is_meta,
         }
+    return results
+
+
+def skip(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return what becomes of a step where the second rank alone has a gradient or a loss that is not finite."""
+    results = {}
+    for name, sharded in (("shard of a gradient", True), ("loss", False)):
+        agent = build(Case())
+        if sharded:
+            agent._device_mesh = mesh
+            agent.configure_model()
+        optimizer = agent.configure_optimizers()["optimizer"]
+        for weight in agent.parameters():
+            weight.grad = torch.ones_like(weight) if weight.requires_grad else None
+        if rank and sharded:
+            own = [own_part(w.grad) for w in agent.parameters() if w.grad is not None]
+            next(part for part in own if part.numel()).flatten()[0] = float("nan")
+        if not sharded:
+            agent.on_before_backward(torch.tensor(float("inf") if rank else 1.0))
+        agent.configure_gradient_clipping(optimizer, 0.5)
+        results[name] = {
+            "gradients": sum(weight.grad is not None for weight in agent.parameters()),
+            "skipped": agent.skipped.in_a_row,
+            "norm": repr(agent.gradient_norms["policy"]),
+        }
+        # the next step is taken
+        for weight in agent.parameters():
+            weight.grad = torch.ones_like(weight) if weight.requires_grad else None
+        agent.configure_gradient_clipping(optimizer, 0.5)
+        results[name]["skipped after"] = agent.skipped.in_a_row
     return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, RunFacts, checked, shown
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.files import atomic_write
+from ragen_pl.finite import json_text
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
 from ragen_pl.modules.losses import UpdateLoss
@@ -58,10 +60,12 @@ class Alarm:
             )
 
     def holds(self, readings: Mapping[str, float]) -> bool:
-        """Return whether the limit is passed; a missing reading or NaN passes none."""
+        """Return whether the limit is passed: never by a missing reading, always by NaN, at any success."""
         value = readings.get(self.reading)
-        if value is None or value != value:
+        if value is None:
             return False
+        if math.isnan(value):
+            return True
         if self.max_success is not None and readings.get("success", 0.0) >= self.max_success:
             return False
         return value < self.below if self.below is not None else value > (self.above or 0.0)
@@ -305,7 +309,7 @@ class CollapseMonitor(pl.Callback):
         file = run_folder(trainer) / EVENTS
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as partial:
-            partial.write_text("".join(json.dumps(event) + "\n" for event in self.events))
+            partial.write_text("".join(json_text(event) + "\n" for event in self.events))
         for logger in mlflow_loggers(trainer):
             client, run = logger.experiment, logger.run_id
             client.set_tag(run, f"collapse.{event['iteration']}", text[:_TAG_LENGTH])

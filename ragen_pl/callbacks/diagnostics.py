@@ -7,6 +7,7 @@ constants, so an alarm may watch any of them.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Annotated, Any, Final
@@ -25,7 +26,6 @@ from ragen_pl.constraints import Count, CountOrZero, checked
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
 from ragen_pl.metrics.rollout import READINGS as ROLLOUT_READINGS
-from ragen_pl.metrics.sums import ratio
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
 
@@ -161,15 +161,22 @@ class Diagnostics(RolloutCallback):
             logger.experiment.set_tag(logger.run_id, "diagnostics.regime", str(probe.regime()))
 
     def _gradients(self, pl_module: pl.LightningModule) -> dict[str, float]:
-        """Return each parameter group's largest gradient norm and its ratio to the recent median."""
+        """Return each parameter group's largest gradient norm and its ratio to the recent median.
+
+        A norm that is not finite is infinitely large, and no later one is compared with it.
+        """
         norms = pl_module.gradient_norms if isinstance(pl_module, AgentModule) else {}
         readings: dict[str, float] = {}
         spikes = []
         for group, norm in norms.items():
             earlier = self._norms.setdefault(group, [])
             readings[f"gradient_norm_{group}"] = norm
-            if len(earlier) >= 2:
-                spikes.append(ratio(norm, median(earlier)))
+            if not math.isfinite(norm):
+                spikes.append(math.inf)
+                readings[f"gradient_spike_{group}"] = math.inf
+                continue
+            if len(earlier) >= 2 and median(earlier) > 0:
+                spikes.append(norm / median(earlier))
                 readings[f"gradient_spike_{group}"] = spikes[-1]
             earlier.append(norm)
             del earlier[: -self.window]
@@ -183,7 +190,8 @@ class Diagnostics(RolloutCallback):
                 continue
             firsts = self._firsts[name]
             if len(firsts) < (1 if name in _COMPARED_WITH_FIRST else self.first):
-                firsts.append(self.readings[name])
+                if math.isfinite(self.readings[name]):
+                    firsts.append(self.readings[name])
             elif fmean(firsts) >= smallest:
                 ratios[f"{name}_ratio"] = self.readings[name] / fmean(firsts)
         return ratios

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ class Mitigation:
 
     def steer_entropy(self, agent: AgentModule, *, entropy: float, coefficient: float) -> float:
         """Set the entropy bonus for the next iteration and return its coefficient."""
-        if self.entropy_target is None:
+        if self.entropy_target is None or not math.isfinite(entropy):
             return coefficient
         moved = coefficient + self.entropy_rate * (self.entropy_target - entropy)
         moved = min(max(moved, 0.0), self.entropy_most)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
 from ragen_pl.constraints import Count, checked
 from ragen_pl.files import atomic_write
+from ragen_pl.finite import json_text
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.viewing.plots import Row, draw_plots
 
@@ -126,7 +125,7 @@ class PlotRun(RolloutCallback):
     def _write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / ROWS) as partial:
-            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            partial.write_text("".join(json_text(row) + "\n" for row in self.rows))
 
     # ---- drawing
 
@@ -164,7 +163,6 @@ class PlotRun(RolloutCallback):
 
 
 def _plotted(prefix: str, metrics: Mapping[str, Any], plotted: Sequence[str] = _METRICS) -> Row:
-    """Return the metrics with a prefix that are plotted, without infinite values and NaN."""
+    """Return the metrics with a prefix that are plotted."""
     names = [f"{prefix}/{name}" for name in plotted]
-    values = {name: float(metrics[name]) for name in names if name in metrics}
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    return {name: float(metrics[name]) for name in names if name in metrics}

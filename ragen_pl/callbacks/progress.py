@@ -23,9 +23,12 @@ _SHOWN = (
     ("return", "rollout/return", "{:.3f}"),
     ("entropy", "rollout/entropy", "{:.3f}"),
     ("validation success", "val/success", "{:.3f}"),
+    ("skipped steps", "update/skipped_steps", "{:.0f}"),
 )
 # Failed episodes in it: label, prefix of the metrics.
 _PLAYED = (("", "rollout"), ("validation ", "val"))
+# Counts of what should not happen, shown where it did.
+_SHOWN_ABOVE_ZERO = ("update/skipped_steps",)
 _DEFAULT_PHASE, _FINISHED = "training", "finished"
 
 
@@ -233,17 +236,17 @@ def _phase_of(pl_module: pl.LightningModule) -> str:
 
 
 def iteration_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Return an iteration's metrics as text; missing ones are left out, and failed episodes where there are none.
+    """Return an iteration's metrics as text; missing ones and counts of nothing are left out.
 
-    >>> iteration_metrics({"rollout/success": 0.5, "val/success": 0.25, "other": 1.0})
+    >>> iteration_metrics({"rollout/success": 0.5, "val/success": 0.25, "update/skipped_steps": 0.0})
     ['success 0.500', 'validation success 0.250']
-    >>> iteration_metrics({"rollout/failed_episodes": 2.0, "rollout/episodes": 6.0})
-    ['failed 2 of 8']
+    >>> iteration_metrics({"rollout/failed_episodes": 2.0, "rollout/episodes": 6.0, "update/skipped_steps": 1.0})
+    ['skipped steps 1', 'failed 2 of 8']
     """
     shown = [
         f"{label} {form.format(float(metrics[name]))}"
         for label, name, form in _SHOWN
-        if name in metrics
+        if name in metrics and (name not in _SHOWN_ABOVE_ZERO or float(metrics[name]) > 0)
     ]
     for label, prefix in _PLAYED:
         failed = metrics.get(f"{prefix}/failed_episodes", 0.0)

@@ -277,10 +277,13 @@ class Settings(TypedDict, total=False):
             ("epochs", "minibatches", "tokens_per_microbatch", "length_buckets"),
         ),
         Arguments("ragen_pl.modules.policy.PolicyModule", ("gradient_checkpointing", "logits_mib")),
-        Arguments("ragen_pl.modules.agent.AgentModule", ("tokens_per_forward",)),
+        Arguments(
+            "ragen_pl.modules.agent.AgentModule", ("tokens_per_forward", "max_skipped_steps")
+        ),
     ]
     optimizer: Annotated[Optimizer, Open()]
     learning_rate_end: Fraction
+    learning_rate_warm_up: Annotated[int, Ge(0), Note("iterations")]
     master_weights: bool
     decay_vectors: bool
     critic: Critic
@@ -325,7 +328,10 @@ class Settings(TypedDict, total=False):
 
     # import_gguf
     file: Annotated[str, ExistingPath()]
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16"] | None
+
+    # replay
+    batch: Annotated[str, ExistingPath(), Note("a file of a run's bad_batch folder")] | None
 
     # play and page
     policy: Literal["agent", "endpoint", "human", "random", "optimal"]

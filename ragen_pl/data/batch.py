@@ -235,6 +235,16 @@ class Minibatch:
         """Rows that count, bool `[rows, 1]`."""
         return (self.samples.weight > 0)[:, None]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nested dictionaries of tensors and numbers."""
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return state | {"samples": _tensors(self.samples)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return the minibatch of a `state_dict`."""
+        return cls(**{**state, "samples": Samples(**state["samples"])})
+
 
 @dataclass(frozen=True, slots=True)
 class CreditLayout:

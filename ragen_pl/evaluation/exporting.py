@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.finite import first_non_finite
 from ragen_pl.models.adapters import has_adapters, merge_adapters, only_adapters_are_trained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.run.build import plain
@@ -46,9 +47,15 @@ def export(cfg: DictConfig) -> Path:
     """Write model, tokenizer, processor and settings, or the adapters alone, and return the folder.
 
     Raises:
-        ConfigError: `adapters` for a policy that has none, or that trained other weights too.
+        ConfigError: a weight is not finite, or `adapters` are wanted of a policy that has none or that trained other
+            weights too.
     """
     bundle = load_bundle(cfg)
+    spoiled = first_non_finite(dict(bundle.model.named_parameters()))
+    if spoiled is not None:
+        raise ConfigError(
+            f"ckpt={cfg.ckpt}: its weight {spoiled} is not finite, so nothing is written; give an earlier checkpoint"
+        )
     folder = Path(cfg.to).expanduser().absolute()
     if cfg.adapters:
         return _export_adapters(bundle, folder)

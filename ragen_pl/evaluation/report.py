@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from ragen_pl.finite import json_text
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
 """Names in the tables of the trained policy, of the same with blank images, and of its warm start."""
@@ -142,7 +143,7 @@ def write_report(
     """Write `evaluation.json` and `evaluation.md`."""
     folder.mkdir(parents=True, exist_ok=True)
     evaluation = {"about": about, "validation_sets": validation_sets}
-    text = json.dumps(evaluation, indent=1, ensure_ascii=False)
+    text = json_text(evaluation, indent=1, ensure_ascii=False)
     (folder / "evaluation.json").write_text(text, encoding="utf-8")
     (folder / "evaluation.md").write_text(markdown(about, validation_sets), encoding="utf-8")
 

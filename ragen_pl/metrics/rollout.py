@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from ragen_pl.distributed import gather_over_ranks
+from ragen_pl.finite import largest
 from ragen_pl.metrics.sums import NamedSums, ratio
 from ragen_pl.trajectory import REASONING_SPANS, REWARD_PART, EpisodeStatus, Trajectory, Turn
 
@@ -122,7 +123,7 @@ class RolloutStatistics(NamedSums):
             "episodes": episodes,
             "success": ratio(total["successes"], episodes),
             "return": mean_return,
-            "return_std": max(0.0, variance) ** 0.5,
+            "return_std": largest(0.0, variance) ** 0.5,
             "turns": ratio(turns, episodes),
             "valid_actions": ratio(total["valid"], turns),
             "effective_actions": ratio(total["effective"], turns),

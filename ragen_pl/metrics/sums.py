@@ -9,6 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ragen_pl.distributed import gather_states
+from ragen_pl.finite import largest
 
 
 class NamedSums(Metric):
@@ -53,7 +54,8 @@ class NamedSums(Metric):
                 self.sums[number] += float(values[name])
         for number, name in enumerate(self.maximum_names):
             if name in values:
-                self.maxima[number] = max(float(self.maxima[number]), float(values[name]))
+                # NaN stays NaN
+                self.maxima[number] = largest(float(self.maxima[number]), float(values[name]))
 
     def totals(self) -> dict[str, float]:
         """Return sums and maxima by name."""

@@ -7,7 +7,6 @@ metrics. Formulas are in `ragen_pl.algorithms`; the config chooses among them.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -20,28 +19,29 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction, TruncatedWeights
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.constraints import Count
+from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.validation import ValidationChunk
-from ragen_pl.distributed import gather_over_ranks, rank, whole
+from ragen_pl.distributed import gather_over_ranks, rank
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.frozen import SavesTrainedWeights
+from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.modules.sharding import GatheredPolicy, is_sharded, load_engine
-from ragen_pl.optimizers import MasterWeights, OptimizerFactory, build_optimizer, parameter_groups
-from ragen_pl.rollout.engine import (
-    EngineFactory,
-    RolloutEngine,
-    check_asynchronous,
-    is_shared,
+from ragen_pl.optimizers import (
+    MasterWeights,
+    OptimizerFactory,
+    build_optimizer,
+    parameter_groups,
+    schedule_by_iteration,
 )
+from ragen_pl.rollout.engine import EngineFactory, RolloutEngine, check_asynchronous, is_shared
 from ragen_pl.rollout.errors import RolloutError
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class IterationData(Protocol):
     metrics: Mapping[str, float]
 
 
-class AgentModule(SavesTrainedWeights):
+class AgentModule(GuardedModule):
     """Train a policy, and a critic where the estimator needs one, on its own trajectories.
 
     Args:
@@ -72,11 +72,13 @@ class AgentModule(SavesTrainedWeights):
         optimizer: builds one optimizer from the named parameter groups `policy` and `critic`.
         engine: builds the rollout engine of the policy.
         normalizer: normalizer of the episodes' returns; None to leave them.
-        learning_rate_end: learning rate at the last iteration as a share of the first, with a linear decay.
+        learning_rate_end: learning rate at the last iteration as a fraction of the highest, with a linear decay.
+        learning_rate_warm_up: number of first iterations over which the learning rate rises linearly.
         critic_learning_rate: learning rate of the critic; None for the policy's.
         master_weights: keep float32 copies of trained weights in bfloat16.
         decay_vectors: apply the optimizer's weight decay to norms and biases too.
         tokens_per_forward: positions of a forward pass before an update, padding included.
+        max_skipped_steps: see `GuardedModule`.
         truncation: ids that the rollouts' sampling keeps; None for all.
     """
 
@@ -92,13 +94,15 @@ class AgentModule(SavesTrainedWeights):
         engine: EngineFactory,
         normalizer: RewardNormalizer | None = None,
         learning_rate_end: float = 0.1,
+        learning_rate_warm_up: CountOrZero = 0,
         critic_learning_rate: float | None = None,
         master_weights: bool = True,
         decay_vectors: bool = False,
         tokens_per_forward: Count = 16_384,
+        max_skipped_steps: Count = 3,
         truncation: Truncation | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(max_skipped_steps=max_skipped_steps)
         if estimator.needs_values and critic is None:
             raise ValueError(f"{type(estimator).__name__} needs a critic; set algorithm.critic")
         self.policy, self.critic = policy, critic if estimator.needs_values else None
@@ -107,6 +111,7 @@ class AgentModule(SavesTrainedWeights):
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
         self.learning_rate_end = learning_rate_end
+        self.learning_rate_warm_up = learning_rate_warm_up
         self.critic_learning_rate = critic_learning_rate
         self.master_weights, self.decay_vectors = master_weights, decay_vectors
         self.tokens_per_forward = tokens_per_forward
@@ -115,7 +120,6 @@ class AgentModule(SavesTrainedWeights):
         self.preparation = PreparationStatistics()
         self.importance = None if masks.importance is None else ImportanceStatistics()
         self.validation_statistics: dict[str, RolloutStatistics] = {}
-        self.gradient_norms: dict[str, float] = {}
         self.engine_factory = engine
         self._engine: RolloutEngine | None = None
         # ends the rollout for which the engine is lent
@@ -257,7 +261,7 @@ class AgentModule(SavesTrainedWeights):
         correction = self.correction or (TruncatedWeights() if stale else None)
         self._end_rollout()
         self.statistics.reset()
-        self.gradient_norms = {}
+        self.begin_update()
         if self.importance is not None:
             self.importance.reset()
         batch = move_data_to_device(batch, self.device)
@@ -283,53 +287,40 @@ class AgentModule(SavesTrainedWeights):
         """Policy, critic and reference."""
         return Scorer(self.policy, self.critic, self.reference, self.loss, self.truncation)
 
-    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Return the loss of a minibatch, scaled by `batch.scale`: the mean over ranks is the global loss."""
+    def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a minibatch and its sums.
+
+        The loss is scaled by `batch.scale`: the mean over ranks is the global loss.
+        """
         result = self.loss(self.scorer.score_minibatch(batch), batch)
-        self.statistics.update(result.sums)
-        return result.loss * batch.scale
+        return result.loss * batch.scale, result.sums
+
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
+        """Return the loss of a minibatch, and count its sums."""
+        loss, sums = self.losses(batch)
+        self.statistics.update(sums)
+        return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return one optimizer with the groups `policy` and `critic`, and a linear decay by iteration."""
-        groups = parameter_groups(
-            self.policy, self.critic, critic_learning_rate=self.critic_learning_rate
-        )
+        """Return one optimizer with the groups `policy` and `critic`, and its schedule."""
+        rate = self.critic_learning_rate
+        groups = parameter_groups(self.policy, self.critic, critic_learning_rate=rate)
         optimizer = build_optimizer(
             self.optimizer_factory,
             groups,
             master_weights=self.master_weights,
             decay_vectors=self.decay_vectors,
         )
-        max_epochs = self.trainer.max_epochs
-        iterations = max(1, max_epochs or 1)
-        # a run without a last iteration keeps its learning rate
-        end = 1.0 if max_epochs == -1 else self.learning_rate_end
-
-        def share(iteration: int) -> float:
-            return 1.0 - (1.0 - end) * min(1.0, iteration / iterations)
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, [share] * len(optimizer.param_groups)
+        schedule = schedule_by_iteration(
+            optimizer,
+            iterations=self.trainer.max_epochs,
+            warm_up=self.learning_rate_warm_up,
+            end=self.learning_rate_end,
         )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "epoch", "name": "rate"},
         }
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip policy and critic by their own norms, and keep the largest norms of the update."""
-        parameters: dict[str, list[torch.nn.Parameter]] = {}
-        for group in optimizer.param_groups:
-            parameters.setdefault(group["name"], []).extend(group["params"])
-        for name, group_parameters in parameters.items():
-            limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-            norm = whole(torch.nn.utils.clip_grad_norm_(group_parameters, limit))
-            self.gradient_norms[name] = max(self.gradient_norms.get(name, 0.0), float(norm))
 
     # ---- metrics
 
@@ -340,14 +331,15 @@ class AgentModule(SavesTrainedWeights):
         metrics = _prefixed("rollout/", datamodule.metrics)
         metrics |= _prefixed("rollout/", self.preparation.compute())
         metrics |= _prefixed("update/", self.statistics.metrics(steps=steps))
-        metrics |= _prefixed("update/gradient_norm_", self.gradient_norms)
+        metrics |= _prefixed("update/", self.step_metrics())
         if self.importance is not None:
             metrics |= _prefixed("importance/", self.importance.compute())
         # the scheduler has already stepped to the next iteration
         schedule: Any = self.trainer.lr_scheduler_configs[0].scheduler
         share = schedule.lr_lambdas[0](self.trainer.current_epoch)
         metrics["update/learning_rate"] = schedule.base_lrs[0] * share
-        self._log(metrics, self.trainer.current_epoch + 1)
+        metrics["step"] = float(self.trainer.current_epoch + 1)
+        self.log_dict(metrics, rank_zero_only=False)
 
     def on_validation_epoch_start(self) -> None:
         """Load the engine's weights once for all chunks."""
@@ -383,13 +375,8 @@ class AgentModule(SavesTrainedWeights):
                 )
             metrics |= _prefixed(f"{prefix}/", values)
         self._end_rollout()
-        ready = self.trainer.fit_loop.epoch_progress.current.ready
-        self._log(metrics, ready)
-
-    def _log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        # loggers get no NaN
-        defined = {name: value for name, value in metrics.items() if not math.isnan(value)}
-        self.log_dict(defined | {"step": float(iteration)}, rank_zero_only=False)
+        metrics["step"] = float(self.trainer.fit_loop.epoch_progress.current.ready)
+        self.log_dict(metrics, rank_zero_only=False)
 
     # ---- resume
 
@@ -401,7 +388,6 @@ class AgentModule(SavesTrainedWeights):
             "statistics": gather_over_ranks(self.statistics.export_state()),
             "preparation": gather_over_ranks(self.preparation.export_state()),
             "importance": gather_over_ranks(importance),
-            "gradient_norms": dict(self.gradient_norms),
             "normalizer": self.normalizer.state_dict(),
         }
 
@@ -414,7 +400,6 @@ class AgentModule(SavesTrainedWeights):
             self.preparation.import_state(state["preparation"][rank()])
             if self.importance is not None and state["importance"][rank()]:
                 self.importance.import_state(state["importance"][rank()])
-        self.gradient_norms = dict(state["gradient_norms"])
         self.normalizer.load_state_dict(state["normalizer"])
 
 

@@ -15,7 +15,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from ragen_pl.distributed import whole
+from ragen_pl.distributed import any_over_ranks, gather_over_ranks, own_part, whole
+from ragen_pl.finite import NonFiniteError, first_non_finite
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import AveragedPolicy
@@ -148,8 +149,34 @@ class SavesTrainedWeights(pl.LightningModule):
         """Take the fingerprints, for weights may be sharded or rounded later."""
         _ = self.fingerprints
 
+    def check_weights(self) -> None:
+        """Check that the trained weights are finite. All ranks must call it.
+
+        Raises:
+            NonFiniteError: one is not, on any rank.
+        """
+        frozen = frozen_names(self)
+        found = first_non_finite(
+            {
+                name: own_part(weight.detach())
+                for name, weight in self.named_parameters()
+                if name not in frozen
+            }
+        )
+        if any_over_ranks(found is not None):
+            name = next(name for name in gather_over_ranks(found) if name is not None)
+            raise NonFiniteError(
+                f"the weights are not finite, first {name}: they are not saved, and what was saved before stays; "
+                "resume from there with a lower learning rate, or with trainer.gradient_clip_val"
+            )
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out frozen weights."""
+        """Leave out frozen weights.
+
+        Raises:
+            NonFiniteError: a weight is not finite, and nothing is to be written.
+        """
+        self.check_weights()
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
         checkpoint[FINGERPRINTS] = self.fingerprints
 

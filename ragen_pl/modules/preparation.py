@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 # of a rank, in the host's memory and in a checkpoint inside an update
 REFERENCE_GIB = 16.0
 KEPT_GIB = 4.0
+# of models whose numbers overflow
+_REMEDY = "set trainer.precision=32-true, or resume from an earlier checkpoint"
 
 
 @dataclass(slots=True)
@@ -224,6 +226,8 @@ def prepare_batch(
     keep_top_entropy(kept, layout.gather(scores.entropy), fraction=masks.top_entropy)
 
     penalty = kl_penalty(samples, layout, kept, scores, reference, loss) if in_reward else None
+    if penalty is not None:
+        require_finite(penalty, "algorithm.loss.kl: the penalties on the reward", remedy=_REMEDY)
     batch.reference = None if in_reward else reference
     estimates = assign_credit(
         batch,
@@ -288,8 +292,7 @@ def _check_scores(batch: TrajectoryBatch, scores: TokenScores, reference: Tensor
     }
     for name, values in computed.items():
         if values is not None:
-            remedy = "set trainer.precision=32-true, or resume from an earlier checkpoint"
-            require_finite(values, name, remedy=remedy)
+            require_finite(values, name, remedy=_REMEDY)
 
 
 def _narrow_by_importance(

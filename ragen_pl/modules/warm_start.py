@@ -7,22 +7,25 @@ critic learns the demonstrator's returns.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ragen_pl.algorithms.value_loss import value_loss
-from ragen_pl.constraints import CountOrZero, Fraction, NonNegative, checked
+from ragen_pl.constraints import Count, CountOrZero, Fraction, NonNegative, checked
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.critic import CriticModule, score_together
-from ragen_pl.modules.frozen import SavesTrainedWeights
+from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer, parameter_groups
 
 
-class WarmStartModule(SavesTrainedWeights):
+class WarmStartModule(GuardedModule):
     """Cross-entropy on responses plus the value error, on the same samples.
 
     Args:
@@ -35,10 +38,11 @@ class WarmStartModule(SavesTrainedWeights):
         learning_rate_end: learning rate at the last step as a share of the highest.
         critic_learning_rate: highest learning rate of the critic; None for the policy's.
         master_weights: keep float32 copies of trained weights in bfloat16.
+        max_skipped_steps: see `GuardedModule`.
     """
 
-    # name in the progress display
-    phase = "warm start"
+    # also the name in the progress display
+    phase: ClassVar[str] = "warm start"
 
     @checked
     def __init__(
@@ -53,8 +57,9 @@ class WarmStartModule(SavesTrainedWeights):
         learning_rate_end: Fraction = 0.05,
         critic_learning_rate: NonNegative | None = None,
         master_weights: bool = True,
+        max_skipped_steps: Count = 3,
     ) -> None:
-        super().__init__()
+        super().__init__(max_skipped_steps=max_skipped_steps)
         self.policy, self.critic = policy, critic
         self.optimizer_factory = optimizer
         self.steps, self.warm_up, self.learning_rate_end = steps, warm_up, learning_rate_end
@@ -75,27 +80,36 @@ class WarmStartModule(SavesTrainedWeights):
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
 
-    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Return the joint loss, averaged over all trained tokens of the step by their weights."""
+    def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the joint loss of a minibatch, scaled by `batch.scale`, and its terms.
+
+        They are averaged over all trained tokens of the step, by their weights.
+        """
         samples = batch.samples
-        mask, weight = (
-            samples.loss_mask & batch.non_padding,
-            samples.loss_weight * batch.non_padding,
-        )
+        mask = samples.loss_mask & batch.non_padding
         scores = score_together(
             self.policy, self.critic, samples, batch.images, microbatches=batch.microbatches
         )
-        response_loss = -(scores.logprobs * weight).sum() / batch.loss_tokens
-        metrics = {"warm_start/loss": response_loss.detach()}
-        loss = response_loss
+        weighted = scores.logprobs * samples.loss_weight * batch.non_padding
+        loss = response_loss = -weighted.sum() / batch.loss_tokens
+        terms = {"loss": response_loss.detach()}
         if scores.values is not None:
             error = (
                 value_loss(scores.values, samples.returns, mask).losses.sum() / batch.loss_tokens
             )
-            metrics["warm_start/value_loss"] = error.detach()
-            loss = loss + self.value_coefficient * error
-        self._log(metrics, batch)
-        return loss * batch.scale
+            terms["value_loss"] = error.detach()
+            loss = response_loss + self.value_coefficient * error
+        return loss * batch.scale, terms
+
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
+        """Return the loss of a minibatch, and log its terms."""
+        loss, terms = self.losses(batch)
+        self._log({f"warm_start/{name}": value for name, value in terms.items()}, batch)
+        return loss
+
+    def clipped_groups(self, optimizer: Optimizer) -> dict[str, list[Parameter]]:
+        """Return all weights: policy and critic are clipped together."""
+        return {"all": [weight for group in optimizer.param_groups for weight in group["params"]]}
 
     def _log(self, metrics: dict[str, Tensor], batch: Minibatch) -> None:
         """Log the metrics of an optimizer step, which its minibatches have shares of."""

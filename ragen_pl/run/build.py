@@ -272,7 +272,9 @@ def assemble_agent(
         engine=engine or engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         learning_rate_end=cfg.learning_rate_end,
+        learning_rate_warm_up=cfg.learning_rate_warm_up,
         tokens_per_forward=cfg["update"].tokens_per_forward,
+        max_skipped_steps=cfg["update"].max_skipped_steps,
         critic_learning_rate=cfg.critic.lr,
         master_weights=cfg.master_weights,
         decay_vectors=cfg.decay_vectors,
@@ -314,17 +316,7 @@ def build_rewards(cfg: DictConfig) -> list[RewardFunction]:
 def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
     """Build the warm start's module and demonstrations."""
     cfg = components.cfg.warm_start
-    module = WarmStartModule(
-        components.policy,
-        components.critic,
-        optimizer=instantiate(cfg.optimizer, _convert_="all"),
-        steps=cfg.steps,
-        warm_up=cfg.warm_up,
-        value_coefficient=cfg.value_coefficient,
-        learning_rate_end=cfg.learning_rate_end,
-        critic_learning_rate=cfg.critic_lr,
-        master_weights=components.cfg.master_weights,
-    )
+    module = assemble_warm_start(components.cfg, components.policy, components.critic)
     demonstrations = DemonstrationDataModule(
         proxy_with(components, held_out=frozenset(held_out_states(components))),
         policy=instantiate(cfg.demonstrator),
@@ -336,6 +328,31 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, Demons
         seed=components.cfg.seed,
     )
     return module, demonstrations
+
+
+def assemble_warm_start(
+    cfg: DictConfig, policy: PolicyModule, critic: CriticModule | None
+) -> WarmStartModule:
+    """Build the warm start's module.
+
+    Args:
+        cfg: config of the run.
+        policy: policy.
+        critic: critic, if the algorithm needs one.
+    """
+    settings = cfg.warm_start
+    return WarmStartModule(
+        policy,
+        critic,
+        optimizer=instantiate(settings.optimizer, _convert_="all"),
+        steps=settings.steps,
+        warm_up=settings.warm_up,
+        value_coefficient=settings.value_coefficient,
+        learning_rate_end=settings.learning_rate_end,
+        critic_learning_rate=settings.critic_lr,
+        master_weights=cfg.master_weights,
+        max_skipped_steps=cfg["update"].max_skipped_steps,
+    )
 
 
 def _microbatches(cfg: DictConfig) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.callbacks.checkpoint import SignalStop
 from ragen_pl.callbacks.summary import resume_hint, run_overrides
+from ragen_pl.finite import NonFiniteError
+from ragen_pl.modules.guard import SkippedStepsError
 from ragen_pl.run import ranks
 from ragen_pl.run.folder import Run
 
@@ -29,6 +31,14 @@ def report_stop(error: SystemExit, run: Run) -> object:
     signal = "Ctrl-C" if by_hand else name
     sys.stderr.write(f"ragen_pl: stopped by {signal}; {how_to_go_on(run)}\n")
     return _EXIT_CODES["Ctrl-C" if by_hand else "SIGTERM"]
+
+
+def end_of_non_finite(error: NonFiniteError, run: Run) -> str:
+    """Return the error's line, with the command that repeats a recorded step and what the run has saved."""
+    parts = [str(error)]
+    if isinstance(error, SkippedStepsError) and error.record is not None:
+        parts.append(f"repeat it with: python -m ragen_pl.replay batch={error.record}")
+    return "; ".join([*parts, how_to_go_on(run)])
 
 
 def how_to_go_on(run: Run) -> str:

@@ -130,7 +130,10 @@ def set_remedy(remedy: Callable[[], str]) -> None:
 
 def report(error: BaseException) -> None:
     """Report an error before it has reached the end of the run; what is closed on its way there may take long."""
-    if isinstance(error, RolloutError):
+    # torch is loaded by then
+    from ragen_pl.finite import NonFiniteError
+
+    if isinstance(error, RolloutError | NonFiniteError):
         # as the run ends with it
         error = ConfigError(str(error))
     if _Process.watch is not None and not isinstance(error, RankFailedError):

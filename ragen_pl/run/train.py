@@ -25,6 +25,7 @@ from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.files import atomic_write
+from ragen_pl.finite import NonFiniteError, json_text
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 from ragen_pl.models.chat_template import History
@@ -51,7 +52,7 @@ from ragen_pl.run.build import (
 )
 from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.checks import check_space
-from ragen_pl.run.ending import how_to_go_on, report_stop
+from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
 from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
 from ragen_pl.run.lock import hold
 from ragen_pl.run.memory_report import check_memory
@@ -100,6 +101,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
                 return reinforce(components, run, logger, start=start)
         except (RolloutError, RankStatesError) as error:
             raise ConfigError(str(error)) from error
+        except NonFiniteError as error:
+            raise ConfigError(end_of_non_finite(error, run)) from error
         except SystemExit as error:
             # raised by Lightning after SIGTERM or Ctrl-C
             raise SystemExit(report_stop(error, run)) from error
@@ -202,6 +205,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         trainer.fit(
             module, datamodule=demonstrations, ckpt_path=ckpt_path, weights_only=not cfg.trust
         )
+    module.check_weights()
     # every rank may have a part of it
     state = on_first_rank(trainer.strategy.lightning_module_state_dict())
     if trainer.is_global_zero:
@@ -307,7 +311,7 @@ def write_metrics(metrics: dict[str, float], run: Run) -> None:
     file = run.folder / "metrics.json"
     # a run that had finished before has no new metrics of an update
     earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
-    file.write_text(json.dumps(earlier | metrics, indent=1, sort_keys=True))
+    file.write_text(json_text(earlier | metrics, indent=1, sort_keys=True))
 
 
 def report_accelerator(name: str) -> None:

@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -29,7 +29,6 @@ from ragen_pl.run.sharded_checkpoint import read_apart
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.run.build import RunComponents
 
 SAME_OVERRIDES = "give the overrides that the run had (its config.yaml holds them all)"
 _MODEL = "policy.model."
@@ -136,8 +135,15 @@ def check_frozen(
         raise ConfigError(f"{source}: {problem}")
 
 
+class HasModels(Protocol):
+    """Policy and critic, such as those of `RunComponents`."""
+
+    policy: PolicyModule
+    critic: CriticModule | None
+
+
 def load_initial_weights(
-    components: RunComponents, file: Path, *, source: str, hint: str = SAME_OVERRIDES
+    components: HasModels, file: Path, *, source: str, hint: str = SAME_OVERRIDES
 ) -> None:
     """Load policy and critic from a `warm_start.pt` or a run's checkpoint.
 

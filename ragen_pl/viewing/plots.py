@@ -77,7 +77,7 @@ def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
     divisor = _MINUTE if by == "elapsed_s" else 1.0
     for prefix, label, color in _CURVES:
         name = f"{prefix}/success"
-        points = [row for row in rows if not math.isnan(row.get(name, math.nan))]
+        points = [row for row in rows if math.isfinite(row.get(name, math.nan))]
         if not points:
             continue
         x = [row[by] / divisor for row in points]

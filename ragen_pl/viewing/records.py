@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from ragen_pl.files import atomic_write
+from ragen_pl.finite import json_text
 from ragen_pl.trajectory import Trajectory, Turn
 
 SCHEMA = 2
@@ -235,7 +236,7 @@ def write_records(records: Iterable[dict[str, Any]], folder: Path, *, file: str 
     path = folder / file
     with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as stream:
         for record in records:
-            stream.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
+            stream.write(json_text(record, ensure_ascii=False, default=_plain) + "\n")
     return path
 
 

@@ -106,6 +106,18 @@ def test_table_compares_policies(table: Evaluation, run: Path) -> None:
     )
 
 
+def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path) -> None:
+    saved = torch.load(run / "warm_start.pt", weights_only=True)
+    name = next(name for name in saved["module"] if name.startswith("policy.model."))
+    saved["module"][name].flatten()[0] = float("inf")
+    torch.save(saved, tmp_path / "spoiled.pt")
+    given = (f"ckpt={tmp_path / 'spoiled.pt'}", f"paths.run_dir={run}", f"to={tmp_path / 'to'}")
+    weight = name.removeprefix("policy.model.")
+    with pytest.raises(ConfigError, match=f"its weight {weight} is not finite"):
+        export(composed("export", *given))
+    assert not (tmp_path / "to").exists()
+
+
 @pytest.mark.parametrize("source", ["file", "run", "mlflow", "exported"])
 def test_same_weights_give_the_same_table(
     source: str, run: Path, exported: Path, table: Evaluation, tmp_path: Path

@@ -83,6 +83,9 @@ class Setup:
     engine: Any = TransformersEngine
     mismatch: Any = "auto"
     learning_rate: float = 3e-3
+    learning_rate_warm_up: int = 0
+    weight_decay: float = 0.01
+    max_skipped_steps: int = 3
     rewards: tuple[Any, ...] = ()
     frozenlake: dict[str, Any] = field(default_factory=dict)
     # top_p, top_k, min_p
@@ -124,7 +127,11 @@ class Setup:
                 kl=ReferenceKL(**({"coefficient": 0.1} | self.kl)), mismatch=self.mismatch
             ),
             normalizer=None if self.normalizer is None else self.normalizer(),
-            optimizer=functools.partial(torch.optim.AdamW, lr=self.learning_rate),
+            optimizer=functools.partial(
+                torch.optim.AdamW, lr=self.learning_rate, weight_decay=self.weight_decay
+            ),
+            learning_rate_warm_up=self.learning_rate_warm_up,
+            max_skipped_steps=self.max_skipped_steps,
             engine=self.engine,
             truncation=proxy.truncation,
         )

@@ -335,11 +335,35 @@ def test_events_are_logged_to_mlflow(setup_of, tmp_path):
     ]
 
 
+class PoisonGradient(pl.Callback):
+    """Make a gradient NaN in one optimizer step."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 9:
+            next(w for w in pl_module.parameters() if w.grad is not None).grad.fill_(math.nan)
+
+
+def test_a_gradient_that_is_not_finite_is_a_spike(setup_of, tmp_path):
+    alarms = {"gradient": Alarm(reading="gradient_spike", above=20.0)}
+    watch, diagnostics = monitor("warn", alarms=alarms), Diagnostics(prompts=0)
+    _, points, _ = run(setup_of, tmp_path, diagnostics, PoisonGradient(), watch)
+    (event,) = watch.events
+    assert event["iteration"] == 3 and event["message"] == "gradient: gradient_spike inf, above 20"
+    # the file is JSON, which has no infinity
+    line = (tmp_path / "collapse.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail)["readings"] == {"gradient_spike": None}
+    # the norm is logged as it was, and no later one is compared with it
+    norms = [point["update/gradient_norm_policy"] for _, point in points if "update/loss" in point]
+    assert [math.isnan(norm) for norm in norms] == [False, False, True, False]
+    assert diagnostics.readings["gradient_spike"] < 20
+    assert diagnostics._norms["policy"] == [norms[0], norms[1], norms[3]]
+
+
 def test_alarm_depends_on_limit_patience_grace_and_success():
     alarm = Alarm(reading="entropy", below=0.1, max_success=0.8)
     assert alarm.holds({"entropy": 0.05}) and not alarm.holds({"entropy": 0.1})
     assert not alarm.holds({"entropy": 0.05, "success": 0.8}) and not alarm.holds({})
-    assert not alarm.holds({"entropy": math.nan})
+    assert alarm.holds({"entropy": math.nan, "success": 0.9})
     watch = CollapseMonitor(alarms={"a": Alarm(reading="x", above=1.0, patience=2)})
     readings = [{"x": 2.0}, {}, {"x": 2.0}, {"x": 0.5}, {"x": 2.0}, {"x": 3.0}]
     tripped = [

@@ -7,6 +7,7 @@ import torch
 
 from ragen_pl.algorithms.masks import all_text
 from ragen_pl.data.collate import collate
+from ragen_pl.finite import NonFiniteError
 from ragen_pl.modules import preparation
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
@@ -64,3 +65,31 @@ def test_values_do_not_depend_on_the_tokens_of_a_forward_pass(make, own_critic) 
     assert found[0][0].abs().min() > 1e-3
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "name"),
+    [
+        ("behavior_logprobs", "rollout.engine: the sampled log-probs are not finite: nan"),
+        ("policy", "the policy's log-probs before the update are not finite: nan"),
+        ("critic", "the critic's values are not finite: inf"),
+        ("reference", "algorithm.loss.kl: the reference's scores are not finite: nan"),
+        ("penalty", "algorithm.loss.kl: the penalties on the reward are not finite: nan"),
+    ],
+)
+def test_a_score_that_is_not_finite_is_named(make, monkeypatch, spoiled, name) -> None:
+    kl = ReferenceKL(coefficient=0.1, estimator="k3", place="reward")
+    agent = make.agent(own_critic=True, loss=UpdateLoss(kl=kl))
+    batch = collate(make.play(agent), agent.policy.bundle)
+    with torch.no_grad():
+        if spoiled == "behavior_logprobs":
+            batch.samples.behavior_logprobs[batch.samples.turn >= 0] = torch.nan
+        elif spoiled == "critic":
+            agent.critic.head.layers[-1].bias.fill_(torch.inf)
+        elif spoiled == "penalty":
+            kl.coefficient = torch.inf
+        else:
+            getattr(agent, spoiled).model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteError) as caught:
+        agent.prepare(batch)
+    assert str(caught.value).startswith(name) and "\n" not in str(caught.value)

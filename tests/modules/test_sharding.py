@@ -58,6 +58,16 @@ def test_an_engine_gets_sharded_weights_layer_by_layer(ranks, name):
         assert figures["alive"] == 0 and figures["policy is left sharded"]
 
 
+@pytest.mark.slow
+def test_both_ranks_skip_a_step_that_is_not_finite_on_one(ranks):
+    first, second = (found["skipped"] for found in ranks)
+    assert first == second
+    for name, norm in (("shard of a gradient", "nan"), ("loss", None)):
+        figures = first[name]
+        assert (figures["gradients"], figures["skipped"], figures["skipped after"]) == (0, 1, 0)
+        assert figures["norm"] == norm if norm else float(figures["norm"]) > 1
+
+
 def test_a_gathered_copy_has_the_models_weights_until_they_are_released(lm, vlm):
     for bundle in (lm, vlm):
         copy = GatheredPolicy(PolicyModule(bundle))

@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "import_gguf": {"config", "models", "run"},
     "install_vllm": set(),
     "page": {"config", "viewing"},
+    "replay": {"config", "run"},
     "play": {"config", "evaluation", "viewing/checks", "viewing/play"},
     "sync": {"config", "run"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -183,6 +184,21 @@ def test_a_resumed_run_continues_its_csv_file(run: Path) -> None:
     fit(run, Model(), RunCSVLogger(run_dir=str(run), settings={"a": 2}), steps=8, resume=True)
     with (run / "csv" / "metrics.csv").open() as stream:
         assert [row["step"] for row in csv.DictReader(stream)] == [str(step) for step in range(8)]
+
+
+def test_nan_and_infinity_are_kept(tmp_path: Path, run: Path) -> None:
+    logger = RunLogger(run_dir=str(run), settings=settings(tmp_path))
+    table = RunCSVLogger(run_dir=str(run))
+    for one in (logger, table):
+        for step, value in enumerate((0.5, math.nan, math.inf)):
+            one.log_metrics({"update/loss": value}, step=step)
+        one.finalize("success")
+    client, run_id = stored(run)
+    points = [point.value for point in client.get_metric_history(run_id, "update/loss")]
+    assert points[0] == 0.5 and math.isnan(points[1]) and points[2] > 1e300
+    with (run / "csv" / "metrics.csv").open(newline="") as stream:
+        values = [float(row["update/loss"]) for row in csv.DictReader(stream)]
+    assert values[0] == 0.5 and math.isnan(values[1]) and values[2] == math.inf
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
