@@ -238,12 +238,18 @@ class Minibatch:
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors and numbers."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}
-        return state | {"samples": _tensors(self.samples)}
+        kept = None if self.kept is None else _tensors(self.kept)
+        return state | {"samples": _tensors(self.samples), "kept": kept}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Return the minibatch of a `state_dict`."""
-        return cls(**{**state, "samples": Samples(**state["samples"])})
+        kept = state.get("kept")
+        parts = {
+            "samples": Samples(**state["samples"]),
+            "kept": None if kept is None else KeptIds(**kept),
+        }
+        return cls(**{**state, **parts})
 
 
 @dataclass(frozen=True, slots=True)

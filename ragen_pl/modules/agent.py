@@ -288,10 +288,7 @@ class AgentModule(GuardedModule):
         return Scorer(self.policy, self.critic, self.reference, self.loss, self.truncation)
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a minibatch and its sums.
-
-        The loss is scaled by `batch.scale`: the mean over ranks is the global loss.
-        """
+        """Return a minibatch's loss and sums; by `batch.scale`, the mean over ranks is the global loss."""
         result = self.loss(self.scorer.score_minibatch(batch), batch)
         return result.loss * batch.scale, result.sums
 

@@ -333,25 +333,17 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, Demons
 def assemble_warm_start(
     cfg: DictConfig, policy: PolicyModule, critic: CriticModule | None
 ) -> WarmStartModule:
-    """Build the warm start's module.
-
-    Args:
-        cfg: config of the run.
-        policy: policy.
-        critic: critic, if the algorithm needs one.
-    """
+    """Build the warm start's module."""
     settings = cfg.warm_start
+    names = ("steps", "warm_up", "value_coefficient", "learning_rate_end")
     return WarmStartModule(
         policy,
         critic,
         optimizer=instantiate(settings.optimizer, _convert_="all"),
-        steps=settings.steps,
-        warm_up=settings.warm_up,
-        value_coefficient=settings.value_coefficient,
-        learning_rate_end=settings.learning_rate_end,
         critic_learning_rate=settings.critic_lr,
         master_weights=cfg.master_weights,
         max_skipped_steps=cfg["update"].max_skipped_steps,
+        **{name: settings[name] for name in names},
     )
 
 

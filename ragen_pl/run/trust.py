@@ -82,13 +82,20 @@ def _key(*, make: bool) -> bytes:
     return b""
 
 
-def check_settings(settings: Mapping[str, Any], *, file: Path, named: Collection[str]) -> None:
+def check_settings(
+    settings: Mapping[str, Any],
+    *,
+    file: Path,
+    named: Collection[str] | None,
+    shipped: tuple[str, ...] = _SHIPPED,
+) -> None:
     """Check settings of a file that somebody else may have written.
 
     Args:
         settings: those that are taken from it.
         file: the file, for error messages.
-        named: values on the command line.
+        named: values on the command line; None for a command that does not take such settings.
+        shipped: patterns of the shipped configurations whose names count.
 
     Raises:
         ConfigError: they name code or an address that neither a shipped configuration nor the command line has, or
@@ -101,10 +108,11 @@ def check_settings(settings: Mapping[str, Any], *, file: Path, named: Collection
                 "write must not; set trust=true if you trust its author"
             )
         is_name = key.endswith(_NAMED) or (_NAME.fullmatch(value) and not key.startswith(_TEXTS))
-        if is_name and value not in named and value not in _shipped_names():
+        if is_name and value not in (named or ()) and value not in _shipped_names(shipped):
+            repeat = "" if named is None else f"repeat {key}={value} on the command line, or "
             raise ConfigError(
                 f"{file}: {key}={value} names code or an address, and nothing shows that this account wrote the file; "
-                f"if you trust its author, repeat {key}={value} on the command line, or set trust=true"
+                f"if you trust its author, {repeat}set trust=true"
             )
 
 
@@ -122,8 +130,8 @@ def _leaves(value: Any, *, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def _shipped_names() -> frozenset[str]:
-    """Return the names of code in the shipped configurations."""
-    files = [file for place in _SHIPPED for file in config_dir().glob(f"{place}.yaml")]
+def _shipped_names(places: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of code in shipped configurations."""
+    files = [file for place in places for file in config_dir().glob(f"{place}.yaml")]
     names = (re.findall(r"^ *_?target_?: (\S+)", file.read_text("utf-8"), re.M) for file in files)
     return frozenset(name for found in names for name in found)

@@ -1,0 +1,44 @@
+"""RecordBatches: keep an optimizer step of some iterations, which `ragen_pl.replay` repeats, for bug reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ragen_pl.callbacks.access import run_folder
+from ragen_pl.constraints import Count, checked
+from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.modules.recording import Recordable, minibatches_of_step, present_step, record
+from ragen_pl.seeding import random_state
+
+FOLDER = "batches"
+"""Folder in the run's one."""
+
+
+class RecordBatches(RolloutCallback):
+    """Record the first optimizer step of every n-th iteration, with the weights before it, in `<run>/batches`.
+
+    The run is bit for bit the run without.
+
+    Args:
+        every_n_iterations: interval in iterations, from the first on; None for none.
+    """
+
+    @checked
+    def __init__(self, *, every_n_iterations: Count | None = None) -> None:
+        self.every_n_iterations = every_n_iterations
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the step that begins, on all ranks."""
+        interval = self.every_n_iterations
+        if interval is None or batch_idx or trainer.current_epoch % interval:
+            return
+        assert isinstance(pl_module, Recordable)
+        last = trainer.accumulate_grad_batches - 1
+        numbers = minibatches_of_step(pl_module, last)
+        step = present_step(pl_module, numbers, random={batch_idx: random_state()})
+        if step is not None:
+            record(pl_module, step, run_folder(trainer) / FOLDER)

@@ -1,0 +1,33 @@
+"""`python -m ragen_pl.replay batch=FILE`: repeat a recorded optimizer step, and find where it is not finite.
+
+The configuration is checked before torch is imported.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from omegaconf import DictConfig
+
+from ragen_pl.config import hydra_main
+
+
+def name_file(args: Namespace) -> list[str]:
+    """Return the overrides, with a file that is given alone as `batch`.
+
+    >>> name_file(Namespace(overrides=["runs/a/bad_batch/0003_00017_0.pt", "dtype=float32"]))
+    ['batch=runs/a/bad_batch/0003_00017_0.pt', 'dtype=float32']
+    """
+    return [word if "=" in word else f"batch={word}" for word in args.overrides]
+
+
+@hydra_main("replay", prepare=name_file)
+def main(cfg: DictConfig) -> None:
+    """Repeat the step and print the norms of each part."""
+    from ragen_pl.run.replaying import replay
+
+    replay(cfg)
+
+
+if __name__ == "__main__":
+    main()
