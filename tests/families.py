@@ -164,6 +164,7 @@ class Family:
         tokenizer_kind: how its tokenizer splits text, a key of `_TOKENIZERS`.
         roles: its control tokens by attribute of the tokenizer; those of a processor included.
         control: its control tokens without an attribute.
+        strips: whether the control tokens of messages take the blanks after them.
         words: added tokens that are no control tokens.
         eos_tokens: the tokens that its generation config names as ends of a response.
         slot_token: what the template writes for an image.
@@ -176,6 +177,7 @@ class Family:
     tokenizer_kind: str
     roles: dict[str, str]
     control: tuple[str, ...] = ()
+    strips: bool = False
     words: tuple[str, ...] = ()
     eos_tokens: tuple[str, ...]
     slot_token: str | None = None
@@ -186,7 +188,7 @@ class Family:
     @property
     def chat_template(self) -> str:
         """The template's text."""
-        return _read_template(self.template) if self.verified else self.template
+        return read_template(self.template) if self.verified else self.template
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a small tokenizer with the family's control tokens and chat template."""
@@ -200,7 +202,12 @@ class Family:
             **standard, extra_special_tokens=named, chat_template=self.chat_template
         )
         control = dict.fromkeys([*self.roles.values(), *self.control])
-        tokenizer.add_tokens([AddedToken(token, special=True) for token in control])
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, special=True, rstrip=self.strips and token in self.control)
+                for token in control
+            ]
+        )
         tokenizer.add_tokens([AddedToken(word, special=False) for word in self.words])
         return tokenizer
 
@@ -209,7 +216,7 @@ class Family:
         return [int(tokenizer.convert_tokens_to_ids(token)) for token in self.eos_tokens]
 
 
-def _read_template(name: str) -> str:
+def read_template(name: str) -> str:
     """Return a template of the installed package trl, without importing the package."""
     package = importlib.util.find_spec("trl")
     assert package is not None and package.origin is not None
@@ -310,6 +317,19 @@ FAMILIES: dict[str, Family] = {
         roles=_LFM2_ROLES,
         control=LFM2_CONTROL,
         eos_tokens=("<|im_end|>",),
+    ),
+    "phi3": Family(
+        template="phi3_5",
+        tokenizer_kind="mistral",
+        roles={
+            "bos_token": "<s>",
+            "eos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": "<unk>",
+        },
+        control=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        strips=True,
+        eos_tokens=("<|end|>", "<|assistant|>", "<|endoftext|>"),
     ),
     "smollm2": Family(
         template=SMOLLM2,

@@ -50,6 +50,8 @@ from transformers import (
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -160,6 +162,12 @@ def _qwen2_5_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMod
             text_config=TEXT | {"rope_parameters": MROPE} | text, vision_config=vision, **_qwen_marks(tokenizer)
         )
     )  # fmt: skip
+
+
+def _phi3(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    # half of each head is rotated, as in Phi-4-mini
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return Phi3ForCausalLM(Phi3Config(**TEXT, **text, sliding_window=7, rope_parameters=rotary))
 
 
 def _qwen_marks(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
@@ -394,6 +402,7 @@ MODELS: dict[str, FamilyModel] = {
     "qwen3": FamilyModel(model=lambda text, _: Qwen3ForCausalLM(Qwen3Config(**HEADS, **text))),
     "qwen3_5": FamilyModel(model=_qwen3_5, recurrent=True),
     "llama3_2": FamilyModel(model=lambda text, _: LlamaForCausalLM(LlamaConfig(**TEXT, **text))),
+    "phi3": FamilyModel(model=_phi3),
     "smollm2": FamilyModel(model=lambda text, _: LlamaForCausalLM(LlamaConfig(**TEXT, **text))),
     "gemma3": FamilyModel(model=_gemma3),
     "gemma4": FamilyModel(model=_gemma4),

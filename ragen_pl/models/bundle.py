@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ragen_pl.models.chat_template import ChatTemplate, template_source
+from ragen_pl.models.chat_template import ChatTemplate
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.facts import ModelFacts
 from ragen_pl.models.images import ImageEncoder
+from ragen_pl.models.template_source import template_source
+from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -135,8 +137,14 @@ class ModelBundle:
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids that are never sampled: control tokens that do not end a response, and ids without a token."""
+        """Ids that are never sampled: ids without a token, and control tokens that are no part of a response.
+
+        Those that end a response are part of it, and those that the chat template writes before its words.
+        """
         special = set(self.special_tokens) - self.eos_token_ids
+        if template_source(self.renderer):
+            inner = self.chat_template().inner
+            special = {token for token in special if self.special_tokens[token] not in inner}
         if self.image_token_id is not None:
             special.add(self.image_token_id)
         rows = self.model.get_output_embeddings().weight.shape[0]
@@ -190,6 +198,11 @@ class ModelBundle:
         if self.processor is None:
             return None
         return ImageEncoder(self.model, self.processor, self.facts, self.image_settings)
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Whether weights of the image encoder or the projector are trained."""
+        return any(weight.requires_grad for weight in vision_weights(self.model))
 
     def num_image_tokens(self, image: np.ndarray) -> int:
         """Return the number of image tokens of an image `[height, width, 3]`."""

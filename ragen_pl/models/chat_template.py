@@ -8,18 +8,16 @@ earlier turns; `History` says which.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
 from jinja2 import nodes
-from jinja2.parser import Parser
+
+from ragen_pl.models.template_source import parsed, template_source, variables, with_clock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +35,19 @@ _THOUGHTS = f"{_THINK}\n@Thought@\n{_END_OF_THOUGHT}\n\n@Answer@"
 # as the prompt formats write them, with blanks that a template might rewrite
 _INNER = "@First@\n\n  @Second@ <answer>@Third@</answer>"
 _THOUGHTFUL = f"{_THINK}@Thought@\n\n  @More@{_END_OF_THOUGHT}<answer>@Answer@</answer>"
+# a response in words, and how templates take its thoughts
+_MESSAGES_WITH_THOUGHTS: tuple[Message, ...] = (
+    {},
+    *({name: "@Thought@"} for name in ("thinking", "reasoning", "reasoning_content")),
+    {
+        "content": [
+            {"type": "thinking", "thinking": "@Thought@"},
+            {"type": "text", "text": _WORDS},
+        ]
+    },
+)
 # a template may trim newlines only
 _BLANKS = ("\n ", " \n")
-# arguments that transformers gives to every template
-_OWN_ARGUMENTS = {
-    "messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now",
-}  # fmt: skip
 
 
 class History(StrEnum):
@@ -105,6 +110,9 @@ class ChatTemplate:
         close: text after a response, with the end-of-turn token first in most templates.
         lead: blanks that the template writes before a response.
         opening: think tag at the end of a prompt, with which a response therefore begins.
+        header: control tokens and words that the template writes between a prompt and the words of a response, such as
+            the channel of gpt-oss; empty in most templates.
+        inner: control tokens that the template writes before the words of a response, with or without thoughts.
         pinned: date that the template shows in place of today's; None if it shows none.
         bos_token_id: id that precedes a rendering, as the processor adds it; None for none.
 
@@ -121,6 +129,8 @@ class ChatTemplate:
     close: str = field(init=False)
     lead: str = field(init=False)
     opening: str = field(init=False)
+    header: str = field(init=False)
+    inner: frozenset[str] = field(init=False)
     pinned: str | None = field(init=False)
     bos_token_id: int | None = field(init=False)
     _source: str = field(init=False)
@@ -139,22 +149,22 @@ class ChatTemplate:
                 "the model's tokenizer has no chat template; set tokenizer.chat_template to a Jinja "
                 "template and save the tokenizer again"
             )
-        tree = _parsed(source)
+        tree = parsed(source)
         self._check_arguments(tree)
-        self._source = _with_clock(source, tree, _CLOCK)
+        self._source = with_clock(source, tree, _CLOCK)
         self._find_content_format()
         self.bos_token_id = self._missing_bos()
         message = [user_message(_USERS[0], images=0)]
         opening = re.search(rf"{_THINK}\s*\Z", self.render(message))
         self.opening = opening[0] if opening else ""
-        other_source = _with_clock(source, tree, _OTHER_CLOCK)
+        other_source = with_clock(source, tree, _OTHER_CLOCK)
         dates = [
             self._apply(message, prompt=True, source=clocked)
             for clocked in (self._source, other_source)
         ]
         self.pinned = None if dates[0] == dates[1] else f"{_CLOCK:%d %b %Y}"
-        closed = self._rendered((_USERS[0], 0), _WORDS, prompt=False) or ""
-        self.close = closed.partition(_WORDS)[2]
+        self.close = self._find_close()
+        self.header, self.inner = self._find_header()
         self.fixed = self._find_fixed_text()
         words = self._user_texts[0]
         self.lead = words.lead if words else ""
@@ -214,7 +224,7 @@ class ChatTemplate:
         return text
 
     def _check_arguments(self, tree: nodes.Template) -> None:
-        known = sorted(_variables(tree) - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
+        known = sorted(variables(tree) - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
         for name in self.arguments:
             if name not in known:
                 close = get_close_matches(name, known, n=1)
@@ -245,6 +255,42 @@ class ChatTemplate:
                 return False
             raise
         return text.casefold() in rendering and (system or "").casefold() in rendering
+
+    def _find_close(self) -> str:
+        """Return the text after a response, without an end of text that only the last message has."""
+        user, next_user, _ = _USERS
+        closed = (self._rendered((user, 0), _WORDS, prompt=False) or "").partition(_WORDS)[2]
+        followed = (self._rendered((user, 0), _WORDS, (next_user, 0)) or "").partition(_WORDS)[2]
+        shorter = [closed.removesuffix(name) for name in self._control_tokens()]
+        fitting = [text for text in (closed, *shorter) if text and followed.startswith(text)]
+        return max(fitting, key=len, default=closed)
+
+    def _find_header(self) -> tuple[str, frozenset[str]]:
+        """Return the text with control tokens before the words of a response, and all control tokens there."""
+        user = user_message(_USERS[0], images=0)
+        start = self.render([user])
+        headers: list[str] = []
+        for thoughts in _MESSAGES_WITH_THOUGHTS:
+            message = {"role": "assistant", "content": _WORDS} | thoughts
+            try:
+                text = self.render([user, message], prompt=False)
+            # a template may raise any exception
+            except Exception:
+                continue
+            if text.startswith(start) and _WORDS in text:
+                headers.append(text.removeprefix(start).partition(_WORDS)[0])
+            elif not thoughts:
+                break
+        names = self._control_tokens()
+        inner = {name for header in headers for name in names if name in header}
+        plain = headers[0] if headers else ""
+        return (plain if any(name in plain for name in names) else ""), frozenset(inner)
+
+    def _control_tokens(self) -> set[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        return {str(token) for token in added if token.special} | {
+            *self.tokenizer.all_special_tokens
+        }
 
     def _missing_bos(self) -> int | None:
         """Return the id that a processor adds to a rendering that does not begin with it."""
@@ -365,12 +411,6 @@ class ChatTemplate:
         return opening + text[len(left) : len(text) - len(right)].removeprefix(words.lead)
 
 
-def template_source(renderer: Any) -> str | None:
-    """Return the text of a tokenizer's or processor's chat template; of several the default one."""
-    template: str | dict[str, str] | None = renderer.chat_template
-    return template.get("default") if isinstance(template, dict) else template
-
-
 def _with_content_parts(message: Message) -> Message:
     """Return a message whose content is a list of parts, as some templates expect."""
     content = message["content"]
@@ -409,79 +449,3 @@ def _without_blanks(text: str) -> str:
 def _without_thoughts(text: str) -> str:
     """Return what follows a text's think block."""
     return text.partition(_END_OF_THOUGHT)[2]
-
-
-# ---- Jinja
-
-
-class _Generation(jinja2.ext.Extension):
-    """Lets templates mark what the policy writes, as transformers does."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _parsed(source: str) -> nodes.Template:
-    environment = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols])
-    try:
-        return environment.parse(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(
-            f"the model's chat template is no Jinja template (line {error.lineno}: {error.message}); "
-            "set tokenizer.chat_template to another one"
-        ) from error
-
-
-def _variables(tree: nodes.Template) -> set[str]:
-    """Return the arguments that a template reads, but for those of `apply_chat_template`.
-
-    A variable that the template assigns before it is read is not one of them.
-    """
-    read_first: dict[str, bool] = {}
-    for name in _names(tree):
-        read_first.setdefault(name.name, name.ctx == "load")
-    undeclared = jinja2.meta.find_undeclared_variables(tree) - _OWN_ARGUMENTS
-    return {name for name in undeclared if read_first[name]}
-
-
-def _names(node: nodes.Node) -> Iterator[nodes.Name]:
-    """Yield the names below a node in the order of their evaluation: a value before what it is assigned to."""
-    if isinstance(node, nodes.Name):
-        yield node
-    children = list(node.iter_child_nodes())
-    if isinstance(node, nodes.Assign | nodes.For):
-        target = node.target
-        children = [child for child in children if child is not target]
-        children.insert(1, target)
-    for child in children:
-        yield from _names(child)
-
-
-def _with_clock(source: str, tree: nodes.Template, now: datetime) -> str:
-    """Return a template for which the time is always `now`.
-
-    Raises:
-        ValueError: the template computes the format of the time.
-    """
-    calls = [
-        call
-        for call in tree.find_all(nodes.Call)
-        if isinstance(call.node, nodes.Name) and call.node.name == "strftime_now"
-    ]
-    formats = [call.args[0].value for call in calls if isinstance(call.args[0], nodes.Const)]
-    if len(formats) < len(calls):
-        raise ValueError(
-            "the model's chat template computes the format of the date that it shows; prompts would change "
-            "overnight; set tokenizer.chat_template to another one"
-        )
-    if not calls:
-        return source
-    times = {form: now.strftime(form) for form in formats}
-    # a newline after a tag is no part of the template
-    return (
-        f"{{% macro strftime_now(format) %}}{{{{ {times!r}[format] }}}}{{% endmacro %}}\n{source}"
-    )

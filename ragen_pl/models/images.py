@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.models.vision_parts import VisionParts, weights_of
+from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -217,9 +217,7 @@ class ImageEncoder:
     def _frozen(self) -> bool:
         """Whether the features stay as they are while other weights are trained."""
         if self._weights is None:
-            parts = VisionParts.of(self.model)
-            patterns = (parts.encoder, parts.projector)
-            self._weights = [w for pattern in patterns for w in weights_of(self.model, pattern)]
+            self._weights = vision_weights(self.model)
         if any(weight.requires_grad for weight in self._weights):
             return False
         return any(weight.requires_grad for weight in self.model.parameters())

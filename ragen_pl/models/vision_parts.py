@@ -70,3 +70,9 @@ def weights_of(model: Module, pattern: str | None) -> list[Parameter]:
     if pattern is None:
         return []
     return [weight for name, weight in model.named_parameters() if re.fullmatch(pattern, name)]
+
+
+def vision_weights(model: PreTrainedModel) -> list[Parameter]:
+    """Return the weights of a model's encoders and projector, none of a text model."""
+    parts = VisionParts.of(model)
+    return [*weights_of(model, parts.encoder), *weights_of(model, parts.projector)]

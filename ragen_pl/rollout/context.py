@@ -90,6 +90,7 @@ class ContextManager:
         added = bundle.tokenizer.added_tokens_decoder.values()
         takes_blanks = {str(token) for token in added if token.lstrip or token.rstrip}
         self._control_tokens = _any_of(bundle.special_tokens.values())
+        self._inner = _any_of(self.template.inner)
         self._borders = _any_of(set(bundle.special_tokens.values()) - takes_blanks)
         # the end-of-turn token with what the template writes before it, and the text after it
         self._end = str(bundle.tokenizer.decode([bundle.end_of_turn_id]))
@@ -186,11 +187,15 @@ class ContextManager:
         """Record the response to the latest observation and the actions carried out."""
         conversation.respond(ids=ids, text=text, actions=actions)
 
+    def words_start(self, text: str) -> int:
+        """Return the index at which the words of a response begin: after the last control token before an answer."""
+        return max((found.end() for found in self._inner.finditer(text)), default=0)
+
     def encode_response(self, text: str) -> np.ndarray:
         """Return the ids of a written response as the policy would sample it, its end-of-turn token included."""
         opening = self.template.opening.strip()
         text = self.template.lead + (text.removeprefix(opening) if opening else text)
-        return self._encode_around("", text, self._ending, continues=True)
+        return self._encode_around(self.template.header, text, self._ending, continues=True)
 
     def pieces(self, ids: np.ndarray) -> list[str]:
         """Return the text of each token of a response; the pieces join to the response's text.
@@ -306,7 +311,8 @@ class ContextManager:
         for exchange in shown:
             messages.append(user_message(self._plain(exchange.text), images=len(exchange.images)))
             if exchange.response_ids is not None:
-                response = self.template.opening + self._plain(exchange.response_text)
+                words = exchange.response_text[self.words_start(exchange.response_text) :]
+                response = self.template.opening + self._plain(words)
                 messages.append({"role": "assistant", "content": response})
         return self.template.render(messages)
 

@@ -144,6 +144,10 @@ class Context(Protocol):
         """Record the response to the latest observation and the actions carried out."""
         ...
 
+    def words_start(self, text: str) -> int:
+        """Return the index at which the words of a response begin, behind what the policy writes before them."""
+        ...
+
     def encode_response(self, text: str) -> np.ndarray:
         """Return the ids of a written response, its end-of-turn token included."""
         ...
@@ -177,6 +181,10 @@ class TextContext:
         self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
     ) -> None:
         """Record nothing: no prompt repeats a response."""
+
+    def words_start(self, text: str) -> int:
+        """Return 0: nothing stands before the words."""
+        return 0
 
     def encode_response(self, text: str) -> np.ndarray:
         """Return the code points of a text, and 0."""

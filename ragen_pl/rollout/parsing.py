@@ -46,6 +46,7 @@ def parse_response(
     max_actions: int = 1,
     prompt_format: PromptFormat = PromptFormat.FREE_THINK,
     separator: str = "||",
+    start: int = 0,
 ) -> ParsedResponse:
     """Parse a response strictly: the blocks of its format in order, whitespace between them, nothing else.
 
@@ -56,6 +57,8 @@ def parse_response(
     Where `action_names` is None, actions are free text: the whole answer is one action and is never split. An empty
     answer is invalid; the environment judges any other.
 
+    What stands before the character `start` is left out, such as what a model writes in a channel for its thoughts.
+
     Examples:
         >>> parse_response("<think>ice</think><answer>Up || Left</answer>", ["Up", "Left"], max_actions=2).actions
         [0, 1]
@@ -64,7 +67,7 @@ def parse_response(
         >>> parse_response("Up", ["Up", "Left"]).valid
         False
     """
-    match = _pattern(prompt_format).fullmatch(text)
+    match = _pattern(prompt_format).fullmatch(text, start)
     if match is None:
         return ParsedResponse()
     blocks = {name: content.strip() for name, content in match.groupdict().items()}

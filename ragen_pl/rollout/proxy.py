@@ -243,11 +243,13 @@ class AgentProxy(Generic[ContextT]):
     def _parse(self, episode: Episode, response: Generation | str) -> _Answer:
         generation = self._encode(response) if isinstance(response, str) else response
         pieces = self.context.pieces(generation.ids)
+        text = self.context.opening + "".join(pieces)
         parsed = parse_response(
-            self.context.opening + "".join(pieces),
+            text,
             episode.slot.action_names,
             max_actions=self.environments.max_actions_per_turn,
             prompt_format=self.environments.prompt_format,
+            start=self.context.words_start(text),
         )
         # a response without its end is no answer, even where it looks like one
         if generation.hit_length_limit:

