@@ -20,6 +20,8 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _ranks,
         _size,
         _float16,
+        _flash_attention,
+        _masks_of_engine,
         _adapter_dropout,
         _reference,
         _critic,
@@ -316,6 +318,41 @@ def _float16(get: _Get) -> str | None:
             f"{get('trainer.precision')}; set trainer.precision=16-mixed, or model.build.dtype=bfloat16"
         )
     return None
+
+
+def _flash_attention(get: _Get) -> str | None:
+    """Flash attention computes on a GPU, in 16 bits."""
+    attention = get("model.build.attn_implementation")
+    parts = attention.values() if isinstance(attention, DictConfig) else [attention]
+    if not any(str(part).startswith("flash_") for part in parts):
+        return None
+    named = f"model.build.attn_implementation={attention}"
+    if get("trainer.accelerator") == "cpu" or get("device") == "cpu":
+        return f"{named}: flash attention needs a GPU; set model.build.attn_implementation=sdpa"
+    if get("model.build.dtype") == "float32" and str(get("trainer.precision")) not in _AUTOCAST:
+        return (
+            f"{named}: flash attention computes in 16 bits, and model.build.dtype=float32; set "
+            "model.build.dtype=bfloat16, or trainer.precision=bf16-mixed for a training run"
+        )
+    return None
+
+
+# precisions of the Trainer in which float32 weights are computed on in 16 bits
+_AUTOCAST = ("bf16-mixed", "bf16", "16-mixed", "16")
+
+
+def _masks_of_engine(get: _Get) -> str | None:
+    """The in-process engine pads prompts on the left, which needs attention with masks."""
+    attention = get("model.build.attn_implementation")
+    if isinstance(attention, DictConfig):
+        attention = attention.get("text_config", attention.get("", "sdpa"))
+    engine = str(get("rollout.engine._target_")).rpartition(".")[2]
+    if engine != "TransformersEngine" or attention in (None, "sdpa", "eager"):
+        return None
+    return (
+        f"model.build.attn_implementation={attention}: the in-process rollout engine pads prompts, and this attention "
+        "takes no masks; set sdpa, {text_config: sdpa, vision_config: flash_attention_2}, or another rollout/engine"
+    )
 
 
 def _adapter_dropout(get: _Get) -> str | None:

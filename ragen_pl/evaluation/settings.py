@@ -45,6 +45,8 @@ _PRETRAINED = {
     "_target_": "ragen_pl.models.build.load_pretrained",
     "dtype": "float32",
     "attn_implementation": "sdpa",
+    "max_tokens": None,
+    "trust_remote_code": False,
 }
 
 Settings = dict[str, Any]
@@ -107,6 +109,10 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         chosen = [f"env={env}"] if env else []
         with_players = _shipped([*chosen, f"{_PLAYERS}={players}"], args=args)
         settings["validation"]["baselines"] = with_players["validation"]["baselines"]
+    build = settings["model"]["build"]
+    if "max_tokens" in build and (model or (ckpt and checkpoint.is_folder)):
+        # other policies keep the positions of their run
+        build["max_tokens"] = "${context.max_tokens}"
     return settings
 
 
@@ -126,6 +132,12 @@ def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, fil
         }
     named = {text for override in overrides.values() for text in _texts(override.value())}
     check_settings(taken, file=file, named=named)
+    code = "model.build.trust_remote_code"
+    if taken.get("model", {}).get("build", {}).get("trust_remote_code") and code not in overrides:
+        raise ConfigError(
+            f"{file}: {code}=true runs Python files of a model's repository, and nothing shows that this account wrote "
+            f"the file; if you trust its author, repeat {code}=true on the command line, or set trust=true"
+        )
 
 
 def _texts(value: Any) -> Iterator[str]:

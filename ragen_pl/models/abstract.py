@@ -23,6 +23,7 @@ from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.images import ImageEncoder, ImageFeatures, encoder_outputs, joined
 from ragen_pl.models.named import named_config
+from ragen_pl.models.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -110,7 +111,7 @@ def abstract_pretrained(model: Mapping[str, Any]) -> ModelBundle:
     """
     settings = dict(model["build"])
     path, images = settings.pop("path"), settings.pop("image_processor", None)
-    for name in ("_target_", "local_files_only"):
+    for name in ("_target_", "local_files_only", "revision", "trust_remote_code"):
         settings.pop(name, None)
     config = config_without_hub(model)
     with torch.device("meta"):
@@ -238,7 +239,9 @@ def config_without_hub(model: Mapping[str, Any]) -> PretrainedConfig:
     path = model["build"]["path"]
     if Path(path).is_dir():
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
+            path,
+            local_files_only=True,
+            trust_remote_code=bool(model["build"].get("trust_remote_code")),
         )
         return config
     if not model.get("sizes"):
@@ -266,8 +269,6 @@ def local_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
-
-    from ragen_pl.models.build import load_tokenizer
 
     if Path(path).is_dir():
         return load_tokenizer(path, local_files_only=True)

@@ -33,15 +33,18 @@ def choose_trained_weights(
     lora: Mapping[str, Any] | None = None,
     freeze_vision: bool | None = None,
     freeze_projector: bool | None = None,
+    shows_images: bool = True,
 ) -> None:
     """Freeze the weights that are not trained, and add adapters.
 
     Args:
         model: Model, changed in place.
         lora: Settings of peft's `LoraConfig` to train adapters; None trains the weights.
-        freeze_vision: Whether the image encoder is left unchanged; None: with adapters.
-        freeze_projector: Whether the projector is left unchanged; None: with adapters. It gets no adapters, but is
+        freeze_vision: Whether the image encoder is left unchanged; None: with adapters, or without images.
+        freeze_projector: Whether the projector is left unchanged; None: as for the encoder. It gets no adapters, but is
             trained itself.
+        shows_images: Whether the environment shows images. Weights that get no gradients would stop DDP, and take
+            memory of the optimizer.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -57,8 +60,9 @@ def choose_trained_weights(
             raise ValueError(
                 f"model.build.{key}={str(frozen).lower()}: {type(model).__name__} has no such part; set null"
             )
-    freeze_vision = lora is not None if freeze_vision is None else freeze_vision
-    freeze_projector = lora is not None if freeze_projector is None else freeze_projector
+    unchanged = lora is not None or not shows_images
+    freeze_vision = unchanged if freeze_vision is None else freeze_vision
+    freeze_projector = unchanged if freeze_projector is None else freeze_projector
     if lora is not None:
         excluded = [parts.projector, parts.encoder if freeze_vision else None]
         add_lora(model, lora, excluded="|".join(filter(None, excluded)) or None)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from ragen_pl.constraints import Open, Seed, TextOnly, checked
+from ragen_pl.constraints import Count, Open, Seed, TextOnly, checked
 from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off
+from ragen_pl.models.positions import check_length, fix_rotary_scaling
+from ragen_pl.models.pretrained import (
+    check_image_settings,
+    load_tokenizer,
+    model_class,
+    read_config,
+    read_model,
+    sees_images,
+)
 from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
@@ -20,10 +32,11 @@ if TYPE_CHECKING:
         PretrainedConfig,
         PreTrainedModel,
         PreTrainedTokenizerBase,
-        ProcessorMixin,
     )
 
     from ragen_pl.models.settings import DecoderSettings, VisionSettings
+
+log = logging.getLogger(__name__)
 
 
 @checked
@@ -123,99 +136,136 @@ def _weights_from(seed: int) -> Iterator[None]:
 def load_pretrained(
     path: str,
     *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     attn_implementation: Attention | dict[str, Attention] = "sdpa",
     local_files_only: bool = False,
+    max_tokens: Count | None = None,
     image_processor: Annotated[dict[str, Any], Open()] | None = None,
     lora: Annotated[LoraSettings, Open()] | None = None,
     freeze_vision: bool | None = None,
     freeze_projector: bool | None = None,
+    shows_images: bool = True,
     seed: Seed = 0,
 ) -> ModelBundle:
     """Load a language or vision-language model, its tokenizer and processor.
 
+    Its dropout and noise are off (`ragen_pl.models.dropout`), and a rotary scaling that depends on the length is that
+    of `max_tokens` (`ragen_pl.models.positions`).
+
     Args:
         path: Hugging Face folder, or name of a model on the hub.
+        revision: Branch, tag or commit of a model on the hub; None for its main branch.
+        trust_remote_code: Whether Python files of the model's repository are run where transformers has no such model.
         dtype: Type of the weights, such as `float32` or `bfloat16`.
         attn_implementation: Attention of transformers; a dictionary gives it by part of the model, such as
             `{"text_config": "sdpa", "vision_config": "flash_attention_2"}`.
         local_files_only: Whether the hub is never asked.
+        max_tokens: Tokens of the longest conversation; None for any up to the model's original length.
         image_processor: Settings of the family's image processor, such as `{"min_pixels": 50176}`,
             `{"crop_to_patches": False}`; None for its own.
         lora: Settings of peft's `LoraConfig` to train adapters only; None trains all weights.
-        freeze_vision: Whether the image encoder is left unchanged; None: with `lora`.
-        freeze_projector: Whether the projector of image features is left unchanged; None: with `lora`. It gets no
-            adapters, but is trained itself.
+        freeze_vision: Whether the image encoder is left unchanged; None: with `lora`, or where no images are shown.
+        freeze_projector: Whether the projector of image features is left unchanged; None: as for the encoder. It gets
+            no adapters, but is trained itself.
+        shows_images: Whether the environment shows images.
         seed: Seed of the adapters' weights; the global generators keep their states.
 
     Raises:
         FileNotFoundError: No model can be read there.
         ModuleNotFoundError: `lora` needs peft, which is not installed.
-        ValueError: torch has no such `dtype`, peft refuses a setting, the model has no part to freeze, or the attention
-            can't mask as the model needs.
+        ValueError: torch has no such `dtype`, peft refuses a setting, the model has no part to freeze, its attention
+            can't mask as it needs, it has too few positions, or transformers does not know it.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoProcessor,
-    )
-
     weights = getattr(torch, dtype, None)
     if not isinstance(weights, torch.dtype):
         raise ValueError(f"model.build.dtype={dtype}: expected float32, bfloat16 or float16")
-    # registers the small model with the Auto classes
-    import_module("ragen_pl.models.small_vlm")
-    where = {"local_files_only": local_files_only or Path(path).is_dir()}
-    # no code of a model's folder is run, and nobody is asked whether it may be
-    read = {**where, "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(path, **read)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"model.build.path={path}: no model can be read there ({str(error).splitlines()[0]}); "
-            "give a folder written by save_pretrained, or a model's name where the hub can be reached"
-        ) from error
-    settings = {"dtype": weights, "attn_implementation": attn_implementation} | read
-    if type(config) in AutoModelForImageTextToText._model_mapping:
-        model = AutoModelForImageTextToText.from_pretrained(path, **settings)
-        processor = AutoProcessor.from_pretrained(path, **read)
-        tokenizer = processor.tokenizer
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, **settings)
-        tokenizer, processor = load_tokenizer(path, **where), None
+    where: dict[str, Any] = {
+        "local_files_only": local_files_only or Path(path).is_dir(),
+        "trust_remote_code": trust_remote_code,
+    }
+    if revision is not None:
+        where["revision"] = revision
+    config = read_config(path, where)
+    notes = _prepare(config, max_tokens=max_tokens)
+    model = read_model(config, path, attn_implementation, where | {"dtype": weights})
+    notes += _finish(model, max_tokens=max_tokens)
+    processor = None
+    if sees_images(config):
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(path, **where)
+        check_image_settings(processor, image_processor or {})
+    tokenizer = load_tokenizer(path, **where) if processor is None else processor.tokenizer
     with _weights_from(seed):
         choose_trained_weights(
-            model, lora=lora, freeze_vision=freeze_vision, freeze_projector=freeze_projector
+            model,
+            lora=lora,
+            freeze_vision=freeze_vision,
+            freeze_projector=freeze_projector,
+            shows_images=shows_images,
         )
-    if processor is not None:
-        _check_image_settings(processor, image_processor or {})
     bundle = ModelBundle(model.eval(), tokenizer, processor, image_processor or {}, source=path)
-    if bundle.facts.bidirectional_layers and not bundle.facts.masks_by_function:
-        raise ValueError(
-            f"model.build.attn_implementation: in {type(model).__name__} the tokens of an image attend to each other, "
-            "which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
-        )
-    if processor is not None and not bundle.facts.takes_features:
-        raise ValueError(
-            f"model.build.path={path}: transformers' {bundle.facts.family} takes no encoded images, and every turn "
-            "would encode all of them again; choose another family"
-        )
+    _check_family(bundle)
+    for note in notes:
+        _log_once(path, note)
     return bundle
 
 
-def _check_image_settings(processor: ProcessorMixin, settings: Mapping[str, Any]) -> None:
-    """Check the names of settings that a processor would ignore.
+def _prepare(config: PretrainedConfig, *, max_tokens: int | None) -> list[str]:
+    """Change a config to what RL needs, and return a line on each change."""
+    scaled = fix_rotary_scaling(config, max_tokens=max_tokens)
+    return [*([] if scaled is None else [scaled]), *_switched_off(switch_dropout_off(config))]
+
+
+def _finish(model: PreTrainedModel, *, max_tokens: int | None) -> list[str]:
+    """Change a model to what RL needs, and return a line on each change.
 
     Raises:
-        ValueError: The image processor has no such setting.
+        ValueError: It has too few positions.
     """
-    known = set(processor.image_processor.valid_kwargs.__annotations__)
-    if unknown := sorted(set(settings) - known):
+    long = check_length(model, max_tokens=max_tokens)
+    return [*([] if long is None else [long]), *_switched_off(switch_modules_off(model))]
+
+
+def _switched_off(values: Mapping[str, float]) -> list[str]:
+    if not values:
+        return []
+    named = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    return [f"dropout and noise are off, as in rollouts: 0 instead of {named}"]
+
+
+def _check_family(bundle: ModelBundle) -> None:
+    """Check that conversations of several turns can be computed with a family's attention and images.
+
+    Raises:
+        ValueError: They can't.
+    """
+    facts = bundle.facts
+    if facts.attends_both_ways:
         raise ValueError(
-            f"model.build.image_processor.{unknown[0]}: the model's image processor has no such setting; known: "
-            + ", ".join(sorted(known))
+            f"model.build.path={bundle.source}: in {facts.family} the tokens of a prompt, or of its images and what "
+            "precedes them, attend to each other both ways, so a next turn would change the ones before; choose "
+            "another family"
         )
+    if facts.bidirectional_layers and not facts.masks_by_function:
+        raise ValueError(
+            f"model.build.attn_implementation: in {type(bundle.model).__name__} the tokens of an image attend to each "
+            "other, which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
+        )
+    if bundle.processor is not None and not facts.takes_features:
+        raise ValueError(
+            f"model.build.path={bundle.source}: transformers' {facts.family} takes no encoded images, and every turn "
+            "would encode all of them again; choose another family"
+        )
+
+
+@cache
+def _log_once(path: str, note: str) -> None:
+    """Log a line on a model once in a run: a critic may have the same model, and ranks have."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log.info("model.build.path=%s: %s", path, note)
 
 
 def describe_pretrained(
@@ -223,48 +273,34 @@ def describe_pretrained(
     *,
     dtype: str = "float32",
     attn_implementation: str | dict[str, str] = "sdpa",
+    max_tokens: int | None = None,
     seed: int = 0,
     **trained: Any,
 ) -> PreTrainedModel:
     """Build the model that `load_pretrained` would load, with new weights. Nothing is read.
 
     Args:
-        config: Config of the model.
+        config: Config of the model, changed as `load_pretrained` changes it.
         dtype: Type of the weights.
         attn_implementation: Attention of transformers. Flash attention becomes `sdpa`, which keeps as much for the
             backward pass and runs anywhere.
+        max_tokens: Tokens of the longest conversation.
         seed: Seed of the adapters' weights.
         trained: Which weights are trained; see `load_pretrained`.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    _prepare(config, max_tokens=max_tokens)
     by_part = (
         attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
     )
     attention = {
         part: "sdpa" if name.startswith("flash") else name for part, name in by_part.items()
     }
-    model: PreTrainedModel = kind.from_config(
+    model: PreTrainedModel = model_class(config).from_config(
         config,
         dtype=getattr(torch, dtype),
         attn_implementation=attention.get("", attention),
     )
+    _finish(model, max_tokens=max_tokens)
     with _weights_from(seed):
         choose_trained_weights(model, **trained)
     return model.eval()
-
-
-def load_tokenizer(path: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer as its file describes it, even where transformers would replace it by a known model's own."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    declared = get_tokenizer_config(path, local_files_only=local_files_only).get("tokenizer_class")
-    plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    kind = PreTrainedTokenizerFast if plain else AutoTokenizer
-    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
-        path, local_files_only=local_files_only, trust_remote_code=False
-    )
-    return tokenizer

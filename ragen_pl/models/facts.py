@@ -43,8 +43,12 @@ class ModelFacts:
     """Argument that marks image tokens."""
     bidirectional_layers: frozenset[str] = frozenset()
     """Types of the layers in which the tokens of an image attend to each other both ways."""
+    attends_both_ways: bool = False
+    """Whether all tokens of a prompt, or a prefix of it, attend to each other both ways, as in PaliGemma."""
     takes_features: bool = True
     """Whether the model takes encoded images."""
+    keeps_logits: bool = False
+    """Whether the model's forward computes the logits of the last tokens only, if asked to."""
     vision_arguments: frozenset[str] = frozenset()
     """Arguments of `get_image_features`."""
 
@@ -92,7 +96,9 @@ class ModelFacts:
             position_axes=3 if hasattr(base, "get_rope_index") else 1,
             token_types=types[0] if encode is not None and types else None,
             bidirectional_layers=_bidirectional_layers(model, text),
+            attends_both_ways=getattr(text, "use_bidirectional_attention", None) is True,
             takes_features="mm_encoder_outputs" in arguments,
+            keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
             vision_arguments=frozenset(
                 () if encode is None else inspect.signature(encode).parameters
             ),

@@ -230,13 +230,21 @@ def build_critic_model(
     """
     if cfg.critic.build is None:
         return build(cfg)
-    bundle = build(OmegaConf.create({"model": {"build": cfg.critic.build}}))
+    own = OmegaConf.merge(_shared_with_critic(cfg), cfg.critic.build)
+    bundle = build(OmegaConf.create({"model": {"build": own}}))
     if (difference := policy.input_difference(bundle)) is not None:
         raise ConfigError(
             f"critic.build: {difference}, and the critic reads what the policy has read; give a model of the same "
             "family, or null"
         )
     return bundle
+
+
+def _shared_with_critic(cfg: DictConfig) -> dict[str, Any]:
+    """Return what a critic's own model takes over from the policy's where it is loaded in the same way."""
+    policy, critic = cfg.model.build, cfg.critic.build
+    same = policy._target_ == critic.get("_target_")
+    return {key: policy[key] for key in ("max_tokens", "shows_images") if same and key in policy}
 
 
 def build_agent(components: RunComponents) -> AgentModule:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
 from ragen_pl.callbacks.summary import RunSummary
+from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.files import atomic_write
@@ -197,7 +198,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         log_every_n_steps=20,
         enable_model_summary=False,
         default_root_dir=run.folder,
-        callbacks=warm_start_callbacks(cfg, run),
+        callbacks=[*warm_start_callbacks(cfg, run), UnusedWeights()],
     )
     # the seed of dropout
     with seeded(cfg.seed, "warm_start"):
@@ -252,7 +253,7 @@ def reinforce(
     if run.checkpoint is not None:
         check_resumable(run.checkpoint, agent, needed="agent", trusted=cfg.trust)
     summary = RunSummary(print_at_end=False)
-    callbacks = [RolloutUpdate(), summary, *build_callbacks(cfg)]
+    callbacks = [RolloutUpdate(), UnusedWeights(), summary, *build_callbacks(cfg)]
     for callback in callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)

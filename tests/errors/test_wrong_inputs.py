@@ -99,6 +99,10 @@ OF_THE_COMMAND = [
         f"{PRETRAINED} model.build.attn_implementation={{vision_config:flash_attn}}",
         "attn_implementation.vision_config=flash_attn: expected one of sdpa, eager",
     ),
+    (
+        f"{PRETRAINED} model.build.attn_implementation=flex_attention",
+        "attn_implementation=flex_attention: .* takes no masks; set sdpa",
+    ),
     ("critic.lr=-1", "critic.lr=-1: expected a number, at least 0"),
     ("critic.build={_target_:ragen_pl.models.build.build_small_vlm}", "set algorithm.critic=own"),
     (
@@ -193,6 +197,20 @@ OF_THE_ENVIRONMENT = [
 def test_a_wrong_command_is_refused(fit, arguments, message):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(fit(*arguments.split()).refused())
+
+
+@pytest.mark.parametrize(
+    ("attention", "change", "message"),
+    [
+        ("{vision_config: flash_attention_2}", "trainer.accelerator=cpu", "needs a GPU; set .*=sdpa"),
+        ("{vision_config: flash_attention_2}", "model.build.dtype=float32", "=float32; set .*=bfloat16"),
+        ("{text_config: flash_attention_2}", "model.build.dtype=bfloat16", "takes no masks; set sdpa"),
+    ],
+)  # fmt: skip
+def test_flash_attention_that_cannot_run_is_refused(fit, monkeypatch, attention, change, message):
+    monkeypatch.setattr("ragen_pl.constraints.find_spec", lambda name: object())
+    refused = fit(*PRETRAINED.split(), f"model.build.attn_implementation={attention}", change)
+    assert re.search(message, refused.refused())
 
 
 def test_a_server_that_does_not_answer_is_refused(fit):

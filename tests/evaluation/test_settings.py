@@ -114,7 +114,7 @@ def test_exported_folder_has_its_run_and_works_without_it(root: Path, tmp_path: 
     assert cfg.source.run == str(run) and cfg.env.name == "mine"
     assert cfg.model.build == {
         "_target_": "ragen_pl.models.build.load_pretrained", "path": str(folder),
-        "dtype": "bfloat16", "attn_implementation": "sdpa",
+        "dtype": "bfloat16", "attn_implementation": "sdpa", "max_tokens": 2048, "trust_remote_code": False,
     }  # fmt: skip
     (run / "config.yaml").unlink()
     assert composed(f"ckpt={folder}").source.run is None
@@ -153,6 +153,34 @@ def test_responses_are_sampled_as_in_training(root: Path) -> None:
     (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     cfg = composed(f"ckpt={run}", "rollout.top_p=1.0")
     assert sampling | {"top_p": 1.0} == {name: cfg.rollout[name] for name in sampling}
+
+
+def test_code_of_a_models_repository_is_run_for_the_command_line_only(root: Path) -> None:
+    """A run's folder may be another's."""
+    run = root / "frozenlake" / "2026-01-02_10-00-00"
+    cfg = OmegaConf.load(run / "config.yaml")
+    cfg.model = {"build": {"_target_": "ragen_pl.models.build.load_pretrained", "path": "."}}
+    cfg.model.build.trust_remote_code = True
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    arguments = (f"paths.root={root}", "env=frozenlake", "ckpt=last")
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml: model\.build\.trust_remote_code=true runs"
+    ):
+        composed(*arguments)
+    for chosen in ("model.build.trust_remote_code=true", "trust=true"):
+        assert composed(*arguments, chosen).model.build.trust_remote_code is True
+
+
+def test_a_pretrained_models_positions_are_those_of_the_context(root: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    longer = "context.max_tokens=5000"
+    for source in ("model=qwen2_5", f"ckpt={folder}"):
+        cfg = composed(f"paths.root={root}", "env=frozenlake", source, longer)
+        assert cfg.model.build.max_tokens == 5000
+    # a policy keeps those that it was trained with
+    assert "max_tokens" not in composed(f"paths.root={root}", "ckpt=last", longer).model.build
 
 
 def test_validation_sets_change_the_environment_and_count_held_out_states(root: Path) -> None:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
+from family_models import tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
+    PreTrainedTokenizerFast,
+    SiglipImageProcessor,
+)
 
 from ragen_pl.models.build import load_pretrained
+from ragen_pl.models.vision_parts import vision_weights
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -44,3 +58,107 @@ def test_weights_are_mapped_from_the_file(tmp_path):
             weight.sum()
     assert anonymous_bytes() - before < 0.2 * size
     assert torch.equal(bundle.model.lm_head.weight, first.model.lm_head.weight)
+
+
+# a model that transformers does not have, as repositories bring it
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_family"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_models_folder_is_run_only_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    folder = tmp_path / "model"
+    tiny("llama3_2").save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "own_family",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(CODE)
+    with pytest.raises(ValueError, match=r"no such model.*read them.*trust_remote_code=true"):
+        load_pretrained(str(folder))
+    bundle = load_pretrained(str(folder), trust_remote_code=True)
+    assert type(bundle.model).__name__ == "OwnModel" and bundle.facts.family == "own_family"
+
+
+def test_a_revision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def read(path: str, **settings: Any) -> None:
+        asked.update(settings)
+        raise OSError("offline")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read)
+    with pytest.raises(FileNotFoundError, match=r"model\.build\.path=some/model: .*offline"):
+        load_pretrained("some/model", revision="v1.0")
+    assert asked == {"revision": "v1.0", "local_files_only": False, "trust_remote_code": False}
+
+
+def test_an_encoder_that_is_shown_no_images_is_left_unchanged(tmp_path: Path) -> None:
+    tiny("qwen3_vl").save(tmp_path)
+
+    def trained(**settings: bool) -> tuple[bool, bool]:
+        model = load_pretrained(str(tmp_path), **settings).model
+        (vision,) = {weight.requires_grad for weight in vision_weights(model)}
+        (text,) = {weight.requires_grad for weight in model.get_decoder().parameters()}
+        return vision, text
+
+    assert trained() == (True, True)
+    assert trained(shows_images=False) == (False, True)
+    own_choice = trained(shows_images=False, freeze_vision=False, freeze_projector=False)
+    assert own_choice == (True, True)
+
+
+def test_parts_of_a_model_may_have_attention_of_their_own(tmp_path: Path) -> None:
+    tiny("qwen3_vl").save(tmp_path)
+    attention = {"text_config": "sdpa", "vision_config": "eager"}
+    config = load_pretrained(str(tmp_path), attn_implementation=attention).model.config
+    found = config.text_config._attn_implementation, config.vision_config._attn_implementation
+    assert found == ("sdpa", "eager")
+
+
+def test_flash_attention_that_transformers_cannot_run_names_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("llama3_2").save(tmp_path)
+    monkeypatch.setattr("ragen_pl.constraints.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^model\.build\.attn_implementation=flash.*; set sdpa$"):
+        load_pretrained(str(tmp_path), attn_implementation="flash_attention_2")
+
+
+def test_a_family_whose_prompts_attend_both_ways_is_refused(tmp_path: Path) -> None:
+    tokenizer = FAMILIES["gemma3_vl"].tokenizer()
+    text = {
+        "model_type": "gemma", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer),
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "vision_use_head": False,
+    }  # fmt: skip
+    config = PaliGemmaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=tokenizer.image_token_id,
+        projection_dim=32,
+    )
+    PaliGemmaForConditionalGeneration(config).save_pretrained(tmp_path)
+    images = SiglipImageProcessor(size={"height": 32, "width": 32})
+    images.image_seq_length = 4
+    template = tokenizer.chat_template
+    PaliGemmaProcessor(images, tokenizer, chat_template=template).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"in paligemma .* of its images .* attend .* both ways"):
+        load_pretrained(str(tmp_path))

@@ -30,16 +30,23 @@ class Job:
 
     folder: Path
 
-    def run(self, *overrides: str, codes: tuple[int, ...] = (0,), signaled: bool = False) -> str:
+    def run(
+        self,
+        *overrides: str,
+        codes: tuple[int, ...] = (0,),
+        signaled: bool = False,
+        settings: tuple[str, ...] = SMALL,
+    ) -> str:
         """Run `python -m ragen_pl.fit` in this folder, check how it ended and return its output.
 
         Args:
             overrides: of the config.
             codes: expected exit codes.
             signaled: whether the callback of `killing.py` must have sent its signal.
+            settings: overrides before these.
         """
         overrides = (
-            *(*SMALL, *overrides),
+            *(*settings, *overrides),
             f"paths.root={self.folder.parent}",
             f"paths.run_dir={self.folder}",
         )

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from family_models import tiny
 from small_runs import SMALL, run_ranks
 
 
@@ -77,6 +78,37 @@ def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exac
         assert found["state_dict"][name].equal(weight), name
     # a checkpoint of an iteration's end has none
     assert not list(last.parent.glob("*.shards"))
+
+
+@pytest.mark.slow
+def test_an_image_encoder_that_no_step_uses_may_be_trained_under_ddp(job, tmp_path):
+    """A step without images has no gradients of the encoder, for which DDP would wait in the next one."""
+    tiny("qwen3_vl").save(tmp_path / "model")
+    run = job()
+    run.run(
+        "env=frozenlake",
+        "env.max_turns=2",
+        "curriculum=null",
+        "model=pretrained",
+        f"model.build.path={tmp_path / 'model'}",
+        "model.build.freeze_vision=false",
+        "model.build.freeze_projector=false",
+        "algorithm=rloo",
+        "rollout.groups=4",
+        "rollout.group_size=2",
+        "rollout.max_response_tokens=8",
+        "context.max_tokens=400",
+        "update.minibatches=2",
+        "validation.episodes=4",
+        "validation.baselines=null",
+        "warm_start=none",
+        "trainer.devices=2",
+        "trainer.strategy=ddp",
+        "trainer.max_epochs=1",
+        "logger=none",
+        settings=(),
+    )
+    assert run.steps >= 2
 
 
 @pytest.mark.soak

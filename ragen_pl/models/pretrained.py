@@ -1,0 +1,150 @@
+"""Read the parts of a pretrained model from its folder or from the hub; errors name the setting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ragen_pl.models.settings import Attention
+
+if TYPE_CHECKING:
+    from transformers import (
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
+
+
+def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
+    """Read a model's config.
+
+    Args:
+        path: Folder or name of the model.
+        where: Where it is looked for, and whether Python files there may be run.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: transformers does not know the model.
+    """
+    from transformers import AutoConfig
+
+    # registers the small model with the Auto classes
+    import_module("ragen_pl.models.small_vlm")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, **where)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model.build.path={path}: transformers has no such model, and its folder brings Python files of its "
+                "own; read them, then run them by model.build.trust_remote_code=true, or choose another model"
+            ) from error
+        raise FileNotFoundError(
+            f"model.build.path={path}: no model can be read there ({str(error).splitlines()[0]}); "
+            "give a folder written by save_pretrained, or a model's name where the hub can be reached"
+        ) from error
+    return config
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Return whether transformers has a model with images for a config."""
+    from transformers import AutoModelForImageTextToText
+
+    return type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Return the Auto class of a config's models."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def read_model(
+    config: PretrainedConfig,
+    path: str,
+    attention: Attention | dict[str, Attention],
+    settings: Mapping[str, Any],
+) -> PreTrainedModel:
+    """Load a model with its weights.
+
+    Args:
+        config: Its config.
+        path: Folder or name of the model.
+        attention: Attention of transformers, or that of each part.
+        settings: Other arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: transformers can't run the model with this attention, or on this machine.
+    """
+    try:
+        with _without_advice_on_flash_attention():
+            model: PreTrainedModel = model_class(config).from_pretrained(
+                path, config=config, attn_implementation=attention, **settings
+            )
+    except ImportError as error:
+        if "flash" not in str(attention):
+            raise
+        raise ValueError(
+            f"model.build.attn_implementation={attention}: {str(error).splitlines()[0]}; set sdpa"
+        ) from error
+    except ValueError as error:
+        if "does not support" not in str(error):
+            raise
+        # transformers' own advice names other keys
+        raise ValueError(
+            f"model.build.attn_implementation={attention}: transformers has no such attention for this family "
+            f"({config.model_type}); set model.build.attn_implementation=eager"
+        ) from error
+    return model
+
+
+@contextmanager
+def _without_advice_on_flash_attention() -> Iterator[None]:
+    """Leave out advice to load the model on the GPU and in 16 bits: the Trainer moves it, and may use autocast."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "attempting to use Flash Attention" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def load_tokenizer(path: str, **where: Any) -> PreTrainedTokenizerBase:
+    """Load a tokenizer as its file describes it, even where transformers would replace it by a known model's own.
+
+    Args:
+        path: Folder or name of the model.
+        where: Where it is looked for, such as `local_files_only` and `revision`, and `trust_remote_code`.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    # otherwise transformers asks whether Python files may be run
+    where = {"trust_remote_code": False, **where}
+    declared = get_tokenizer_config(path, **where).get("tokenizer_class")
+    plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    kind = PreTrainedTokenizerFast if plain else AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(path, **where)
+    return tokenizer
+
+
+def check_image_settings(processor: ProcessorMixin, settings: Mapping[str, Any]) -> None:
+    """Check the names of settings that a processor would ignore.
+
+    Raises:
+        ValueError: The image processor has no such setting.
+    """
+    known = set(processor.image_processor.valid_kwargs.__annotations__)
+    if unknown := sorted(set(settings) - known):
+        raise ValueError(
+            f"model.build.image_processor.{unknown[0]}: the model's image processor has no such setting; known: "
+            + ", ".join(sorted(known))
+        )
