@@ -366,7 +366,7 @@ def push(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
                 isinstance(weight, DTensor) for weight in agent.policy.parameters()
             ),
             "agreement": check_agreement(
-                ContextManager(bundle),
+                ContextManager(bundle, max_tokens=400),
                 engine,
                 image_size=(48, 64) if bundle.images else None,
                 policy=engine.policy,

@@ -2,12 +2,14 @@
 
 What a family needs in addition to token ids (positions of several axes, masks by layer type, features of deeper layers)
 is handed to transformers' code, see `ragen_pl.models.inputs`. A family that needs something else is found here, before
-anything is trained.
+anything is trained, on the device, in the precision and with the attention of the run. The trainer is compared in train
+mode, so that nothing random and nothing else that depends on the mode is left in the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,31 +21,22 @@ from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_si
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.inputs import run_decoder, whole_inputs
 from ragen_pl.models.truncation import Truncation
+from ragen_pl.rollout.check_conversations import CheckedResponse, converse
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import (
     EnginePolicy,
-    Generation,
     GenerationRequest,
-    Prompt,
     RolloutEngine,
     generate,
     taking_part,
 )
 from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.trajectory import Observation
+from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.rollout.vllm_server.engine import VLLMServerEngine
 
-# one conversation for each text: rows of unequal length
-_TEXTS = (
-    "Where is the goal?",
-    "You see a map with a goal and two holes. Which way is the shortest? Answer with a word.",
-)
-# images of each turn of the first conversation; the second has none
-_IMAGES = (1, 0, 1)
-_TOKENS = 4
 # nats: the largest difference of a token in float32, and the mean difference in types of 16 bits
 _LARGEST, _MEAN = 1e-3, 0.05
 # key and remedy by what differs
@@ -57,14 +50,27 @@ _BLAMED = {
         "model.build",
         "this family ({family}) needs inputs that are not known here: choose another model, and report this one",
     ),
+    "train mode": (
+        "model.build",
+        "a layer of this family ({family}) computes something else in train mode than in eval mode, such as a batch "
+        "norm: choose another model",
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class _Response:
-    prompt: Prompt
-    generation: Generation
-    truncation: Truncation | None
+class _Scores:
+    """Log-probs of responses by the number of the response, each `[response]`."""
+
+    own: dict[int, np.ndarray]
+    """By the model's own forward."""
+    train: dict[int, np.ndarray]
+    """By the trainer."""
+    eval: dict[int, np.ndarray]
+    """By the trainer in eval mode, of some responses."""
+
+
+_Context = Callable[[], AbstractContextManager[object]]
 
 
 def check_agreement(
@@ -75,16 +81,20 @@ def check_agreement(
     policy: EnginePolicy | None = None,
     truncation: Truncation | None = None,
     sampled_by: int | None = None,
+    forward_context: _Context = nullcontext,
+    alone: bool = False,
 ) -> float:
-    """Compare the log-probs of a few sampled tokens three ways. All ranks must call it.
+    """Compare the log-probs of a few sampled tokens three ways.
 
     Args:
-        context: Context of the run's prompts.
+        context: Context of the run's prompts. One conversation is as long as it allows.
         engine: Rollout engine of the same model.
         image_size: Height and width of the environment's images; None for an environment of text.
         policy: Policy that the engine was built with, where its weights may be sharded; None for the context's model.
         truncation: Ids that sampling keeps; None for all.
         sampled_by: Rank that samples the tokens, for all; None for each rank its own.
+        forward_context: Context around the trainer's forward passes, such as autocast.
+        alone: Whether this rank checks by itself. Otherwise all ranks must call it.
 
     Returns:
         The largest difference from the model's own forward, in nats.
@@ -93,53 +103,138 @@ def check_agreement(
         ValueError: Engine or trainer differ from the model's own forward.
     """
 
-    def converse() -> list[_Response]:
-        if sampled_by not in (None, rank()):
-            return []
-        with taking_part(engine):
-            return _converse(context, engine, image_size=image_size, truncation=truncation)
-
-    responses = all_ranks_do(converse)
-    if sampled_by is not None:
-        responses = gather_over_ranks(responses)[sampled_by]
-
-    def computed(bundle: ModelBundle) -> list[tuple[np.ndarray, np.ndarray]]:
+    def ask(requests: Sequence[GenerationRequest]) -> list[CheckedResponse]:
         return [
-            (_own_logprobs(bundle, each), _trainer_logprobs(bundle, each)) for each in responses
+            CheckedResponse(request.prompt, generation.ids, generation.logprobs, truncation)
+            for request, generation in zip(
+                requests, generate(engine, requests, keep=context.grows), strict=True
+            )
         ]
 
+    def sample() -> list[CheckedResponse]:
+        if sampled_by not in (None, rank()):
+            return []
+        with taking_part(engine), _in_mode(context.bundle.model, train=False):
+            responses = converse(context, ask, image_size=image_size, truncation=truncation)
+        engine.release()
+        return responses
+
+    responses: list[CheckedResponse] = _doer(alone)(sample)
+    if sampled_by is not None:
+        responses = gather_over_ranks(responses)[sampled_by]
+    return _compare(
+        context.bundle,
+        responses,
+        policy=policy,
+        forward_context=forward_context,
+        alone=alone,
+        engine_dtype=engine.dtype,
+    )
+
+
+def check_trainer(
+    context: ContextManager,
+    *,
+    image_size: tuple[int, int] | None,
+    policy: EnginePolicy,
+    forward_context: _Context = nullcontext,
+    alone: bool = False,
+) -> float:
+    """Compare the trainer with the model's own forward on drawn tokens; see `check_agreement`."""
+    bundle, rng = context.bundle, np.random.default_rng(0)
+    words = len(bundle.tokenizer)
+    allowed = np.setdiff1d(np.arange(words), bundle.banned_token_ids)
+
+    def ask(requests: Sequence[GenerationRequest]) -> list[CheckedResponse]:
+        return [
+            CheckedResponse(request.prompt, rng.choice(allowed, request.max_tokens))
+            for request in requests
+        ]
+
+    return _compare(
+        bundle,
+        _doer(alone)(lambda: converse(context, ask, image_size=image_size)),
+        policy=policy,
+        forward_context=forward_context,
+        alone=alone,
+    )
+
+
+def _compare(
+    bundle: ModelBundle,
+    responses: Sequence[CheckedResponse],
+    *,
+    policy: EnginePolicy | None,
+    forward_context: _Context,
+    alone: bool,
+    engine_dtype: torch.dtype | None = None,
+) -> float:
+    order = sorted(range(len(responses)), key=lambda n: len(responses[n].prompt.ids))
+    # a batch of the longest sequence and the shortest, and one of the others
+    long, short = sorted({order[0], order[-1]}), order[1:-1]
+
+    def computed(bundle: ModelBundle) -> _Scores:
+        with forward_context():
+            return _Scores(
+                own={n: _own_logprobs(bundle, each) for n, each in enumerate(responses)},
+                train=_trainer_logprobs(bundle, responses, [long, short], train=True),
+                eval=_trainer_logprobs(bundle, responses, [short], train=False),
+            )
+
     # no inference mode, in which sharded weights can't be gathered
-    with torch.no_grad():
-        both = computed(context.bundle) if policy is None else policy.compute(computed)
-    return all_ranks_do(lambda: _largest_difference(context.bundle, engine, responses, both))
+    with torch.inference_mode(False), torch.no_grad():
+        scores = computed(bundle) if policy is None else policy.compute(computed)
+    with forward_context():
+        rounds = torch.is_autocast_enabled(bundle.device.type)
+    exact = not rounds and {bundle.model.dtype, engine_dtype or torch.float32} == {torch.float32}
+    largest: float = _doer(alone)(
+        lambda: _largest_difference(responses, scores, family=bundle.facts.family, exact=exact)
+    )
+    return largest
+
+
+def _doer(alone: bool) -> Callable[[Callable[[], Any]], Any]:
+    """Return what does some work: this rank by itself, or all ranks, which then raise the error of one."""
+    return (lambda work: work()) if alone else all_ranks_do
 
 
 def _largest_difference(
-    bundle: ModelBundle,
-    engine: RolloutEngine,
-    responses: Sequence[_Response],
-    computed: Sequence[tuple[np.ndarray, np.ndarray]],
+    responses: Sequence[CheckedResponse], scores: _Scores, *, family: str, exact: bool
 ) -> float:
     """Return the largest difference of the engine's or the trainer's log-probs from the model's own.
+
+    Args:
+        responses: Responses.
+        scores: Their log-probs.
+        family: Name of the family, for the error.
+        exact: Whether everything is computed in float32.
 
     Raises:
         ValueError: It is too large.
     """
-    differences: dict[str, list[np.ndarray]] = {"rollout engine": [], "trainer": []}
-    for response, (own, trainer) in zip(responses, computed, strict=True):
-        differences["rollout engine"].append(np.abs(response.generation.logprobs - own))
-        differences["trainer"].append(np.abs(trainer - own))
-    full_precision = bundle.model.dtype == engine.dtype == torch.float32
+    sampled = {
+        number: response.logprobs
+        for number, response in enumerate(responses)
+        if response.logprobs is not None
+    }
+    compared = {
+        "rollout engine": (sampled, scores.own),
+        "train mode": (scores.eval, scores.train),
+        "trainer": (scores.train, scores.own),
+    }
     largest = 0.0
-    for name, parts in differences.items():
-        values = np.concatenate(parts)
+    for name, (first, second) in compared.items():
+        if not first:
+            continue
+        values = np.concatenate([np.abs(first[number] - second[number]) for number in first])
         largest = max(largest, float(values.max()))
-        found, limit = (values.max(), _LARGEST) if full_precision else (values.mean(), _MEAN)
+        found, limit = (values.max(), _LARGEST) if exact else (values.mean(), _MEAN)
         if not found <= limit:
             key, remedy = _BLAMED[name]
+            other = "eval mode" if name == "train mode" else "the model's own forward"
             raise ValueError(
-                f"{key}: log-probs of the {name} differ by {found:.3g} nats from those of the model's own forward, "
-                f"expected at most {limit:g}; {remedy.format(family=bundle.facts.family)}"
+                f"{key}: log-probs of the {name} differ by {found:.3g} nats from those of {other}, "
+                f"expected at most {limit:g}; {remedy.format(family=family)}"
             )
     return largest
 
@@ -151,6 +246,7 @@ def check_servers(
     image_size: tuple[int, int] | None,
     policy: EnginePolicy | None = None,
     truncation: Truncation | None = None,
+    forward_context: _Context = nullcontext,
 ) -> None:
     """Check each server of an engine by itself, one rank for each; see `check_agreement`.
 
@@ -167,6 +263,7 @@ def check_servers(
                     policy=policy,
                     truncation=truncation,
                     sampled_by=number % world_size(),
+                    forward_context=forward_context,
                 )
             except RolloutError:
                 raise  # it does not answer
@@ -176,85 +273,90 @@ def check_servers(
                 ) from error
 
 
-def _converse(
-    context: ContextManager,
-    engine: RolloutEngine,
-    *,
-    image_size: tuple[int, int] | None,
-    truncation: Truncation | None,
-) -> list[_Response]:
-    """Sample responses in a few short conversations, side by side."""
-    rng = np.random.default_rng(0)
-    talks = [context.start("Find the goal.") for _ in _TEXTS]
-    responses: list[_Response] = []
-    for turn, count in enumerate(_IMAGES):
-        requests: list[GenerationRequest] = []
-        for session, (talk, text) in enumerate(zip(talks, _TEXTS, strict=True)):
-            images: list[np.ndarray] = []
-            if image_size is not None and session == 0:
-                shape = (*image_size, 3)
-                images = [rng.integers(0, 255, shape, dtype=np.uint8) for _ in range(count)]
-            observation = Observation(text=text, images=images)
-            prompt = context.observe(talk, observation, max_turns=len(_IMAGES))
-            request = GenerationRequest(
-                session=session,
-                prompt=prompt,
-                max_tokens=_TOKENS,
-                temperature=1.0,
-                seed=len(_TEXTS) * turn + session,
-                truncation=truncation,
-            )
-            requests.append(request)
-        generations = generate(engine, requests, keep=context.grows)
-        for talk, request, generation in zip(talks, requests, generations, strict=True):
-            responses.append(_Response(request.prompt, generation, truncation))
-            context.response(talk, ids=generation.ids, text="", actions=[])
-    engine.release()
-    return responses
-
-
-def _sequence(bundle: ModelBundle, response: _Response) -> Tensor:
-    """Return the ids of prompt and response, int64 `[1, time]`."""
-    ids = np.concatenate([response.prompt.ids, response.generation.ids])
-    return torch.from_numpy(ids)[None].to(bundle.device)
-
-
-def _logprobs(bundle: ModelBundle, logits: Tensor, ids: Tensor, response: _Response) -> np.ndarray:
-    """Return the log-probs of a response's tokens, `[response]`, from logits `[time, vocab]`."""
-    first = len(response.prompt.ids)
-    log_probs = log_distribution(logits[first - 1 : -1], banned=bundle.banned(logits.device))
-    tokens = ids[0, first:]
-    if response.truncation is not None:
-        behavior = torch.from_numpy(response.generation.logprobs).to(logits.device)
+def _logprobs(bundle: ModelBundle, logits: Tensor, response: CheckedResponse) -> np.ndarray:
+    """Return the log-probs of a response's tokens, `[response]`, from the logits that predict them."""
+    log_probs = log_distribution(logits, banned=bundle.banned(logits.device))
+    tokens = torch.from_numpy(response.ids).to(logits.device)
+    if response.truncation is not None and response.logprobs is not None:
+        behavior = torch.from_numpy(response.logprobs).to(logits.device)
         kept = response.truncation.kept_by_engine(log_probs, tokens, behavior)
         log_probs = torch.log_softmax(kept.drop_others(log_probs), dim=-1)
-    own: np.ndarray = log_probs.gather(-1, tokens[:, None]).squeeze(-1).cpu().numpy()
-    return own
+    values: np.ndarray = log_probs.gather(-1, tokens[:, None]).squeeze(-1).cpu().numpy()
+    return values
 
 
-def _own_logprobs(bundle: ModelBundle, response: _Response) -> np.ndarray:
+def _own_logprobs(bundle: ModelBundle, response: CheckedResponse) -> np.ndarray:
     """Return log-probs by the model's own forward, with its own processor on all images of the prompt."""
-    ids, images = _sequence(bundle, response), response.prompt.images
+    sequence = np.concatenate([response.prompt.ids, response.ids])
+    ids = torch.from_numpy(sequence)[None].to(bundle.device)
     inputs: dict[str, Any] = {}
-    if images and bundle.images is not None:
-        inputs = bundle.images.inputs([images])
+    if response.prompt.images and bundle.images is not None:
+        inputs = bundle.images.inputs([response.prompt.images])
         if bundle.facts.token_types is not None:
             inputs[bundle.facts.token_types] = ids.eq(bundle.facts.image_token_id or 0).long()
+    count = len(response.ids) + 1
+    if bundle.facts.keeps_logits:
+        # those of a long prompt would take gigabytes
+        inputs["logits_to_keep"] = count
     logits = bundle.model(
         input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs
-    ).logits[0]
-    return _logprobs(bundle, logits, ids, response)
+    ).logits[0, -count:-1]
+    return _logprobs(bundle, logits, response)
 
 
-def _trainer_logprobs(bundle: ModelBundle, response: _Response) -> np.ndarray:
-    """Return log-probs as the trainer computes them."""
-    ids, images = _sequence(bundle, response), response.prompt.images
+def _trainer_logprobs(
+    bundle: ModelBundle,
+    responses: Sequence[CheckedResponse],
+    batches: Sequence[list[int]],
+    *,
+    train: bool,
+) -> dict[int, np.ndarray]:
+    """Return log-probs of batches of responses as the trainer computes them, in train or in eval mode."""
+    values: dict[int, np.ndarray] = {}
+    # a family may draw although nothing of it is random
+    with seeded("agreement"), _in_mode(bundle.model, train=train):
+        for numbers in filter(None, batches):
+            rows = _batch_logprobs(bundle, [responses[number] for number in numbers])
+            values |= dict(zip(numbers, rows, strict=True))
+    return values
+
+
+@contextmanager
+def _in_mode(model: torch.nn.Module, *, train: bool) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.train(train)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _batch_logprobs(bundle: ModelBundle, responses: Sequence[CheckedResponse]) -> list[np.ndarray]:
+    """Return the log-probs of responses whose sequences are one batch, padded on the right."""
+    sequences = [np.concatenate([response.prompt.ids, response.ids]) for response in responses]
+    lengths = [len(sequence) for sequence in sequences]
+    padded = np.full((len(lengths), max(lengths)), bundle.pad_token_id, dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        padded[row, : len(sequence)] = sequence
+    ids = torch.from_numpy(padded).to(bundle.device)
+    images = [torch.from_numpy(image) for each in responses for image in each.prompt.images]
+    counts = [len(response.prompt.images) for response in responses]
+    index = torch.full((len(counts), max(counts)), -1, device=ids.device)
+    for row, count in enumerate(counts):
+        first = sum(counts[:row])
+        index[row, :count] = torch.arange(first, first + count, device=ids.device)
     inputs = whole_inputs(
         bundle,
         ids,
-        images=[torch.from_numpy(image) for image in images],
-        image_index=torch.arange(len(images), device=ids.device)[None],
-        patches=torch.zeros(1, 0, 0, dtype=torch.bool, device=ids.device),
+        images=images,
+        image_index=index,
+        patches=torch.zeros(len(counts), 0, 0, dtype=torch.bool, device=ids.device),
     )
-    logits = bundle.lm_head(run_decoder(bundle, inputs)[0])
-    return _logprobs(bundle, logits, ids, response)
+    hidden = run_decoder(bundle, inputs)
+    return [
+        _logprobs(
+            bundle, bundle.lm_head(hidden[row, length - len(each.ids) - 1 : length - 1]), each
+        )
+        for row, (each, length) in enumerate(zip(responses, lengths, strict=True))
+    ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -16,23 +16,19 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import HELD_OUT, ValidationSet
-from ragen_pl.distributed import all_ranks_do
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.sharding import load_engine
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rewards.shaping import RewardFunction
-from ragen_pl.rollout.agreement import check_agreement, check_servers
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.endpoint import ChatEndpoint
-from ragen_pl.rollout.engine import EngineFactory, EnginePolicy, RolloutEngine
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
+from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.rollout.vllm_server.engine import VLLMServerEngine
 from ragen_pl.run.environment_check import manager_settings
+from ragen_pl.run.start_check import checked_engine_factory, engine_factory, engine_is_in_place
 from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
@@ -62,20 +58,11 @@ def assemble(cfg: DictConfig) -> RunComponents:
         context=ContextManager(bundle, **plain(cfg.context)),
         **rollout_settings(cfg),
     )
-    if bundle.source is not None and engine_is_in_place(cfg):
-        size = image_size(proxy.environments)
-        engine = engine_factory(cfg)(policy)
-        check_agreement(proxy.context, engine, image_size=size, truncation=proxy.truncation)
+    if engine_is_in_place(cfg):
+        # the engine refuses here what it can't run, and not after a warm start
+        engine_factory(cfg)(policy)
     validation_sets = [build_validation_set(cfg, proxy)]
     return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
-
-
-def image_size(environments: EnvironmentManager) -> tuple[int, int] | None:
-    """Return height and width of an environment's images; None for an environment of text."""
-    (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=0)])
-    environments.close([slot])
-    images = slot.observation.images if slot.observation is not None else []
-    return images[0].shape[:2] if images else None
 
 
 def build_validation_set(
@@ -88,6 +75,8 @@ def build_validation_set(
 
 def build_bundle(cfg: DictConfig) -> ModelBundle:
     """Build or load the model."""
+    # cuDNN rounds what convolutions of float32 read to 10 bits by default, and with it the patches of images
+    torch.backends.cudnn.allow_tf32 = False
     bundle: ModelBundle = instantiate(cfg.model.build, _convert_="all")
     return bundle
 
@@ -122,12 +111,6 @@ def truncation(cfg: DictConfig) -> Truncation | None:
     return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) or None
 
 
-def engine_factory(cfg: DictConfig) -> EngineFactory:
-    """Return the config's rollout engine, which is built from a policy."""
-    factory: EngineFactory = instantiate(cfg.rollout.engine, _convert_="all")
-    return factory
-
-
 def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
     """Return the config's model behind an API, or None.
 
@@ -137,41 +120,6 @@ def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
     with config_errors("endpoint"):
         endpoint: ChatEndpoint | None = instantiate(cfg.endpoint, _convert_="all")
     return endpoint
-
-
-def engine_is_in_place(cfg: DictConfig) -> bool:
-    """Return whether the rollout engine runs the policy's own model, and not a copy of it."""
-    target = get_object(cfg.rollout.engine._target_)
-    return isinstance(target, type) and issubclass(target, TransformersEngine)
-
-
-def agreeing_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -> EngineFactory:
-    """Return the config's rollout engine. One with a copy of the model is compared with the trainer once it is built.
-
-    It may need the processes that the Trainer starts, so it cannot be built before.
-    """
-    factory, in_place = engine_factory(cfg), engine_is_in_place(cfg)
-
-    def build(policy: EnginePolicy, **settings: Any) -> RolloutEngine:
-        with config_errors("rollout.engine"):
-            engine = all_ranks_do(lambda: factory(policy, **settings))
-            if in_place:
-                return engine
-            try:
-                load_engine(engine, policy, version=0)
-                context = ContextManager(policy.bundle, **plain(cfg.context))
-                size = image_size(proxy.environments)
-                settings = {"image_size": size, "policy": policy, "truncation": proxy.truncation}
-                if isinstance(engine, VLLMServerEngine):
-                    check_servers(context, engine, **settings)
-                else:
-                    check_agreement(context, engine, **settings)
-            except BaseException:
-                engine.close()
-                raise
-        return engine
-
-    return build
 
 
 def build_engine(cfg: DictConfig, bundle: ModelBundle) -> RolloutEngine:
@@ -250,7 +198,7 @@ def _shared_with_critic(cfg: DictConfig) -> dict[str, Any]:
 def build_agent(components: RunComponents) -> AgentModule:
     """Build the run's agent."""
     cfg = components.cfg
-    engine = agreeing_engine_factory(cfg, components.proxy)
+    engine = checked_engine_factory(cfg, components.proxy)
     return assemble_agent(cfg, components.policy, components.critic, engine=engine)
 
 

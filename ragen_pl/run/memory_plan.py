@@ -21,7 +21,7 @@ from ragen_pl.models.abstract import KnownMasks, config_without_hub
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.vllm_engine import VLLMEngine
-from ragen_pl.run.build import choose_accelerator, engine_is_in_place, plain
+from ragen_pl.run.build import choose_accelerator, plain
 from ragen_pl.run.dry_run import (
     CountedRollout,
     CountedUpdate,
@@ -32,6 +32,7 @@ from ragen_pl.run.dry_run import (
     size_of,
 )
 from ragen_pl.run.machine import free_host_memory
+from ragen_pl.run.start_check import engine_is_in_place
 from ragen_pl.run.workload import Workload, rows_at_once, workload_of
 
 

@@ -58,6 +58,7 @@ from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_c
 from ragen_pl.run.lock import hold
 from ragen_pl.run.memory_report import check_memory
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
+from ragen_pl.run.start_check import TrainerCheck
 from ragen_pl.run.trainer import build_trainer
 from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import check_resumable, load_initial_weights
@@ -198,7 +199,11 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         log_every_n_steps=20,
         enable_model_summary=False,
         default_root_dir=run.folder,
-        callbacks=[*warm_start_callbacks(cfg, run), UnusedWeights()],
+        callbacks=[
+            *warm_start_callbacks(cfg, run),
+            UnusedWeights(),
+            TrainerCheck(cfg, components.policy, components.proxy.environments),
+        ],
     )
     # the seed of dropout
     with seeded(cfg.seed, "warm_start"):

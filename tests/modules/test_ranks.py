@@ -19,7 +19,7 @@ from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.run.build import agreeing_engine_factory
+from ragen_pl.run.start_check import checked_engine_factory
 
 
 def count_forwards(rank: int, folder: str) -> None:
@@ -87,7 +87,7 @@ def build_engine(rank: int, folder: str) -> None:
     cfg = OmegaConf.create({"rollout": {"engine": {"_target_": target, "_partial_": True}}})
     agent = played_agents.build_agent()
     with pytest.raises(ConfigError) as caught:
-        agreeing_engine_factory(cfg, proxy=None)(agent.policy)
+        checked_engine_factory(cfg, proxy=None)(agent.policy)
     Path(folder, f"{rank}.txt").write_text(str(caught.value))
     dist.destroy_process_group()
 

@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
-import pytest
-from family_models import tiny
+from contextlib import nullcontext
+from functools import partial
 
+import pytest
+import torch
+from family_models import tiny
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout import agreement
-from ragen_pl.rollout.agreement import check_agreement
+from ragen_pl.rollout.agreement import check_agreement, check_trainer
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.transformers_engine import TransformersEngine
+
+LONGEST = 400
+
+
+def check(bundle: ModelBundle, *, window: int | str = "all", max_tokens: int = LONGEST) -> float:
+    context = ContextManager(bundle, window=window, system_prompt=None, max_tokens=max_tokens)
+    engine = TransformersEngine(PolicyModule(bundle))
+    return check_agreement(context, engine, image_size=(56, 84) if bundle.images else None)
 
 
 @pytest.mark.parametrize("window", [1, "all"])
 @pytest.mark.parametrize("name", ["llama3_2", "qwen3_vl"])
 def test_models_that_agree_pass(name, window):
     bundle = tiny(name)
-    context = ContextManager(bundle, window=window, system_prompt=None)
-    size = (56, 84) if bundle.images else None
-    assert (
-        check_agreement(context, TransformersEngine(PolicyModule(bundle)), image_size=size) < 1e-4
-    )
+    bundle.model.train()
+    modes = {module: module.training for module in bundle.model.modules()}
+    state = torch.get_rng_state()
+    assert check(bundle, window=window) < 1e-4
+    assert modes == {module: module.training for module in bundle.model.modules()}
+    assert state.equal(torch.get_rng_state())
+
+
+def test_one_conversation_is_as_long_as_the_context_allows(monkeypatch):
+    lengths = []
+    own = agreement._own_logprobs
+
+    def noted(bundle, response):
+        lengths.append(len(response.prompt.ids) + len(response.ids))
+        return own(bundle, response)
+
+    monkeypatch.setattr(agreement, "_own_logprobs", noted)
+    check(tiny("llama3_2"), max_tokens=1000)
+    assert 1000 - 100 < max(lengths) <= 1000
+    assert sorted(lengths)[-2] < 400
+
+
+def test_conversations_end_where_the_context_does():
+    bundle = tiny("llama3_2")
+    with pytest.raises(
+        ValueError, match=r"context\.max_tokens=20: .* set at least (\d+)"
+    ) as refused:
+        check(bundle, max_tokens=20)
+    least = int(str(refused.value).rpartition(" ")[2])
+    # one response, and some
+    for longest in (least, least + 60):
+        assert check(bundle, max_tokens=longest) < 1e-4
+
+
+def test_frequencies_that_depend_on_the_length_of_a_call_are_refused():
+    bundle = tiny("llama3_2")
+    config = bundle.model.config
+    config.rope_parameters |= {"rope_type": "dynamic", "factor": 4.0}
+    config.max_position_embeddings = 400
+    changed = LlamaForCausalLM(config)
+    changed.load_state_dict(bundle.model.state_dict())
+    longer = ModelBundle(changed.eval(), bundle.tokenizer)
+    assert check(longer) < 1e-4
+    with pytest.raises(ValueError, match=r"log-probs of the rollout engine differ"):
+        check(longer, max_tokens=1000)
+
+
+def test_what_depends_on_the_mode_is_refused():
+    bundle = tiny("llama3_2")
+    first = bundle.model.model.layers[0].mlp
+    first.act_fn = nn.Sequential(first.act_fn, nn.Dropout(0.3))
+    with pytest.raises(ValueError, match=r"train mode differ by .* from those of eval mode.*llama"):
+        check(bundle.with_model(bundle.model.eval()))
 
 
 def test_an_engine_that_differs_is_refused():
@@ -36,12 +99,14 @@ def test_an_engine_that_differs_is_refused():
 
     engine.collect = shifted
     with pytest.raises(ValueError, match=r"rollout engine differ by 0\.01.*llama"):
-        check_agreement(ContextManager(bundle), engine, image_size=None)
+        check_agreement(ContextManager(bundle, max_tokens=LONGEST), engine, image_size=None)
 
 
-def test_a_trainer_that_differs_is_refused(monkeypatch):
+def test_a_trainer_that_differs_is_refused_with_and_without_an_engine(monkeypatch):
     bundle = tiny("qwen2_5_vl")
-    engine = TransformersEngine(PolicyModule(bundle))
+    context = ContextManager(bundle, system_prompt=None, max_tokens=LONGEST)
+    alone = partial(check_trainer, context, image_size=(56, 84), policy=PolicyModule(bundle))
+    assert alone(alone=True) < 1e-4
     inputs = agreement.whole_inputs
 
     def without_positions(*arguments, **named):
@@ -50,5 +115,22 @@ def test_a_trainer_that_differs_is_refused(monkeypatch):
         return made
 
     monkeypatch.setattr(agreement, "whole_inputs", without_positions)
-    with pytest.raises(ValueError, match=r"trainer differ by .*qwen2_5_vl"):
-        check_agreement(ContextManager(bundle, system_prompt=None), engine, image_size=(56, 84))
+    for compare in (alone, partial(check, bundle)):
+        with pytest.raises(ValueError, match=r"trainer differ by .*qwen2_5_vl"):
+            compare()
+
+
+def test_the_precision_of_the_run_is_compared():
+    """Under autocast the differences are those of 16 bits, and a mean is compared."""
+    bundle = tiny("llama3_2")
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    found = {}
+    for precision, around in (("32-true", nullcontext), ("bf16-mixed", autocast)):
+        engine = TransformersEngine(PolicyModule(bundle), forward_context=around)
+        found[precision] = check_agreement(
+            ContextManager(bundle, max_tokens=LONGEST),
+            engine,
+            image_size=None,
+            forward_context=around,
+        )
+    assert found["32-true"] < 1e-4 and 1e-3 < found["bf16-mixed"] < 0.3

@@ -177,7 +177,7 @@ def test_after_weights_that_are_not_finite_sound_ones_are_sampled(engine):
 
 
 def test_each_server_agrees_with_the_trainer(engine):
-    check_servers(ContextManager(engine.bundle), engine, image_size=(56, 56))
+    check_servers(ContextManager(engine.bundle, max_tokens=2048), engine, image_size=(56, 56))
 
 
 def test_a_server_may_split_its_model_over_processes(monkeypatch):
@@ -320,7 +320,7 @@ def test_a_server_with_another_model_is_refused_by_name(connect, servers):
     engine = connect(setting)
     engine.load_weights(0)
     with pytest.raises(ValueError, match=rf"{servers[0].url} has another model than the trainer"):
-        check_servers(ContextManager(setting), engine, image_size=None)
+        check_servers(ContextManager(setting, max_tokens=2048), engine, image_size=None)
 
 
 def test_a_killed_server_is_no_loss_and_is_taken_back_with_the_weights(connect, servers, endless):

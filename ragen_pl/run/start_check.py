@@ -1,0 +1,139 @@
+"""The check of a model at the start of a run: engine, trainer and the model's own forward agree.
+
+It runs after the Trainer has placed the model: on the device of the run, in its precision and with its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from ragen_pl.config.errors import config_errors
+from ragen_pl.distributed import all_ranks_do, rank
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.sharding import is_sharded, load_engine
+from ragen_pl.rollout.agreement import check_agreement, check_servers, check_trainer
+from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.engine import EngineFactory, EnginePolicy, RolloutEngine
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.rollout.vllm_server.engine import VLLMServerEngine
+
+ForwardContext = Callable[[], AbstractContextManager[object]]
+
+
+def engine_factory(cfg: DictConfig) -> EngineFactory:
+    """Return the config's rollout engine, which is built from a policy."""
+    factory: EngineFactory = instantiate(cfg.rollout.engine, _convert_="all")
+    return factory
+
+
+def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -> EngineFactory:
+    """Return the config's rollout engine, which is compared with the trainer when it is first built.
+
+    A model that was built from its config is not compared with an engine that samples with it in place.
+    """
+    factory, in_place = engine_factory(cfg), engine_is_in_place(cfg)
+    checked = False
+
+    def build(
+        policy: EnginePolicy, *, forward_context: ForwardContext = nullcontext
+    ) -> RolloutEngine:
+        nonlocal checked
+        with config_errors("rollout.engine"):
+            engine = all_ranks_do(lambda: factory(policy, forward_context=forward_context))
+        if checked or (in_place and policy.bundle.source is None):
+            return engine
+        check: Any = check_servers if isinstance(engine, VLLMServerEngine) else check_agreement
+
+        def compare(**settings: Any) -> None:
+            context = _context(cfg, policy)
+            size = image_size(proxy.environments)
+            check(
+                context,
+                engine,
+                image_size=size,
+                policy=policy,
+                truncation=proxy.truncation,
+                forward_context=forward_context,
+                **settings,
+            )
+
+        try:
+            with _refusals(policy):
+                load_engine(engine, policy, version=0)
+                _on_first_rank(compare) if in_place else compare()
+        except BaseException:
+            engine.close()
+            raise
+        checked = True
+        return engine
+
+    return build
+
+
+def engine_is_in_place(cfg: DictConfig) -> bool:
+    """Return whether the rollout engine runs the policy's own model, and not a copy of it."""
+    target = get_object(cfg.rollout.engine._target_)
+    return isinstance(target, type) and issubclass(target, TransformersEngine)
+
+
+class TrainerCheck(pl.Callback):
+    """Compare the trainer with the model's own forward before a warm start.
+
+    Args:
+        cfg: Config of the run.
+        policy: Policy.
+        environments: Environments of the run.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, policy: PolicyModule, environments: EnvironmentManager
+    ) -> None:
+        self.cfg, self.policy, self.environments = cfg, policy, environments
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare them, unless the model was built from its config."""
+        if self.policy.bundle.source is None:
+            return
+
+        def compare(**settings: Any) -> None:
+            check_trainer(
+                _context(self.cfg, self.policy),
+                image_size=image_size(self.environments),
+                policy=self.policy,
+                forward_context=trainer.precision_plugin.forward_context,
+                **settings,
+            )
+
+        with _refusals(self.policy):
+            compare() if is_sharded(self.policy) else _on_first_rank(compare)
+
+
+def _on_first_rank(compare: Callable[..., None]) -> None:
+    """Compare on the first rank only, and raise on all ranks what it raises."""
+    all_ranks_do(lambda: compare(alone=True) if rank() == 0 else None)
+
+
+def _refusals(policy: EnginePolicy) -> AbstractContextManager[None]:
+    """Raise in one line whatever a family that is not supported leads to."""
+    return config_errors(f"model.build: this family ({policy.bundle.facts.family}) can't be run")
+
+
+def _context(cfg: DictConfig, policy: EnginePolicy) -> ContextManager:
+    settings: Any = OmegaConf.to_container(cfg.context, resolve=True)
+    return ContextManager(policy.bundle, **settings)
+
+
+def image_size(environments: EnvironmentManager) -> tuple[int, int] | None:
+    """Return height and width of an environment's images; None for an environment of text."""
+    (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=0)])
+    environments.close([slot])
+    images = slot.observation.images if slot.observation is not None else []
+    return images[0].shape[:2] if images else None

@@ -1,0 +1,83 @@
+"""Pretrained models that the start of a run refuses, each in one line that names a key and a remedy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    PretrainedConfig,
+)
+
+TOKENIZER = FAMILIES["smollm2"].tokenizer()
+WORDS: dict[str, Any] = {
+    "vocab_size": len(TOKENIZER), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def start(fit, tmp_path: Path):
+    """Save a model, start a run with it and return the refusal."""
+
+    def call(config: PretrainedConfig, *changes: str) -> str:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        TOKENIZER.save_pretrained(tmp_path / "model")
+        changes = ("env=frozenlake", "model=pretrained", "model.build.path=model", *changes)
+        refused: str = fit("context.max_tokens=300", *changes).refused()
+        return refused
+
+    return call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warm_start", [("warm_start.steps=1",), ("warm_start=none",)])
+def test_a_model_that_depends_on_the_mode(start, warm_start, monkeypatch, tmp_path) -> None:
+    """Before the first step of a warm start, and before the first rollout without one."""
+    for switch in ("switch_dropout_off", "switch_modules_off"):
+        monkeypatch.setattr(f"ragen_pl.models.build.{switch}", lambda _: {})
+    config = GPT2Config(**WORDS, n_embd=32, n_layer=2, n_head=2, n_positions=300)
+    message = start(config, *warm_start)
+    assert "model.build: log-probs of the train mode differ by" in message
+    assert "family (gpt2)" in message and "choose another model" in message
+    assert not [*tmp_path.rglob("*.ckpt")] and not [*tmp_path.rglob("warm_start.pt")]
+
+
+EAGER = "model.build.attn_implementation=eager"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "expected"),
+    [
+        (
+            BloomConfig(**WORDS, hidden_size=32, n_layer=2, n_head=2),
+            [EAGER],
+            r"model\.build: this family \(bloom\) can't be run: ",
+        ),
+        (
+            Gemma2Config(**WORDS, **SIZES, head_dim=16),
+            [],
+            f"attn_implementation=sdpa: transformers has no .*; set {EAGER}",
+        ),
+        (
+            GPT2Config(**WORDS, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+            [],
+            r"context\.max_tokens=300: GPT2LMHeadModel has positions for 64 tokens",
+        ),
+    ],
+    ids=["Bloom", "Gemma 2", "GPT-2"],
+)
+def test_a_family_that_is_not_supported(start, config, changes, expected) -> None:
+    assert re.search(expected, start(config, "warm_start=none", *changes))
