@@ -21,7 +21,8 @@ from ragen_pl.rollout import responders
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Prompt
 from ragen_pl.rollout.leave_out import LeaveOut
-from ragen_pl.run.build import assemble, engine_factory
+from ragen_pl.run.build import assemble
+from ragen_pl.run.start_check import engine_factory
 from ragen_pl.run.train import quieten
 from ragen_pl.run.weights import load_weights
 from ragen_pl.trajectory import Trajectory

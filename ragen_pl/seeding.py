@@ -34,19 +34,29 @@ def uniforms(seed: int, *, count: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def seeded(*key: int | str) -> Iterator[int]:
-    """Run a block with Python's, numpy's and torch's global generators seeded from `key`, then restore them."""
+    """Run a block with Python's, numpy's and torch's global generators seeded from `key`, then restore them.
+
+    Of GPUs it is the present one: a generator of another would take memory there.
+    """
     import torch
 
     torch_state = torch.get_rng_state()
+    # before CUDA is used there is no generator, and a seed would wait for it
+    on_gpu = torch.cuda.is_initialized()
+    gpu_state = torch.cuda.get_rng_state() if on_gpu else None
     numpy_state, python_state = np.random.get_state(), random.getstate()
     seed = derive_seed(*key)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if on_gpu:
+        torch.cuda.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
     try:
         yield seed
     finally:
         torch.set_rng_state(torch_state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
 

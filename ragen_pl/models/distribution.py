@@ -156,7 +156,9 @@ def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
     Returns:
         int64 `[rows]`.
     """
-    if bool(greedy.all()):
+    # reading the rows' kinds from a GPU at each token would stop it
+    known = greedy.device.type == "cpu"
+    if known and bool(greedy.all()):
         return log_probs.argmax(-1)
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     # 1 - u lies in (0, 1]: a token of probability 0 is never the first to reach it
@@ -166,6 +168,6 @@ def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
         .squeeze(-1)
         .clamp_(max=log_probs.shape[-1] - 1)
     )
-    if not bool(greedy.any()):
+    if known and not bool(greedy.any()):
         return sampled
     return torch.where(greedy, log_probs.argmax(-1), sampled)

@@ -62,6 +62,10 @@ class InPlaceLayer(DynamicLayer):
             layer._use(self.length)
         return layer
 
+    def free(self) -> None:
+        """Free the buffers. The layer is not used again."""
+        self.key_buffer = self.value_buffer = self.keys = self.values = None
+
     def merge(self, other: InPlaceLayer, rows: Tensor, first: int) -> None:
         """Copy the slots from `first` on of `other`, whose rows are `rows` of this layer."""
         assert other.key_buffer is not None and other.value_buffer is not None
@@ -166,11 +170,19 @@ class InPlaceCache(Cache):
     def _in_place_layers(self) -> list[InPlaceLayer]:
         return cast("list[InPlaceLayer]", self.layers)
 
-    def select(self, rows: Tensor) -> InPlaceCache:
-        """Return a copy with these rows only."""
+    def select(self, rows: Tensor, *, free: bool = False) -> InPlaceCache:
+        """Return a copy with these rows only.
+
+        Args:
+            rows: Rows, int64.
+            free: Whether each layer is freed once it is copied. This cache is then not used again.
+        """
         cache = InPlaceCache()
         cache.reserve(self._reserved)
-        cache.layers = [layer.select(rows) for layer in self._in_place_layers]
+        for layer in self._in_place_layers:
+            cache.layers.append(layer.select(rows))
+            if free:
+                layer.free()
         return cache
 
     def merge(self, other: InPlaceCache, rows: Tensor, first: int) -> None:
@@ -199,8 +211,8 @@ class StateCache(DynamicCache):
         """Number of slots in use."""
         return int(self.get_seq_length())
 
-    def select(self, rows: Tensor) -> StateCache:
-        """Keep these rows only, and return the cache itself."""
+    def select(self, rows: Tensor, *, free: bool = False) -> StateCache:
+        """Keep these rows only, and return the cache itself; nothing else of it is left to free."""
         self.reorder_cache(rows)  # type: ignore[arg-type]
         return self
 

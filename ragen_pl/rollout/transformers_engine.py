@@ -299,7 +299,9 @@ class TransformersEngine:
                     assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
                     held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
                 index, rows = torch.from_numpy(unfinished.nonzero()[0]).to(device), rows[unfinished]
-                merged, cache = cache.length, cache.select(index)
+                # only the cache of sessions that go on is read again
+                merged = cache.length
+                cache = cache.select(index, free=not keep or cache is not held.cache)
                 sampling, token = sampling.select(index), token[index]
                 positions = positions[index]
                 valid = None if valid is None else valid[index]

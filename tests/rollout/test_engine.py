@@ -19,10 +19,11 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.kv_cache import InPlaceCache, InPlaceLayer
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.run.build import engine_factory
+from ragen_pl.run.start_check import engine_factory
 from ragen_pl.seeding import derive_seed, uniforms
 from ragen_pl.trajectory import Observation
 
@@ -543,3 +544,31 @@ def test_attention_without_masks_is_refused(fresh_lm):
     fresh_lm.model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match=r"model\.build\.attn_implementation.*set sdpa"):
         TransformersEngine(PolicyModule(fresh_lm))
+
+
+def test_a_copy_of_some_rows_may_free_the_cache_layer_by_layer(monkeypatch):
+    cache = InPlaceCache()
+    cache.reserve(8)
+    states = torch.randn(3, 4, 2, 5, 6)  # layers, rows, heads, slots, size
+    for number, layer in enumerate(states):
+        cache.update(layer, -layer, number)
+    whole, peaks, select = cache.memory_bytes(), [], InPlaceLayer.select
+
+    def noted(layer, rows):
+        copied = select(layer, rows)
+        peaks.append(cache.memory_bytes() + copied.memory_bytes())
+        return copied
+
+    monkeypatch.setattr(InPlaceLayer, "select", noted)
+    rows = torch.tensor([2, 0])
+    kept = cache.select(rows)
+    assert cache.memory_bytes() == whole and kept.memory_bytes() == whole // 2
+    peaks.clear()
+    kept = cache.select(rows, free=True)
+    assert cache.memory_bytes() == 0
+    # each layer's copy beside those that are left
+    assert peaks == [whole + whole // 6, whole * 2 // 3 + whole // 6, whole // 3 + whole // 6]
+    for number, layer in enumerate(states):
+        new = torch.zeros(2, 2, 1, 6)
+        keys, values = kept.update(new, new, number)
+        assert keys[:, :, :5].equal(layer[rows]) and values[:, :, :5].equal(-layer[rows])
