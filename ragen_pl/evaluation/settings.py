@@ -120,7 +120,7 @@ def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, fil
     """Check the settings that come from a file of somebody else: those that the command line did not choose.
 
     Raises:
-        ConfigError: they name code or an address.
+        ConfigError: they name code or an address, or run code of a model.
     """
     parts = {"env": ("env", "validation"), "model": ("model",)}
     chosen = {part for name, of in parts.items() if _value(overrides, name) for part in of}
@@ -131,13 +131,7 @@ def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, fil
             key: value for key, value in taken["rollout"].items() if key != "engine"
         }
     named = {text for override in overrides.values() for text in _texts(override.value())}
-    check_settings(taken, file=file, named=named)
-    code = "model.build.trust_remote_code"
-    if taken.get("model", {}).get("build", {}).get("trust_remote_code") and code not in overrides:
-        raise ConfigError(
-            f"{file}: {code}=true runs Python files of a model's repository, and nothing shows that this account wrote "
-            f"the file; if you trust its author, repeat {code}=true on the command line, or set trust=true"
-        )
+    check_settings(taken, file=file, named=named, keys=overrides)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -32,6 +32,8 @@ _TEXTS = "context."
 _SHIPPED = ("env/*", "model/*", "warm_start/demonstrator/*", "rollout/engine/transformers")
 # keys whose value is always a name; the last one is LoRA's
 _NAMED = ("_target_", "env.target", "megatron_core")
+# keys that have code of a model's repository run
+_RUNS_CODE = "trust_remote_code"
 # package.module.Class, module:id, scheme://place
 _NAME = re.compile(r"\s*([^\W\d]\w*(\.[^\W\d]\w*)+\s*|[\w.+-]+:.+)", re.DOTALL)
 
@@ -87,6 +89,7 @@ def check_settings(
     *,
     file: Path,
     named: Collection[str] | None,
+    keys: Collection[str] = (),
     shipped: tuple[str, ...] = _SHIPPED,
 ) -> None:
     """Check settings of a file that somebody else may have written.
@@ -95,13 +98,21 @@ def check_settings(
         settings: those that are taken from it.
         file: the file, for error messages.
         named: values on the command line; None for a command that does not take such settings.
+        keys: keys on the command line.
         shipped: patterns of the shipped configurations whose names count.
 
     Raises:
-        ConfigError: they name code or an address that neither a shipped configuration nor the command line has, or
-            refer to other values.
+        ConfigError: they name code or an address that neither a shipped configuration nor the command line has, run
+            code of a model's repository, or refer to other values.
     """
-    for key, value in _leaves(settings):
+    for key, setting in _leaves(settings):
+        value = setting if isinstance(setting, str) else ""
+        if key.endswith(_RUNS_CODE) and setting and key not in keys:
+            repeat = "" if named is None else f"repeat {key}=true on the command line, or "
+            raise ConfigError(
+                f"{file}: {key}=true runs Python files of a model's repository, and nothing shows that this account "
+                f"wrote the file; if you trust its author, {repeat}set trust=true"
+            )
         if "${" in value:
             raise ConfigError(
                 f"{file}: {key}={value}: refers to another value, which settings of a file that this account did not "
@@ -116,16 +127,16 @@ def check_settings(
             )
 
 
-def _leaves(value: Any, *, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the full key and the value of all texts in settings, and of all keys."""
+def _leaves(value: Any, *, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full key and the value of all settings."""
     if isinstance(value, Mapping):
         for name, child in value.items():
             place = f"{key}.{name}".removeprefix(".")
-            yield place, child if isinstance(child, str) else ""
+            yield place, child
             yield from _leaves(child, key=place)
     elif isinstance(value, list):
         for number, child in enumerate(value):
-            yield f"{key}.{number}", child if isinstance(child, str) else ""
+            yield f"{key}.{number}", child
             yield from _leaves(child, key=f"{key}.{number}")
 
 

@@ -20,6 +20,7 @@ from ragen_pl.evaluation.checks import check_evaluation, check_export, is_greedy
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.run.checkpoints import find_checkpoint
+from ragen_pl.run.replaying import read_settings
 
 RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 
@@ -167,6 +168,8 @@ def test_code_of_a_models_repository_is_run_for_the_command_line_only(root: Path
         ConfigError, match=r"config\.yaml: model\.build\.trust_remote_code=true runs"
     ):
         composed(*arguments)
+    with pytest.raises(ConfigError, match=r"trust_remote_code=true runs .*; .*, set trust=true$"):
+        read_settings(run / "config.yaml", trusted=False)
     for chosen in ("model.build.trust_remote_code=true", "trust=true"):
         assert composed(*arguments, chosen).model.build.trust_remote_code is True
 
