@@ -307,7 +307,10 @@ def compare_sizes(args: argparse.Namespace, console: Console) -> float:
 
 
 def show_cache(args: argparse.Namespace, console: Console) -> None:
-    """Print the bytes of a token in the KV cache, measured and as 2 x layers x heads x width x bytes."""
+    """Print the bytes of a token in the KV cache, measured and as 2 x layers x heads x width x bytes.
+
+    Measured is how much larger the engine's buffers for two tokens are than those for one.
+    """
     table = Table("type", "bytes of a token", "by formula", title="KV cache of the tiny decoder")
     for dtype in (torch.float32, torch.bfloat16):
         bundle = build_bundle(args.vocabulary)
@@ -315,7 +318,8 @@ def show_cache(args: argparse.Namespace, console: Console) -> None:
         config = bundle.model.config
         width = config.hidden_size // config.num_attention_heads
         expected = 2 * config.num_hidden_layers * config.num_key_value_heads * width
-        measured = TransformersEngine(PolicyModule(bundle)).cache_bytes_per_token
+        engine = TransformersEngine(PolicyModule(bundle))
+        measured = engine.session_bytes(2) - engine.session_bytes(1)
         table.add_row(str(dtype), f"{measured:,}", f"{expected * dtype.itemsize:,}")
     console.print(table)
 

@@ -50,10 +50,15 @@ _INDEXING = (
     torch.ops.aten.index_put.default,
     torch.ops.aten.index_put_.default,
 )
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
-class KnownMasks(TorchDispatchMode):
-    """Replaces a mask in an index by the positions that it selects. PyTorch does not count those of a fake tensor."""
+class FakeKernels(TorchDispatchMode):
+    """Runs operations that PyTorch's fake tensors refuse and real ones do not.
+
+    A mask in an index is replaced by the positions that it selects, which PyTorch does not count. The matrices of
+    experts are multiplied in any floating-point type, of which PyTorch knows the result in bfloat16 only.
+    """
 
     def __torch_dispatch__(
         self,
@@ -65,6 +70,9 @@ class KnownMasks(TorchDispatchMode):
         """Run an operation."""
         if func in _INDEXING:
             args = (args[0], [*_positions(args[1])], *args[2:])
+        if func is _GROUPED and args[0].dtype is not torch.bfloat16:
+            halves = (matrix.bfloat16() for matrix in args[:2])
+            return func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 

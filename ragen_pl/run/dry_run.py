@@ -149,10 +149,12 @@ def _at_rows(rows: int, counted: Sequence[int], peaks: Sequence[Counter[str]]) -
     if len(peaks) == 1:
         return peaks[0]
     (fewer, more), (low, high) = counted, peaks
-    share = (rows - more) / (more - fewer)
-    return Counter(
-        {kind: round(high[kind] + share * (high[kind] - low[kind])) for kind in high | low}
-    )
+    steps = (rows - more) / (more - fewer)
+    kinds = {kind: high[kind] + steps * (high[kind] - low[kind]) for kind in high | low}
+    # with more rows the peak may be at another moment, when a kind is freed: the total counts
+    positive = {kind: max(0.0, size) for kind, size in kinds.items()}
+    scale = sum(kinds.values()) / sum(positive.values())
+    return Counter({kind: round(scale * size) for kind, size in positive.items()})
 
 
 def _drop_unused(trained: Iterable[nn.Parameter]) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
-from ragen_pl.models.abstract import KnownMasks, config_without_hub
+from ragen_pl.models.abstract import FakeKernels, config_without_hub
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.vllm_engine import VLLMEngine
@@ -129,7 +129,7 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
     on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
     with torch.random.fork_rng(devices=[]), config_errors("model, algorithm or environment"):
         agent = abstract_agent(cfg)
-        with KnownMasks(), warnings.catch_warnings():
+        with FakeKernels(), warnings.catch_warnings():
             # PyTorch looks at the gradient of each tensor that becomes a fake one
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
             workload = workload_of(cfg, agent.policy.bundle)

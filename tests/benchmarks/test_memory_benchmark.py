@@ -79,3 +79,15 @@ def test_trainers_step_takes_less_memory_and_is_the_same(memory):
     assert abs(plain.loss) > 1e-3 and loss < 1e-6 and gradient < 1e-5
     steps.loss.kl.coefficient = 0.2
     assert memory.difference(plain, steps.lean())[1] > 1e-3
+
+
+def test_all_tables_are_printed(memory, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--only-first", "--vocabulary", "1000"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    memory.main()
+    printed = capsys.readouterr().out
+    assert "8 rows of 256, vocabulary 1,000" in printed and "times less memory" in printed
+    # four layers of two heads of 16, keys and values
+    rows = [line.replace(" ", "").strip("│").split("│") for line in printed.splitlines()]
+    assert ["torch.float32", "1,024", "1,024"] in rows
+    assert ["torch.bfloat16", "512", "512"] in rows

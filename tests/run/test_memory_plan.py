@@ -14,9 +14,11 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ragen_pl.config import ConfigError, check_config, config_dir, relations
 from ragen_pl.models.build import build_small_lm
+from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.engine import GenerationRequest, Prompt
 from ragen_pl.rollout.transformers_engine import TransformersEngine
@@ -55,6 +57,19 @@ def folder(tmp_path_factory) -> Path:
     """A Hugging Face folder with a small language model, whose weights can't be read."""
     path = tmp_path_factory.mktemp("model")
     build_small_lm(text=TEXT).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    """A folder with a small mixture of experts."""
+    path = tmp_path_factory.mktemp("experts")
+    tokenizer = build_small_lm().tokenizer
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=256, moe_intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=6, num_experts_per_tok=2,
+    )  # fmt: skip
+    ModelBundle(Qwen3MoeForCausalLM(config), tokenizer).save(path)
     return path
 
 
@@ -126,17 +141,18 @@ CASES = {
     "eager": ("env=frozenlake", "algorithm=grpo", "model.build.attn_implementation=eager", *LOADED),
     "mixed precision": ("env=frozenlake", "algorithm=grpo", "trainer.precision=bf16-mixed", *LOADED),
     "bfloat16 weights": ("env=frozenlake", "algorithm=grpo", HALF, *LOADED),
+    "experts": ("env=frozenlake", "algorithm=grpo", *LOADED, "rollout.groups=2"),
 }  # fmt: skip
-FAST = ("critic and divergence", "images", "adapters")
+FAST = ("critic and divergence", "images", "adapters", "experts")
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
 )
-def test_planned_peak_of_an_update_is_the_measured_one(case, folder):
+def test_planned_peak_of_an_update_is_the_measured_one(case, folder, experts):
     overrides = CASES[case]
     if "model=pretrained" in overrides:
-        overrides = (*overrides, f"model.build.path={folder}")
+        overrides = (*overrides, f"model.build.path={experts if case == 'experts' else folder}")
     cfg = composed(*overrides)
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
     planned = max(phases["update"], phases["optimizer step"])
