@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
@@ -50,6 +52,8 @@ _INDEXING = (
     torch.ops.aten.index_put.default,
     torch.ops.aten.index_put_.default,
 )
+# transformers gives an implementation with this word all windows at once
+_PACKED = "packed_flash"
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
@@ -128,7 +132,32 @@ def abstract_pretrained(model: Mapping[str, Any]) -> ModelBundle:
         weights, local_tokenizer(path), local_processor(path, config), image_settings=images or {}
     )
     bundle.image_processor = model.get("processor") or {}
+    _attend_at_once(bundle)
     return bundle
+
+
+def _attend_at_once(bundle: ModelBundle) -> None:
+    """Let an encoder of packed images attend in one call. One for each window and image allocates as much, slowly."""
+    vision: Any = getattr(bundle.model.config, "vision_config", None)
+    if "image_grid_thw" in bundle.facts.vision_arguments and vision._attn_implementation == "sdpa":
+        ALL_ATTENTION_FUNCTIONS.register(_PACKED, _packed_attention)
+        vision._attn_implementation = _PACKED
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Return what attention over windows allocates, not its values: `[1, patches, heads, width]`."""
+    output = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+    # transformers joins the outputs of the windows in a copy
+    return output.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
 
 
 class AbstractBundle(ModelBundle):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
@@ -46,14 +45,13 @@ class LiveMemory(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation and count the storages that it returns for the first time."""
-        for given in tree_leaves((args, kwargs)):
-            if isinstance(given, Tensor):
-                # of weights and inputs, which a view of them would bring in
-                self._storages.setdefault(given.untyped_storage(), 0)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
+        kwargs = kwargs or {}
+        for given in (*_tensors(args), *_tensors(kwargs.values())):
+            # of weights and inputs, which a view of them would bring in
+            self._storages.setdefault(given.untyped_storage(), 0)
+        result = func(*args, **kwargs)
+        for tensor in _tensors([result]):
+            self._count(tensor)
         return result
 
     def _count(self, tensor: Tensor) -> None:
@@ -77,3 +75,12 @@ class LiveMemory(TorchDispatchMode):
         if tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary:
             return "head"
         return "activations"
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, and those in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
