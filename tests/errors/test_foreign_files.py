@@ -85,13 +85,14 @@ def commands(run: Path, command: Callable, fit: Callable) -> dict[str, Callable]
 
 def sharded(run: Path) -> Path:
     """Turn a run's last checkpoint into a sharded one and return the folder of its tensors."""
-    from ragen_pl.run.sharded_checkpoint import save_apart
+    from ragen_pl.run.sharded_checkpoint import folder_for, save_apart
 
     last = run / "checkpoints" / "last.ckpt"
     saved = torch.load(last)
-    save_apart(saved, last, unique="0")
+    folder = folder_for(last, unique="0" * 8)
+    save_apart(saved, folder)
     torch.save(saved, last)
-    return last.parent / "last.ckpt.0.shards"
+    return folder
 
 
 def test_no_file_of_a_checkpoint_runs_code(run, command, fit, mark):
