@@ -69,6 +69,8 @@ class Environment(gymnasium.Env[Observation, Any]):
         if render_mode is not None and render_mode not in modes:
             raise ValueError(f"render_mode: found {render_mode!r}, expected None or one of {modes}")
         self.render_mode = render_mode
+        self.steps = 0
+        """Number of steps since the last reset."""
         self._over = True
 
     def state_key(self) -> str:
@@ -99,7 +101,7 @@ class Environment(gymnasium.Env[Observation, Any]):
 
     def _begin(self, *, seed: int | None, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
         super().reset(seed=seed)
-        self._over = False
+        self._over, self.steps = False, 0
         options = options or {}
         unknown = [name for name in options if name not in self.option_names]
         if unknown:
@@ -117,6 +119,7 @@ class Environment(gymnasium.Env[Observation, Any]):
                 f"{type(self).__name__}: found action {action!r}, expected 0 to "
                 f"{len(self.action_names) - 1} ({', '.join(self.action_names)})"
             )
+        self.steps += 1
         return int(action)
 
     def _take_text(self, action: str) -> str:
@@ -124,6 +127,7 @@ class Environment(gymnasium.Env[Observation, Any]):
             raise RuntimeError(f"{type(self).__name__}: the episode has ended; call reset() first")
         if not isinstance(action, str):
             raise TypeError(f"{type(self).__name__}: found action {action!r}, expected a text")
+        self.steps += 1
         return action
 
 

@@ -40,6 +40,10 @@ class Code(Environment):
     player hears only that one fails, or that the program ended or took too long there. Their results never enter the
     process of the program, and their inputs after the results of the examples have left it.
 
+    ## Players Without Skill
+    A program that is the same for every function has success at most 0.1 and return at most -0.2 with the shipped
+    settings, and an answer without a program less.
+
     ## Episode End
     Terminated when a program passes all tests, and after `attempts` programs.
 

@@ -17,6 +17,8 @@ ITEMS = ("lamp", "desk", "chair", "book", "shirt", "cable")
 FIELDS = ("count", "price", "sum", "item")
 Document = Literal["order", "delivery", "invoice"]
 DOCUMENTS = ("order", "delivery", "invoice")
+# a decision alone is a guess between two
+_DECISION, _REASON = 0.3, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,14 @@ class Invoice(ToolEnvironment):
     """Open the documents, then accept the invoice or refuse it with the reason.
 
     ## Rewards
-    `decision`: 0.5 for the right one, `-false_accept` for accepting a wrong invoice, 0 for refusing a right one.
-    `reason`: 0.5 more if the reason of a right refusal names the item, the field and the right value, or that of a
+    `decision`: 0.3 for the right one, `-false_accept` for accepting a wrong invoice, 0 for refusing a right one.
+    `reason`: 0.7 more if the reason of a right refusal names the item, the field and the right value, or that of a
     right acceptance nothing wrong; half of that for item and field without the value. `reading`: `-read_cost` for
     each document opened. A decision about documents that have not all been opened earns nothing.
+
+    ## Players Without Skill
+    Who opens all documents and always accepts, or always refuses with a guessed field of the first item, has success at
+    most 0.4 and return at most 0.35 with the shipped settings.
 
     ## Episode End
     Terminated by a decision.
@@ -128,7 +134,7 @@ class Invoice(ToolEnvironment):
         earns = right and self._read_all()
         share = self._score(reason) if earns else 0.0
         self.opened.append(verdict)
-        self.end(success=share == 1, decision=0.5 * earns - loss, reason=0.5 * share)
+        self.end(success=share == 1, decision=_DECISION * earns - loss, reason=_REASON * share)
         return "closed"
 
     def describe(self) -> str:

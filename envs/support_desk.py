@@ -19,7 +19,7 @@ CUSTOMERS = ("Kim", "Lee", "Ana", "Bob", "Eve", "Max")
 CITIES = ("Rome", "Oslo", "Bern", "Lima")
 REFUNDED, MOVED, REFUSED = "refunded", "moved", "refused"
 MAX_DAY = 9
-# draws of an order until its verdict is the wanted one; some policies forbid nothing
+# draws of an order until its verdict is the wanted one, and of policies, of which some forbid nothing
 _DRAWS = 30
 
 
@@ -81,6 +81,15 @@ class Request:
     heard_code: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Request to draw: its item, its city or None for a refund, and whether the policy allows it."""
+
+    item: str
+    city: str | None
+    granted: bool
+
+
 @dataclass(slots=True)
 class Tables:
     """Changes in the database: the amount of a refund and the new city, by order."""
@@ -103,11 +112,16 @@ class SupportDesk(ToolEnvironment):
     `wrong_cost` of it for each wrong change, when it is made. `said`: half of it if the outcome told is the right one
     and true, minus `wrong_cost` of it if it is not.
 
+    ## Players Without Skill
+    A clerk who grants everything, and one who refuses everything by the first rule that concerns the request, have
+    success at most 0.5 and return at most 0.45 with the shipped settings: the policy never has a single rule only, and
+    somewhat more than half of the requests are to be refused.
+
     ## Episode End
     Terminated when the customer has been told the outcome of the last request.
 
     ## Arguments
-    - `rules`: largest number of rules in the policy, from 1 to 7; the number is drawn.
+    - `rules`: largest number of rules in the policy, from 1 to 7; the number is drawn, from two on where there are two.
     - `requests`: number of requests. `orders`: number of customers with an order of the same item.
     - `move_share`: share of requests for a new address. `grant_share`: share of requests that are allowed.
     - `insist_share`: share of requests whose first refusal the customer does not accept.
@@ -157,13 +171,24 @@ class SupportDesk(ToolEnvironment):
         """Draw a policy, the database and the customer's requests."""
         self._begin(seed=seed, options=options)
         draw = self.np_random
-        self.policy = self._draw_policy()
         self.customer = str(draw.choice(CUSTOMERS))
-        self.orders, self.requests, self.tables = {}, [], Tables()
+        self.tables = Tables()
         self.at, self._calls, self._harm, self._all_right = 0, 0, 0, True
         self._unchecked: set[int] = set()
-        for item in draw.choice(ITEMS, self.request_count, replace=False):
-            self._draw_request(str(item))
+        wanted = [
+            Wanted(
+                item=str(item),
+                city=str(draw.choice(CITIES)) if draw.random() < self.move_share else None,
+                granted=bool(draw.random() < self.grant_share),
+            )
+            for item in draw.choice(ITEMS, self.request_count, replace=False)
+        ]
+        for _ in range(_DRAWS):
+            self.policy = self._draw_policy()
+            self.orders, self.requests = {}, []
+            verdicts = [self._draw_request(each) for each in wanted]
+            if all(verdicts):
+                break
         policy = " ".join(_TEXTS[rule].format(value) for rule, value in self.policy.items())
         return f"policy: {policy} {self._opening()}", {}
 
@@ -366,7 +391,7 @@ class SupportDesk(ToolEnvironment):
 
     def _draw_policy(self) -> dict[Rule, int | str | None]:
         draw = self.np_random
-        count = int(draw.integers(1, self.most_rules + 1))
+        count = int(draw.integers(min(2, self.most_rules), self.most_rules + 1))
         values: dict[Rule, int | str] = {
             Rule.LATE: int(draw.integers(3, MAX_DAY)),
             Rule.PRICE: int(draw.integers(2, 8)) * 10,
@@ -375,10 +400,9 @@ class SupportDesk(ToolEnvironment):
         chosen = draw.choice(list(Rule), count, replace=False)
         return {Rule(rule): values.get(Rule(rule)) for rule in chosen}
 
-    def _draw_request(self, item: str) -> None:
-        draw = self.np_random
-        city = str(draw.choice(CITIES)) if draw.random() < self.move_share else None
-        granted = bool(draw.random() < self.grant_share)
+    def _draw_request(self, wanted: Wanted) -> bool:
+        """Add a request and the orders of its item; return whether the policy's verdict is the wanted one."""
+        draw, item = self.np_random, wanted.item
         others = [name for name in CUSTOMERS if name != self.customer]
         names = [self.customer, *draw.choice(others, self.order_count - 1, replace=False)]
         first = len(self.orders)
@@ -389,14 +413,16 @@ class SupportDesk(ToolEnvironment):
         for _ in range(_DRAWS):
             self.orders[own] = order = self._draw_order(own, self.customer, item)
             code = order.code if draw.random() < 0.7 else int(draw.integers(1, 10))
-            request = Request(item, city, code, False, None)
-            if bool(self._broken(request)) != granted:
+            request = Request(item, wanted.city, code, False, None)
+            right = bool(self._broken(request)) != wanted.granted
+            if right:
                 break
         request.insists = bool(draw.random() < self.insist_share)
         if draw.random() < self.lie_share:
             request.day = int(draw.integers(1, order.day + 1))
         self.requests.append(request)
         self.orders = dict(sorted(self.orders.items()))
+        return right
 
     def _draw_order(self, name: str, customer: str, item: str) -> Order:
         draw = self.np_random

@@ -45,10 +45,10 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the customer wants; None where it does not matter."""
+    """What the customer wants; None where it does not matter. `prices` are the lowest and the highest one."""
 
     kind: str
-    price: int
+    prices: tuple[int, int]
     material: str | None = None
     stars: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Request:
         size = f", size {self.options['size']}" if "size" in self.options else ""
         stars = f", at least {self.stars}*" if self.stars else ""
         named = [self.options.get("color"), self.material, self.kind]
-        return f"{' '.join(filter(None, named))}{size}{stars}, at most {self.price}"
+        return f"{' '.join(filter(None, named))}{size}{stars}, {self.prices[0]} to {self.prices[1]}"
 
     def query(self) -> str:
         """Return the words of a search for it."""
@@ -66,7 +66,7 @@ class Request:
 
     def conditions(self, product: Product, chosen: Mapping[str, str]) -> list[bool]:
         """Return which conditions a product with the options chosen meets, beyond its kind."""
-        met = [product.price <= self.price]
+        met = [self.prices[0] <= product.price <= self.prices[1]]
         met += [product.material == self.material] if self.material else []
         met += [product.stars >= self.stars] if self.stars else []
         return met + [chosen.get(name) == value for name, value in self.options.items()]
@@ -81,8 +81,13 @@ class WebShop(ToolEnvironment):
     """Search a catalogue, open a product, choose its options, and buy it.
 
     Each word of the request has products that lack only this one, and each page has products with all the words that
-    are too dear or rated too low. The first place of a page is sold to the dearest product that fits the words. It is
-    dearer than the request allows.
+    are too cheap, too dear or rated too low. The first place of a page is sold to the dearest product that fits the
+    words. It is dearer than the request allows. Among the others the right product is as likely the cheapest as the
+    dearest.
+
+    ## Players Without Skill
+    Who searches for the request, chooses its options, and buys the cheapest, the dearest, the best rated or the first
+    result has success at most 0.45 and return at most 0.4 with the shipped settings.
 
     ## Rewards
     `right`: 1 for a product with everything that was asked for. Otherwise `wrong`: minus `wrong_cost`, and `partial`:
@@ -204,7 +209,7 @@ class WebShop(ToolEnvironment):
 
     def difficulty(self) -> int:
         """Return the number of conditions beside the kind."""
-        asked = (self.request.price, self.request.material, self.request.stars)
+        asked = (self.request.prices, self.request.material, self.request.stars)
         return sum(value is not None for value in asked) + len(self.request.options)
 
     def optimal_action(self, rng: np.random.Generator) -> str:
@@ -253,23 +258,42 @@ class WebShop(ToolEnvironment):
         asked = self._pick_some(("material", "stars", *OPTIONS), count)
         return Request(
             kind=self._pick(KINDS),
-            # some products are dearer
-            price=self._pick(PRICES[:-1]),
+            prices=self._draw_prices(),
             material=self._pick(MATERIALS) if "material" in asked else None,
             stars=self._pick(STARS[1:]) if "stars" in asked else None,
             options={name: self._pick(values) for name, values in OPTIONS.items() if name in asked},
         )
 
+    def _draw_prices(self) -> tuple[int, int]:
+        """Draw a range that some products are below and some above."""
+        inner = PRICES[1:-1]
+        low = int(self.np_random.integers(len(inner)))
+        return inner[low], self._pick(inner[low : low + 3])
+
     def _draw_products(self) -> dict[str, Product]:
         """Draw the product that fits, others that all but fit, and ones that lack a word of the request."""
         request, numbers = self.request, range(1, self.product_count + 1)
         ids = [f"p{number}" for number in self._pick_some(numbers, len(numbers))]
-        faults = ("price", "stars") if request.stars else ("price",)
-        # the first one is advertised
-        wrong = ["price", *(self._pick(faults) for _ in range(self.result_count - 2))]
+        low, high = request.prices
+        right = self._draw_like(ids.pop(), request)
+        # its place by price among the results is as likely to be any, so that no place is a good guess
+        others = self.result_count - 2
+        cheaper = int(self.np_random.integers(others + 1))
+        sides = [tuple(range(PRICES[0], right.price, 10))] * cheaper
+        sides += [tuple(range(right.price + 10, PRICES[-1] + 1, 10))] * (others - cheaper)
+        products = [right, self._draw_like(ids.pop(), request, prices=(PRICES[-1],))]
+        for prices in sides:
+            within = [price for price in prices if low <= price <= high]
+            outside = [price for price in prices if price not in within]
+            rated_low = bool(request.stars and within and self.np_random.random() < 0.5)
+            fault = "stars" if rated_low else None
+            products.append(
+                self._draw_like(
+                    ids.pop(), request, fault=fault, prices=within if rated_low else outside
+                )
+            )
         lacking = ["material"] if request.material else []
-        products = [self._draw_like(ids.pop(), request)]
-        for fault in [*wrong, *lacking, *request.options]:
+        for fault in [*lacking, *request.options]:
             products.append(self._draw_like(ids.pop(), request, fault=fault))
         asked = set(words(request.query()))
         while ids:
@@ -285,8 +309,15 @@ class WebShop(ToolEnvironment):
         options = {name: _in_order(self._pick_some(OPTIONS[name], 2), name) for name in OPTIONS}
         return Product(id, kind, material, self._pick(PRICES), self._pick(STARS), options)
 
-    def _draw_like(self, id: str, request: Request, *, fault: str | None = None) -> Product:
-        """Draw a product that a request asks for, or one that has a single fault."""
+    def _draw_like(
+        self,
+        id: str,
+        request: Request,
+        *,
+        fault: str | None = None,
+        prices: Sequence[int] | None = None,
+    ) -> Product:
+        """Draw a product that a request asks for, or one with a single fault; by default at a price that is right."""
         options = {}
         for name, values in OPTIONS.items():
             asked = request.options.get(name)
@@ -297,8 +328,9 @@ class WebShop(ToolEnvironment):
         material = request.material or self._pick(MATERIALS)
         if fault == "material":
             material = self._pick([other for other in MATERIALS if other != material])
-        dear, low, least = fault == "price", fault == "stars", request.stars or 1
-        price = self._pick([price for price in PRICES if (price > request.price) == dear])
+        low, least = fault == "stars", request.stars or 1
+        lowest, highest = request.prices
+        price = self._pick(prices or [price for price in PRICES if lowest <= price <= highest])
         stars = self._pick([stars for stars in STARS if (stars < least) == low])
         return Product(id, request.kind, material, price, stars, options)
 

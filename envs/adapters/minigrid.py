@@ -55,6 +55,9 @@ class MiniGrid(Environment):
     ## Episode End
     Terminated by success or failure of the mission, truncated at the library's limit of steps.
 
+    ## Players Without Skill
+    In the task of `env=babyai`, who goes Forward twice and turns Left again and again has success at most 0.35.
+
     ## Information
     `success`: the mission is completed. `action_is_effective`: the action changed the world.
 

@@ -158,6 +158,9 @@ class TextArena(Environment):
     be earned by
     giving up early.
 
+    ## Players Without Skill
+    In `env=textarena`, guessing 1, 2, 3 and so on has success at most 0.65: ten guesses are half of the numbers.
+
     ## Episode End
     Terminated as the game says: it is won, its limit of moves is reached, or two moves in a row were invalid.
 

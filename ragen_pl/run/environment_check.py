@@ -298,6 +298,9 @@ def _scripted_policies(cfg: DictConfig) -> list[tuple[str, DictConfig]]:
 
 
 def _is_action(action: int | str, slot: EnvironmentSlot) -> bool:
+    # that of a policy whose responses are invalid
+    if action == "":
+        return True
     if slot.action_names is None:
         return isinstance(action, str)
     return not isinstance(action, str) and 0 <= action < len(slot.action_names)

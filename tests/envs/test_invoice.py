@@ -77,33 +77,33 @@ def test_the_error_of_a_line(line, error):
     [
         ("refuse", "The desk has the wrong count: 2 were delivered.", 1.0),
         ("refuse", "DESK COUNT 2", 1.0),
-        ("refuse", "desk count", 0.75),
-        ("refuse", "desk count 3", 0.5),
-        ("refuse", "desk count 2 3", 0.5),
-        ("refuse", "desk", 0.5),
-        ("refuse", "count 2", 0.5),
-        ("refuse", "desk count price sum 2", 0.5),
-        ("refuse", " ".join((*ITEMS, *FIELDS, *map(str, range(30)))), 0.5),
-        ("refuse", "ok desk count 2", 0.5),
-        ("refuse", "", 0.5),
+        ("refuse", "desk count", 0.65),
+        ("refuse", "desk count 3", 0.3),
+        ("refuse", "desk count 2 3", 0.3),
+        ("refuse", "desk", 0.3),
+        ("refuse", "count 2", 0.3),
+        ("refuse", "desk count price sum 2", 0.3),
+        ("refuse", " ".join((*ITEMS, *FIELDS, *map(str, range(30)))), 0.3),
+        ("refuse", "ok desk count 2", 0.3),
+        ("refuse", "", 0.3),
         ("accept", "ok", -1.0),
         ("accept", "desk count 2", -1.0),
     ],
 )
 def test_a_refusal_is_worth_its_reason(verdict, reason, reward):
-    assert decide(begin([RIGHT, WRONG], wrong=WRONG), verdict, reason) == reward
+    assert decide(begin([RIGHT, WRONG], wrong=WRONG), verdict, reason) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(
     ("verdict", "reason", "reward"),
     [
         ("accept", "All is ok.", 1.0),
-        ("accept", "ok, but the lamp", 0.5),
+        ("accept", "ok, but the lamp", 0.3),
         ("refuse", "lamp count 2", 0.0),
     ],
 )
 def test_a_right_invoice_is_worth_an_acceptance(verdict, reason, reward):
-    assert decide(begin([RIGHT]), verdict, reason) == reward
+    assert decide(begin([RIGHT]), verdict, reason) == pytest.approx(reward)
 
 
 def test_a_reason_without_the_documents_is_a_guess():

@@ -1,0 +1,229 @@
+"""Trivial policies: players without skill, whose reward is the least that an agent has to exceed.
+
+They answer nothing, always the same or in a cycle, or follow the first habit that comes to mind, such as granting
+every request. The class docstring of each environment says what they earn at most with the shipped settings.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from envs.base import checked_arguments
+from envs.support_desk import MOVED, REFUNDED, REFUSED, Rule
+from envs.tools import call_text
+
+
+class Choice(StrEnum):
+    """Result that a buyer takes without a look at the request."""
+
+    CHEAPEST = "cheapest"
+    DEAREST = "dearest"
+    BEST = "best"
+    FIRST = "first"
+
+
+class Verdict(StrEnum):
+    """Decision about an invoice."""
+
+    ACCEPT = "accept"
+    REFUSE = "refuse"
+
+
+class NoAnswer:
+    """Player whose responses have no valid action."""
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return an empty answer."""
+        return ""
+
+
+class Constant:
+    """Player who always gives the same answer.
+
+    Args:
+        action: name or index of an action, or a free text. Its fields in braces are numbers of the question: for
+            `reach 8 with 2 3 3`, `{1} + {2}` stands for `2 + 3`.
+    """
+
+    def __init__(self, *, action: str | int) -> None:
+        self.action = action
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+        """Return the answer."""
+        return _action(env, self.action)
+
+
+class Cycle:
+    """Player who takes the same actions in turn, whatever the observation.
+
+    Args:
+        actions: names of actions, or free texts.
+        otherwise: names of the actions to take in this order where the one in turn changes nothing. None to take it
+            nevertheless.
+    """
+
+    def __init__(self, *, actions: Sequence[str], otherwise: Sequence[str] | None = None) -> None:
+        self.actions, self.otherwise = list(actions), otherwise
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+        """Return the action of the present step."""
+        environment: Any = env.unwrapped
+        place = environment.steps % len(self.actions)
+        names = [*self.actions[place:], *self.actions[:place], *(self.otherwise or ())]
+        if self.otherwise is None:
+            return _action(env, names[0])
+        effective = (name for name in names if _is_effective(environment, _action(env, name)))
+        return _action(env, next(effective, names[0]))
+
+
+class GrantAll:
+    """Clerk at the support desk who grants what is asked, whatever the policy forbids."""
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Find the order, ask for a code that the policy names, change the database, and tell the outcome."""
+        desk: Any = env.unwrapped
+        request = desk.requests[desk.at]
+        if not request.found:
+            return call_text("find", item=request.item)
+        if Rule.CODE in desk.policy and not request.heard_code:
+            return call_text("say", text=str(Rule.CODE))
+        order = _order(desk, request)
+        if request.city:
+            if desk.tables.cities.get(order.id) == request.city:
+                return call_text("say", text=f"{MOVED} {request.city}")
+            return call_text("move", order=order.id, city=request.city)
+        half = Rule.USED in desk.policy and order.used
+        amount = order.price // 2 if half else order.price
+        if order.id in desk.tables.refunds:
+            return call_text("say", text=f"{REFUNDED} {amount}")
+        return call_text("refund", order=order.id, amount=amount)
+
+
+class RefuseAll:
+    """Clerk at the support desk who refuses every request by the first rule of the policy that concerns it."""
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Find the order, ask for a code that the policy names, and refuse."""
+        desk: Any = env.unwrapped
+        request = desk.requests[desk.at]
+        if not request.found:
+            return call_text("find", item=request.item)
+        if Rule.CODE in desk.policy and not request.heard_code:
+            return call_text("say", text=str(Rule.CODE))
+        known = [rule for rule in desk.policy if rule is not Rule.USED]
+        fitting = [rule for rule in known if (rule is Rule.SENT) == (request.city is not None)]
+        return call_text("say", text=f"{REFUSED} {(fitting or known or list(Rule))[0]}")
+
+
+class Buy:
+    """Buyer in the web shop who searches for all words, and compares neither price nor stars with the request.
+
+    Args:
+        choice: result to buy: the cheapest, the dearest, the best rated or the first one below the advertisement.
+    """
+
+    @checked_arguments
+    def __init__(self, *, choice: Choice = Choice.CHEAPEST) -> None:
+        self.choice = choice
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Search, open the result, choose the options that were asked for, and buy."""
+        shop: Any = env.unwrapped
+        if shop.opened is not None:
+            for option, value in shop.request.options.items():
+                if shop.chosen.get(option) != value and value in shop.opened.options[option]:
+                    return call_text("choose", option=option, value=value)
+            return call_text("buy")
+        if not shop.results:
+            return call_text("search", query=shop.request.query())
+        _, *results = [shop.products[id] for id in shop.results]
+        chosen = {
+            Choice.CHEAPEST: min(results, key=lambda product: product.price),
+            Choice.DEAREST: max(results, key=lambda product: product.price),
+            Choice.BEST: max(results, key=lambda product: product.stars),
+            Choice.FIRST: results[0],
+        }[self.choice]
+        return call_text("open", item=chosen.id)
+
+
+class Decide:
+    """Clerk who opens the order, the delivery note and the invoice, and always decides the same.
+
+    Args:
+        verdict: accept or refuse.
+        field: the wrong field to name in a refusal, of the first item of the invoice.
+    """
+
+    @checked_arguments
+    def __init__(self, *, verdict: Verdict, field: str = "count") -> None:
+        self.verdict, self.field = verdict, field
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Open the next document, or decide."""
+        clerk: Any = env.unwrapped
+        for document in ("order", "delivery", "invoice"):
+            if document not in clerk.opened:
+                return call_text("open", document=document)
+        reason = "ok" if self.verdict is Verdict.ACCEPT else f"{clerk.lines[0].item} {self.field}"
+        return call_text("decide", verdict=self.verdict, reason=reason)
+
+
+class ReadOne:
+    """Reader of the knowledge base who opens the first result of one search, and answers from it."""
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Search for the entity, read the first result, and answer with what it says about the relation asked for."""
+        reader: Any = env.unwrapped
+        entity, relation = reader.chain[0][0], reader.chain[-1][1]
+        page = reader.wiki.search(entity, count=1)[0]
+        if page.id not in reader.shown:
+            return call_text("search", query=entity)
+        if page.id not in reader.read_ids:
+            return call_text("read", page=page.id)
+        text = page.states.get((entity, relation)) or next(iter(page.states.values()), "unknown")
+        return call_text("answer", text=text, source=page.id)
+
+
+class CountUp:
+    """Player who guesses the numbers 1, 2, 3 and so on."""
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return the next number."""
+        environment: Any = env.unwrapped
+        return f"[{environment.steps + 1}]"
+
+
+def _order(desk: Any, request: Any) -> Any:
+    """Return the customer's order that a request is about."""
+    orders = desk.orders.values()
+    return next(o for o in orders if (o.item, o.customer) == (request.item, desk.customer))
+
+
+def _action(env: Any, text: str | int) -> int | str:
+    """Return the index of a named action, or a free text with its fields filled in."""
+    if isinstance(text, int):
+        return text
+    environment: Any = env.unwrapped
+    names = environment.action_names
+    if not names:
+        return text.format(*re.findall(r"\d+", environment.render())) if "{" in text else text
+    if text not in names:
+        raise ValueError(f"actions: found {text!r}, expected some of {', '.join(names)}")
+    return names.index(text)
+
+
+def _is_effective(environment: Any, action: int | str) -> bool:
+    """Return whether an action would change the state."""
+    shared = (environment.action_space, environment.observation_space)
+    memo: dict[int, Any] = {id(part): part for part in shared}
+    # the copy does not foresee the environment's own random events
+    memo[id(environment.np_random)] = np.random.default_rng(0)
+    info = copy.deepcopy(environment, memo).step(action)[-1]
+    return bool(info["action_is_effective"])

@@ -1,0 +1,101 @@
+"""Players without skill: each earns at most what the class docstring of its environment says, and garbage the least."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from envs.policies import ScriptedPolicy
+from envs.trivial_policies import Buy, Constant, Cycle, Decide
+from ragen_pl.config.paths import config_dir
+from ragen_pl.data.validation import HELD_OUT, initial_state_seed
+from ragen_pl.rollout.conversation import TextContext
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.run.environment_check import manager_settings
+
+EPISODES = 96
+# fewer where a turn is dear, more where chance decides
+COUNTS = {"babyai": 48, "blackjack": 512, "code": 24, "game_2048": 48, "gym": 12}
+NAMES = (
+    *("babyai", "bandit", "bandit_memory", "blackjack", "code", "frozenlake", "frozenlake_slippery"),
+    *("game_2048", "gym", "invoice_check", "knowledge_base", "pocket_cube", "sokoban", "support_desk", "svg"),
+    "web_shop",
+)  # fmt: skip
+NEED_A_LIBRARY = ("arithmetic", "countdown", "mini_sudoku", "textarena", "word_problem")
+BOUND = re.compile(r"(success|return)(?: at most (-?[\d.]+\d))")
+OTHERS = ("random", "optimal", "garbage")
+# more players than the summary of a run has
+MORE: dict[str, list[ScriptedPolicy]] = {
+    "babyai": [Cycle(actions=["Left", "Forward"]), Constant(action="Forward")],
+    "blackjack": [Constant(action=0)],
+    "countdown": [Constant(action=form) for form in ("{1} * {2} + {3}", "{1} * {2} - {3}")],
+    "frozenlake": [Constant(action="Right"), Cycle(actions=["Up", "Left"])],
+    "game_2048": [Cycle(actions=["Down"], otherwise=["Left", "Right", "Up"])],
+    "invoice_check": [Decide(verdict="refuse", field=field) for field in ("count", "price")],
+    "pocket_cube": [Constant(action="U"), Cycle(actions=["R", "U"]), Cycle(actions=["R", "U", "R-", "U-"])],
+    "sokoban": [Constant(action="Up"), Cycle(actions=["Down", "Right"])],
+    "web_shop": [Buy(choice="dearest"), Buy(choice="best")],
+}  # fmt: skip
+
+
+def config(name: str) -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return compose("fit", overrides=[f"env={name}", "logger=none"])
+
+
+def bounds(environment: Any) -> Mapping[str, float]:
+    """Return the largest success and return of trivial players that the docstring of an environment's class states."""
+    docs = [base.__doc__ or "" for base in type(environment).__mro__]
+    sections = [doc.partition("## Players Without Skill")[2].partition("##")[0] for doc in docs]
+    stated = next((section for section in sections if section), "")
+    found = BOUND.findall(" ".join(stated.split()))
+    return {metric: max(float(b) for m, b in found if m == metric) for metric, _ in found}
+
+
+def played(cfg: DictConfig, policy: ScriptedPolicy, *, episodes: int) -> tuple[float, float]:
+    """Return success and return of a policy on the first initial states of the validation set."""
+    proxy = AgentProxy(
+        environments=EnvironmentManager(**manager_settings(cfg.env)),
+        context=TextContext(),
+        max_response_tokens=sys.maxsize,
+    )
+    specs = [
+        EpisodeSpec(group=n, member=0, seed=initial_state_seed(HELD_OUT, n))
+        for n in range(episodes)
+    ]
+    responder = ScriptedResponder(policy=policy)
+    trajectories = proxy.rollout(responder, specs, seed_key=("trivial", type(policy).__name__))
+    assert not [each.error for each in trajectories if each.error]
+    successes = [each.success for each in trajectories]
+    return float(np.mean(successes)), float(np.mean([each.reward for each in trajectories]))
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.worlds) for n in NEED_A_LIBRARY)]
+)
+def test_no_player_without_skill_earns_more_than_its_bound(name: str) -> None:
+    cfg = config(name)
+    environment = EnvironmentManager(**manager_settings(cfg.env)).make().unwrapped
+    stated, episodes = bounds(environment), COUNTS.get(name, EPISODES)
+    player = functools.partial(played, cfg, episodes=episodes)
+    baselines = {str(key): instantiate(each) for key, each in cfg.validation.baselines.items()}
+    garbage_success, garbage = player(baselines["garbage"])
+    shipped = [policy for key, policy in baselines.items() if key not in OTHERS]
+    assert garbage_success == 0 and (stated or not shipped)
+    for policy in [*shipped, *MORE.get(name, [])]:
+        success, earned = player(policy)
+        assert success <= stated["success"], vars(policy)
+        assert earned <= stated.get("return", stated["success"]), vars(policy)
+        assert earned > garbage, vars(policy)
+    assert player(baselines["random"])[1] > garbage
