@@ -140,7 +140,10 @@ class ReasoningGym(Environment):
         return self._observation, reward, self._over, False, info
 
     def state_key(self) -> str:
-        """Return the question and the number of answers."""
+        """Return the question and the number of answers; the order of numbers to calculate with makes no difference."""
+        if self.dataset in _JUDGES:
+            metadata = self._item["metadata"]
+            return f"{self._used} {metadata.get('target')} of {sorted(metadata['numbers'])}"
         # as it is shown: the library words a question in several ways
         return f"{self._used} {self._question()}"
 

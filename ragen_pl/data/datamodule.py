@@ -148,8 +148,11 @@ class RolloutDataModule(MinibatchDataModule):
     def setup(self, stage: str) -> None:
         """Exclude the initial states of the first validation set from training."""
         super().setup(stage)
-        if self.held_out and self.validation_sets and not self.proxy.environments.held_out:
-            keys = frozenset(self.validation_sets[0].state_keys())
+        environments = self.proxy.environments
+        if environments.held_out or environments.held_out_fraction is not None:
+            return
+        if self.held_out and self.validation_sets:
+            keys = frozenset(self.validation_sets[0].held_out_keys())
             # copies, since the validation set may play in the same environments
             self.proxy = copy.copy(self.proxy)
             self.proxy.environments = copy.copy(self.proxy.environments)
@@ -171,7 +174,7 @@ class RolloutDataModule(MinibatchDataModule):
                 )
             seed = derive_seed(self.seed, "environment", iteration, group)
             specs += [
-                EpisodeSpec(group=group, member=m, seed=seed, options=options)
+                EpisodeSpec(group=group, member=m, seed=seed, options=options, held_out=False)
                 for m in range(self.group_size)
             ]
         return specs
@@ -335,6 +338,8 @@ class RolloutDataModule(MinibatchDataModule):
         statistics = RolloutStatistics()
         statistics.update(trajectories)
         self.metrics = statistics.compute()
+        environments = self.proxy.environments
+        self.metrics["redraws"] = environments.redraws / max(environments.resets, 1)
         failed, played = self.metrics["failed_episodes"], self.metrics["episodes"]
         # the same on every rank
         if self.metrics["failed"] > self.max_failed or not played:

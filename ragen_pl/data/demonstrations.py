@@ -69,7 +69,10 @@ class DemonstrationDataModule(MinibatchDataModule):
             return
         specs = [
             EpisodeSpec(
-                group=number, member=0, seed=derive_seed(self.seed, "demonstration", number)
+                group=number,
+                member=0,
+                seed=derive_seed(self.seed, "demonstration", number),
+                held_out=False,
             )
             for number in range(rank(), self.episodes, world_size())
         ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +20,11 @@ from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 
+log = logging.getLogger(__name__)
+
+# of the validation set's initial states, those that occur more than once; as likely is it that training draws any of
+# the set (Good, 1953)
+_LIKELY = 0.3
 # These words are part of the seeds; other words would give other episodes.
 VALIDATION_PURPOSE = "panel"
 _SCRIPTED_PURPOSE = "player"
@@ -58,7 +65,11 @@ class ValidationSet:
         self.name, self.proxy, self.greedy = name, proxy, greedy
         self.episode_specs = [
             EpisodeSpec(
-                group=number, member=member, seed=initial_state_seed(key, number), options=options
+                group=number,
+                member=member,
+                seed=initial_state_seed(key, number),
+                options=options,
+                held_out=True,
             )
             for number in range(episodes)
             for member in range(members)
@@ -142,11 +153,25 @@ class ValidationSet:
             )
         return [str(key) for key in keys]
 
+    def held_out_keys(self) -> list[str]:
+        """Return `state_keys`, with a warning where training loses likely initial states by them."""
+        keys = self.state_keys()
+        often = sum(count for count in Counter(keys).values() if count > 1) / len(keys)
+        if often > _LIKELY:
+            log.warning(
+                "validation.held_out=true: takes about %.0f%% of the initial states that training would draw, the "
+                "likely ones first, so that training has other ones than validation; set env.held_out_fraction=0.2, "
+                "which holds out a fraction of all states instead",
+                100 * often,
+            )
+        return keys
+
     def digest(self) -> str:
-        """Return a hash of the seeds, which is logged with the metrics."""
-        return hashlib.sha256(
-            repr([(spec.seed, spec.member) for spec in self.episode_specs]).encode()
-        ).hexdigest()[:16]
+        """Return a hash of the seeds, and of the held-out fraction where there is one, logged with the metrics."""
+        fraction = self.proxy.environments.held_out_fraction
+        seeds = [(spec.seed, spec.member) for spec in self.episode_specs]
+        text = repr(seeds) if fraction is None else f"{seeds} {fraction}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class ValidationChunk:

@@ -22,12 +22,14 @@ class EpisodeSpec:
         member: index in the group.
         seed: seed of the environment's reset.
         options: options of the reset.
+        held_out: whether it begins in a state of the held-out fraction (`EnvironmentManager`); None for any state.
     """
 
     group: int
     member: int
     seed: int
     options: Mapping[str, object] | None = None
+    held_out: bool | None = None
 
 
 @dataclass(kw_only=True, slots=True)

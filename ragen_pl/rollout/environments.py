@@ -6,6 +6,7 @@ actions a turn, penalizes invalid responses and limits turns. Rules belong to th
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -31,6 +32,8 @@ _MAX_REDRAWS = 200
 CREATION_FACTOR = 10.0
 # a longer wait is more than the system's clocks take
 Seconds: TypeAlias = Annotated[float, Interval(gt=0, le=1e6)]
+# of fewer, redraws take long
+HeldOutFraction: TypeAlias = Annotated[float, Interval(ge=0.05, le=0.5)]
 _InThread: TypeAlias = tuple[gymnasium.Env[Any, Any], int]
 
 
@@ -54,6 +57,8 @@ class EnvironmentManager:
             costs its own episode; a step costs a round trip more.
         memory_mb: memory that such a process may allocate in MiB; None for no limit.
         held_out: keys of initial states that a reset must not draw.
+        held_out_fraction: fraction of the states, by a hash of `state_key()`, that only validation sets begin in, so
+            that they and training keep the environment's distribution; None for no such fraction.
         record_states: whether turns record the `state_key()` they begin in.
         blank_images: whether images are replaced by gray ones, to measure what an agent does without them.
     """
@@ -75,6 +80,7 @@ class EnvironmentManager:
         process: bool = False,
         memory_mb: Count | None = None,
         held_out: Collection[str] = frozenset(),
+        held_out_fraction: HeldOutFraction | None = None,
         record_states: bool = False,
         blank_images: bool = False,
     ) -> None:
@@ -91,7 +97,9 @@ class EnvironmentManager:
         self.turn_limit_bootstraps = turn_limit_bootstraps
         self.prompt_format = PromptFormat(prompt_format)
         self.timeout_s = timeout_s
-        self.held_out = held_out
+        self.held_out, self.held_out_fraction = held_out, held_out_fraction
+        self.resets = self.redraws = 0
+        """Number of episodes begun, and of initial states drawn anew since they are held out, or are not."""
         self.record_states = record_states
         self.answers = AnswerReader(target=target, blank_images=blank_images)
         self._make = environment_maker(target, process=process, memory_mb=memory_mb)
@@ -119,6 +127,9 @@ class EnvironmentManager:
         for slot, outcome in zip(slots, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 slot.fail(outcome)
+            else:
+                self.redraws += outcome
+        self.resets += len(slots)
         return slots
 
     def _take(self, count: int) -> list[_InThread]:
@@ -229,23 +240,36 @@ class EnvironmentManager:
         if self.prompt_format.statements:
             slot.relations = members.relations()
 
-    def _reset(self, slot: EnvironmentSlot) -> None:
+    def _reset(self, slot: EnvironmentSlot) -> int:
+        """Begin an episode in a state that it may begin in; return how many others were drawn before."""
         spec, members = slot.spec, slot.members
         options = dict(spec.options) if spec.options else None
         raw = self.answers.reset(slot.env.reset(seed=spec.seed, options=options))
         slot.reward_range = members.reward_range
         draw = 0
-        while self.held_out and members.state_key() in self.held_out:
+        while self._is_barred(slot):
             draw += 1
             if draw > _MAX_REDRAWS:
+                found = "not held out" if spec.held_out else "held out"
                 raise RuntimeError(
-                    f"{_MAX_REDRAWS} initial states in a row are held out; the environment is too small "
+                    f"{_MAX_REDRAWS} initial states in a row are {found}; the environment is too small "
                     "for its validation set"
                 )
             seed = derive_seed(spec.seed, "redraw", draw)
             raw = self.answers.reset(slot.env.reset(seed=seed, options=options))
         slot.difficulty = members.difficulty()
         self.observe(slot, raw)
+        return draw
+
+    def _is_barred(self, slot: EnvironmentSlot) -> bool:
+        """Return whether the slot's episode must not begin in its present state."""
+        fraction, wanted = self.held_out_fraction, slot.spec.held_out
+        if fraction is None or wanted is None:
+            return bool(self.held_out) and slot.members.state_key() in self.held_out
+        key = slot.members.state_key()
+        if key is None:
+            raise TypeError("has no state_key(); set env.held_out_fraction=null")
+        return is_held_out(key, fraction) != wanted
 
     def _turn(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
         slot.turn += 1
@@ -295,6 +319,12 @@ class EnvironmentManager:
             result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED
         if not step.action_is_valid:
             self._refuse(slot, result)
+
+
+def is_held_out(key: str, fraction: float) -> bool:
+    """Return whether a state belongs to the held-out fraction of all states, by a hash of its key."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8]) < fraction * 2**64
 
 
 def _turn_result(slot: EnvironmentSlot, outcome: Outcome[TurnResult]) -> TurnResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from hydra.utils import instantiate
@@ -55,6 +55,23 @@ def baseline_metrics(
             _warn("validation.blank", error)
         agent.cpu()
     return metrics
+
+
+def warn_of_garbage(agent_return: float, baselines: Mapping[str, Mapping[str, float]]) -> None:
+    """Warn where the trained agent earns no more than a player whose responses have no valid action.
+
+    Args:
+        agent_return: mean return of the agent on the validation set.
+        baselines: metrics of other players there, by name.
+    """
+    garbage = baselines.get("garbage policy", {}).get("return")
+    if garbage is not None and agent_return <= garbage:
+        log.warning(
+            "val/return=%.3g: no more than the %.3g of responses without a valid action; raise env.format_penalty, or "
+            "set env.invalid_ends=false",
+            agent_return,
+            garbage,
+        )
 
 
 def _warn(key: str, error: Exception) -> None:

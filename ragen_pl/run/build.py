@@ -315,7 +315,10 @@ def proxy_with(components: RunComponents, **changes: Any) -> AgentProxy[ContextM
 
 def held_out_states(components: RunComponents) -> list[str]:
     """Return the initial states that demonstrations and training leave out."""
-    return components.validation_sets[0].state_keys() if components.cfg.validation.held_out else []
+    validation_set = components.validation_sets[0]
+    if validation_set.proxy.environments.held_out_fraction is not None:
+        return []
+    return validation_set.state_keys() if components.cfg.validation.held_out else []
 
 
 def build_callbacks(cfg: DictConfig) -> list[pl.Callback]:

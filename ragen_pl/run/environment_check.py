@@ -32,6 +32,8 @@ _SEED = 0
 _ACTIONS = 32
 # random episodes and their steps that are played
 _EPISODES, _STEPS = 4, 6
+# random episodes, or their steps, whose return is compared with that of invalid responses
+_COMPARED, _COMPARED_STEPS = 16, 100
 # steps in a row whose observations contain the one before
 _GROWS = 4
 # free text for an environment that draws none
@@ -119,6 +121,7 @@ class _Check:
         self._step(second, 0 if named else self._drawn_action(np.random.default_rng(_SEED)))
         self._check_episodes()
         self._check_stages()
+        self._warn_of_garbage()
 
     def _reset(self, seed: int = _SEED) -> EnvironmentSlot:
         reset = partial(self.env.reset, seed=seed, options=None)
@@ -193,6 +196,41 @@ class _Check:
             )
             if wrong := [action for action in actions if not _is_action(action, slot)]:
                 raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")
+
+    def _warn_of_garbage(self) -> None:
+        """Warn where responses without a valid action earn more than random play."""
+        honest = self._random_return()
+        turns = 1 if self.manager.invalid_ends else self.manager.max_turns
+        garbage = -self.manager.format_penalty * turns
+        if honest is not None and garbage > honest:
+            log.warning(
+                "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an agent "
+                "may learn to answer nothing; set env.format_penalty=%.2g",
+                self.place,
+                garbage,
+                honest,
+                1.1 * -honest / turns,
+            )
+
+    def _random_return(self) -> float | None:
+        """Return the mean return of a few random episodes; None of an environment that draws no free texts."""
+        rng, returns, steps = np.random.default_rng(_SEED), list[float](), 0
+        for seed in range(_COMPARED):
+            slot, over = self._reset(seed), False
+            returns.append(0.0)
+            for _ in range(self.manager.max_turns):
+                try:
+                    action = EnvironmentMembers(self.env).random_action(rng)
+                except TypeError:
+                    return None
+                reward, over = self._step(slot, action)
+                returns[-1] += reward
+                steps += 1
+                if over:
+                    break
+            if steps >= _COMPARED_STEPS:
+                break
+        return float(np.mean(returns))
 
     def _check_stages(self) -> None:
         """Check that the environment takes the reset options of each stage, and name one that is wrong by itself."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import time
 import warnings
@@ -38,7 +39,7 @@ from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import taking_part
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.run import ranks
-from ragen_pl.run.baselines import baseline_metrics
+from ragen_pl.run.baselines import baseline_metrics, warn_of_garbage
 from ragen_pl.run.build import (
     RunComponents,
     assemble,
@@ -291,6 +292,7 @@ def reinforce(
         for name, column in baselines.items():
             metrics |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
         metrics["time/total_s"] = time.perf_counter() - start
+        warn_of_garbage(metrics.get("val/return", math.inf), baselines)
         summary.show(trainer, references=baselines)
         write_metrics(metrics, run)
     return metrics

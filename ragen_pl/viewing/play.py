@@ -68,7 +68,7 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     console = console or Console()
     screen = Screen(console, width=cfg.width)
     seed = initial_state_seed(HELD_OUT, cfg.episode)
-    spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed)
+    spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed, held_out=True)
     try:
         players = {"agent": _play_agent, "endpoint": _play_endpoint}
         trajectory = players.get(cfg.policy, _play)(cfg, spec, screen)

@@ -3,24 +3,29 @@
 import logging
 import re
 import threading
+from collections import Counter
 
 import gymnasium
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
 import envs  # noqa: F401 - registers the environments
 from envs.frozen_lake import FrozenLake
 from envs.policies import OptimalPolicy
+from ragen_pl.config.paths import config_dir
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec, is_held_out
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.run.environment_check import manager_settings
+from ragen_pl.seeding import derive_seed
 
 # a small environment: initial states recur under many seeds
 ENVIRONMENT = {"target": "ragen/FrozenLake-v0", "kwargs": {"size": 3, "hole_share": 0.1}}
@@ -423,3 +428,58 @@ def test_ranks_with_different_numbers_of_samples_take_the_same_number_of_steps(l
     monkeypatch.setattr(f"{name}.sum_over_ranks", summed)
     lengths = {len(data.train_dataloader()) for data in ranks}
     assert len(lengths) == 1 and lengths.pop() >= 20
+
+
+# ---- a held-out fraction of the states
+
+
+def initial_states(name: str, *, held_out: bool, count: int = 240) -> list[tuple[str, object]]:
+    """Return keys and features of the initial states that a shipped environment draws for one side."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", overrides=[f"env={name}", "logger=none"])
+    manager = EnvironmentManager(**manager_settings(cfg.env))
+    specs = [
+        EpisodeSpec(group=n, member=0, seed=derive_seed(n, "side", held_out), held_out=held_out)
+        for n in range(count)
+    ]
+    slots = manager.open(specs)
+    assert not [slot.error for slot in slots if slot.error]
+    # each side redraws as rarely as its fraction of the states allows
+    expected = 4.0 if held_out else 0.25
+    assert 0.3 * expected < manager.redraws / manager.resets < 3 * expected
+    states = []
+    for slot in slots:
+        key = slot.env.unwrapped.state_key()
+        tiles = sorted(re.findall(r"\d+", key)) if name == "game_2048" else None
+        states.append((key, (slot.difficulty, str(tiles))))
+    manager.close(slots)
+    return states
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["game_2048", "pocket_cube", pytest.param("countdown", marks=pytest.mark.worlds)],
+)
+def test_a_held_out_fraction_keeps_the_distribution_on_both_sides(name):
+    training, validation = (initial_states(name, held_out=side) for side in (False, True))
+    assert not {key for key, _ in training} & {key for key, _ in validation}
+    left, right = (Counter(feature for _, feature in side) for side in (training, validation))
+    distance = sum(abs(left[each] - right[each]) for each in left | right) / 480
+    assert distance < 0.15
+
+
+def test_a_fraction_of_the_states_is_held_out_by_hash():
+    keys = [f"state {number}" for number in range(4000)]
+    inner = {key for key in keys if is_held_out(key, 0.2)}
+    assert 0.17 < len(inner) / len(keys) < 0.23
+    # a larger fraction holds out these states and more
+    assert inner < {key for key in keys if is_held_out(key, 0.4)}
+
+
+def test_likely_states_in_the_validation_set_are_warned_of(lm, caplog):
+    rare = proxy_of(lm, kwargs={"size": 6, "hole_share": 0.2})
+    ValidationSet("held_out", rare, episodes=30).held_out_keys()
+    assert not caplog.records
+    few = proxy_of(lm, target="ragen/PocketCube-v0", kwargs={"max_turns": 1})
+    keys = ValidationSet("held_out", few, episodes=30).held_out_keys()
+    assert len(keys) == 30 and "set env.held_out_fraction=0.2" in caplog.text

@@ -24,6 +24,11 @@ class Sound(gymnasium.Env):
         return "gone", 1.0, True, False, {"success": True}
 
 
+class EveryStepCosts(Sound):
+    def step(self, action):
+        return "gone", -1.0, False, False, {"success": False}
+
+
 class NoEnvironment:
     pass
 

@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.run.baselines import warn_of_garbage
 from ragen_pl.run.environment_check import check_environment
 
 HERE = Path(__file__).parent
@@ -311,6 +312,20 @@ def test_an_environment_that_keeps_memory_is_reported(custom, monkeypatch, tmp_p
     assert "MiB of memory" not in caplog.text
     checked(custom, monkeypatch, tmp_path, "Hoards")
     assert re.search(r"Hoards: each episode keeps about [78] MiB of memory; free it", caplog.text)
+
+
+def test_garbage_that_earns_more_than_play_is_reported(custom, monkeypatch, tmp_path, caplog):
+    checked(custom, monkeypatch, tmp_path, "Sound")
+    enough = {"env__format_penalty": 1.1, "env__invalid_ends": False}
+    checked(custom, monkeypatch, tmp_path, "EveryStepCosts", **enough)
+    assert "without a valid action" not in caplog.text
+    checked(custom, monkeypatch, tmp_path, "EveryStepCosts")
+    assert (
+        "EveryStepCosts: responses without a valid action earn -0.05 an episode, more than the -10 of random play; an "
+        "agent may learn to answer nothing; set env.format_penalty=11"
+    ) in caplog.text
+    warn_of_garbage(-0.05, {"garbage policy": {"return": -0.05}})
+    assert "val/return=-0.05: no more than the -0.05 of responses" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,9 @@ def test_table_compares_policies(table: Evaluation, run: Path) -> None:
         "policy",
         "warm start",
         "random",
+        "garbage",
         "optimal",
+        "cycle",
     }
     assert (
         validation_set["policies"]["optimal"]["pass@2"]
