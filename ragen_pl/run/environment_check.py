@@ -204,8 +204,8 @@ class _Check:
         garbage = -self.manager.format_penalty * turns
         if honest is not None and garbage > honest:
             log.warning(
-                "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an agent "
-                "may learn to answer nothing; set env.format_penalty=%.2g",
+                "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an "
+                "agent may learn to answer nothing; set env.format_penalty=%.2g",
                 self.place,
                 garbage,
                 honest,
