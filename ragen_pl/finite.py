@@ -13,7 +13,13 @@ from torch import Tensor
 
 
 class NonFiniteError(ArithmeticError):
-    """A number that training goes on with is NaN or infinite. The text is one line."""
+    """A number that training goes on with is NaN or infinite. The text is one line.
+
+    Attributes:
+        on_all_ranks: whether all ranks raise it, so that the first one alone has to report it.
+    """
+
+    on_all_ranks = False
 
 
 def require_finite(values: Tensor, name: str, *, remedy: str = "return finite numbers") -> None:

@@ -93,6 +93,8 @@ class SkippedStepsError(NonFiniteError):
         record: file of the last one, of the rank where its first number is that is not finite; None without a file.
     """
 
+    on_all_ranks = True
+
     def __init__(self, text: str, *, record: Path | None) -> None:
         super().__init__(text)
         self.record = record

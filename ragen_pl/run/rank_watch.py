@@ -166,6 +166,10 @@ class RankWatch:
         if self._shown or self.failure is None:
             return
         self._shown = True
+        first = (self.failure.rank, self.failure.host) == (0, self.host)
+        if self._launched and first and self.failure.line != NO_WORD:
+            # the rank that launched this one prints it, to the same output
+            return
         if self.failure.rank == self.rank:
             assert self._own is not None
             self._own.show()
@@ -212,7 +216,8 @@ class RankWatch:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.create_task(self._watch())
+        # the loop itself keeps no reference to a task, which would be collected
+        self._task = self._loop.create_task(self._watch())
         self._loop.run_forever()
         self._loop.run_until_complete(self._close())
         self._loop.close()

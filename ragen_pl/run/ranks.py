@@ -133,11 +133,14 @@ def report(error: BaseException) -> None:
     # torch is loaded by then
     from ragen_pl.finite import NonFiniteError
 
+    if isinstance(error, NonFiniteError) and error.on_all_ranks and not is_first():
+        return
     if isinstance(error, RolloutError | NonFiniteError):
         # as the run ends with it
         error = ConfigError(str(error))
-    if _Process.watch is not None and not isinstance(error, RankFailedError):
-        _Process.watch.report(ending_of(error))
+    watch = _Process.watch
+    if watch is not None and not isinstance(error, RankFailedError):
+        watch.report(ending_of(error))
 
 
 def leave() -> None:

@@ -182,8 +182,8 @@ def watches():
     """Return a function that makes the watches of ranks 0 to N - 1, which may exit."""
     made: list[RankWatch] = []
 
-    def make(count: int, *, first: int = 0, address: str | None = None) -> list[RankWatch]:
-        settings = {"count": count, "meeting": Store(), "address": address}
+    def make(count: int, *, first: int = 0, **more: str | bool) -> list[RankWatch]:
+        settings = {"count": count, "meeting": Store(), **more}
         # a rank may look for the first one before it is there
         numbers = range(first + count - 1, first - 1, -1)
         # the main thread of this process is not theirs
@@ -214,6 +214,16 @@ def test_the_first_error_ends_all_and_later_ones_are_not_shown(watches, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"ragen_pl: rank 1 ({first.host}) failed: seed=x: wrong"
     ]
+
+
+def test_a_launched_rank_leaves_it_to_the_first_one_to_print_its_error(watches, capsys):
+    (first,) = watches(1)
+    _, launched = watches(1, first=1, address=first.address, launched=True)
+    assert concluded(first, "seed=x: wrong")
+    # it may have no error of its own yet, or another one
+    assert not concluded(launched, "connection closed")
+    assert launched.failure is not None and launched.failure.rank == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_cause_goes_before_its_consequence(watches):
