@@ -11,10 +11,15 @@ PYTEST_ARGS ?=
 # Processes of the test run; each uses one thread. One more than two cores, since tests wait for the processes they start.
 JOBS ?= 3
 PY := $(VENV)/bin/python
+# uv is used where it is installed, pip where it is not (or with UV=).
+UV ?= $(shell command -v uv)
+# Without byte-compilation: most modules are never imported.
+install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --disable-pip-version-check --no-compile) -c .ci/constraints.txt
+venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit vllm test soak test-gpu test-vllm test-worlds lint format clean
+.PHONY: help fit vllm test soak test-gpu test-vllm test-worlds lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -49,31 +54,35 @@ format: $(VENV)/.installed-dev  ## Let ruff mend and format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+constraints:  ## Renew the tested versions of all dependencies in .ci/constraints.txt (needs uv)
+	head -1 .ci/constraints.txt > .ci/constraints.new
+	uv pip compile --quiet --universal --python-version 3.11 --all-extras --upgrade --no-annotate --no-header pyproject.toml >> .ci/constraints.new
+	mv .ci/constraints.new .ci/constraints.txt
+
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) $(WORLDS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit("make: %s is Python %d.%d, and 3.11 or later is needed: make PYTHON=python3.12" % ((sys.executable,) + sys.version_info[:2]) if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	$(call venv,$(VENV))
 
 # Installed once: the stamp is renewed when the dependencies change.
-$(VENV)/.installed: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt | $(PY)
+	$(call install,$(PY)) -e .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+$(VENV)/.installed-dev: pyproject.toml .ci/constraints.txt | $(PY)
+	$(call install,$(PY)) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-$(VLLM_VENV)/.installed: pyproject.toml ragen_pl/install_vllm.py
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+$(VLLM_VENV)/.installed: pyproject.toml .ci/constraints.txt ragen_pl/install_vllm.py
+	$(call venv,$(VLLM_VENV))
+	$(call install,$(VLLM_VENV)/bin/python) -e '.[dev]'
 	$(VLLM_VENV)/bin/python -m ragen_pl.install_vllm --build cpu
 	@touch $@
 
-# Not byte-compiled: most of the libraries' modules are never imported.
-$(WORLDS_VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(WORLDS_VENV)
-	$(WORLDS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,$(WORLDS)]'
+$(WORLDS_VENV)/.installed: pyproject.toml .ci/constraints.txt
+	$(call venv,$(WORLDS_VENV))
+	$(call install,$(WORLDS_VENV)/bin/python) -e '.[dev,$(WORLDS)]'
 	@touch $@
