@@ -647,7 +647,7 @@ def record_case(case: str, overrides: Sequence[str], folder: Path) -> dict[str, 
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(0)
     with validation_rollouts() as validation:
-        final_metrics = train(cfg)
+        final_metrics = train(cfg).metrics
     lines = JsonLines(f"{folder}/iterations.jsonl").read()
     iterations, [end] = lines[:-1], lines[-1:]
     file = folder / "run" / "warm_start.pt"

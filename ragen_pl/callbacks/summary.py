@@ -180,7 +180,7 @@ def resume_hint(arguments: Sequence[str], *, checkpoint: str) -> str:
     """Return how to resume: the command, or in a notebook and other Python programs the setting."""
     if HydraConfig.initialized():
         return resume_command(arguments, checkpoint=checkpoint)
-    return f"ragen_pl.run.train.train(cfg) with cfg.ckpt_path = {checkpoint!r}"
+    return f"ragen_pl.train(…, ckpt_path={checkpoint!r})"
 
 
 def resume_command(arguments: Sequence[str], *, checkpoint: str) -> str:

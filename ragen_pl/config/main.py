@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import hydra
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from ragen_pl.config.check import check_config, leaves
+from ragen_pl.config.check import check_config
+from ragen_pl.config.composition import compose_overrides
 from ragen_pl.config.errors import ConfigError, ending_of, translated
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.config.relations import ranks_asked_for
@@ -129,7 +130,9 @@ def precheck(args: argparse.Namespace, *, config_name: str) -> None:
     with initialize_config_dir(str(directory), version_base="1.3"):
         name = args.config_name or config_name
         for overrides in combinations(args.overrides) if args.multirun else [args.overrides]:
-            cfg = _compose(name, [*searched(args.config_dir), *overrides], folder=directory)
+            cfg = compose_overrides(
+                name, [*searched(args.config_dir), *overrides], folder=directory
+            )
             if args.cfg is None:
                 check_config(cfg)
             if args.multirun and ranks_asked_for(cfg) > 1:
@@ -159,37 +162,6 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
             values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
     count = max(map(len, values), default=1)
     return [[options[index % len(options)] for options in values] for index in range(count)]
-
-
-def _compose(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
-    try:
-        return compose(name, overrides=overrides)
-    except Exception as error:  # of Hydra, OmegaConf or YAML
-        if "Config group override must be" in str(error):
-            _check_group_options(overrides, folder=folder)
-        raise ConfigError(translated(error, keys=_suggestions(name, overrides))) from error
-
-
-def _suggestions(name: str, overrides: Sequence[str]) -> list[str]:
-    """Return the settings of the chosen groups, or of the defaults if these can't be composed."""
-    groups = [
-        override
-        for override in overrides
-        if "." not in override.partition("=")[0] or override.startswith("hydra.")
-    ]
-    for choice in (groups, []):
-        with suppress(Exception):  # the error is the one that is reported
-            return [key for key, _ in leaves(compose(name, overrides=choice))]
-    return []
-
-
-def _check_group_options(overrides: list[str], *, folder: Path) -> None:
-    """Refuse an override that gives a group a value, and name it. Hydra's own error does not."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        options = sorted(file.stem for file in (folder / key).glob("*.yaml")) if key else []
-        if options and value not in options:
-            raise ConfigError(f"{override}: {key} is one of {', '.join(options)}")
 
 
 def _replace_overrides(args: argparse.Namespace, overrides: list[str]) -> None:

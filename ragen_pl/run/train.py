@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +34,7 @@ from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 from ragen_pl.models.chat_template import History
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.rank_states import RankStatesError
 from ragen_pl.rollout.context import ContextManager
@@ -76,8 +78,28 @@ class ClosesAtEnd(Protocol):
         """Send it, in a limited time."""
 
 
-def train(cfg: DictConfig) -> dict[str, float]:
-    """Run the whole job and return the last metrics, the objective of a sweep among them."""
+@dataclass(frozen=True, slots=True)
+class TrainedRun:
+    """A run that has ended.
+
+    Attributes:
+        metrics: The last metrics, those of the held-out validation set as `val/…` among them.
+        folder: The run's folder. `python -m ragen_pl.evaluate ckpt=FOLDER` and the other commands take it.
+        policy: The policy with the last weights.
+    """
+
+    metrics: dict[str, float]
+    folder: Path
+    policy: PolicyModule
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last checkpoint, from which `ckpt_path` resumes."""
+        return Run(self.folder).last
+
+
+def train(cfg: DictConfig) -> TrainedRun:
+    """Run the whole job."""
     start = time.perf_counter()
     first, launched = ranks.is_first(), is_launched()  # launched by another rank, which has checked
     run = configured_run(cfg)
@@ -101,7 +123,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
             logger = build_logger(cfg, run)
             with closing_at_end(logger):
                 components = warm_start(components, run, logger)
-                return reinforce(components, run, logger, start=start)
+                metrics = reinforce(components, run, logger, start=start)
+                return TrainedRun(metrics, run.folder, components.policy)
         except (RolloutError, RankStatesError) as error:
             raise ConfigError(str(error)) from error
         except NonFiniteError as error:

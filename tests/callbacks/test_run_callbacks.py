@@ -225,7 +225,7 @@ def test_summary_has_columns_before_after_and_of_other_policies(tmp_path: Path) 
     assert "0.125" in shown
     assert f"checkpoint {tmp_path}/kept/last.ckpt" in shown
     # no command has started this program
-    assert f"train(cfg) with cfg.ckpt_path = '{tmp_path}/kept/last.ckpt'" in shown
+    assert f"ragen_pl.train(…, ckpt_path='{tmp_path}/kept/last.ckpt')" in shown
     again = RunSummary()
     again.load_state_dict(
         torch.load(trainer.checkpoint_callback.last_model_path)["callbacks"]["RunSummary"]

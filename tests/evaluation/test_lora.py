@@ -40,7 +40,7 @@ def test_adapters_are_trained_evaluated_and_merged_in_an_export(tmp_path: Path) 
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose("fit", overrides=[*SMALL, f"model.build.path={base}", f"paths.run_dir={run}"])
     check_config(cfg)
-    metrics = train(cfg)
+    metrics = train(cfg).metrics
     assert metrics["update/reference_kl"] > 1e-3
 
     checkpoint = run / "checkpoints" / "last.ckpt"

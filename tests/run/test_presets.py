@@ -55,6 +55,6 @@ def test_preset_runs_an_iteration(preset, folders, tmp_path):
         cfg = compose("fit", overrides=[*overrides, *SMALL, f"paths.run_dir={tmp_path / 'run'}"])
     check_config(cfg)
     cfg.rollout.group_size = min(2, cfg.rollout.group_size)
-    metrics = train(cfg)
+    metrics = train(cfg).metrics
     assert math.isfinite(metrics["update/loss"])
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()

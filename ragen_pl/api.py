@@ -1,0 +1,53 @@
+"""`ragen_pl.train(env="frozenlake", …)`: a training run as a Python call."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from ragen_pl.config.composition import composed
+from ragen_pl.run.ranks import ranks_end_together
+
+if TYPE_CHECKING:
+    from ragen_pl.run.train import TrainedRun
+
+
+def train(*, config_dir: str | PathLike[str] | None = None, **settings: Any) -> TrainedRun:
+    """Train an agent, as `python -m ragen_pl.fit` does.
+
+    Args:
+        config_dir: Folder with YAML files of your own.
+        settings: Overrides. A string chooses an option of a group (`env="frozenlake"`, `algorithm="grpo"`), `env` may
+            also be an environment's class. A dict sets the keys below (`trainer={"max_epochs": 20}`); a key with
+            dots is given by `**{"rollout.groups": 32}`.
+
+    Returns:
+        Its last metrics, its folder and the trained policy.
+
+    Raises:
+        ConfigError: The settings cannot be run. The message is one line.
+
+    Example:
+        >>> run = ragen_pl.train(env="bandit", model="small_lm", trainer={"max_epochs": 20})  # doctest: +SKIP
+        >>> run.metrics["val/success"]  # doctest: +SKIP
+        1.0
+    """
+    return train_config(composed("fit", settings, directory=config_dir))
+
+
+def train_config(cfg: DictConfig) -> TrainedRun:
+    """Train an agent by a checked configuration. An error on one rank ends all.
+
+    Raises:
+        ConfigError: It cannot be run.
+    """
+    from ragen_pl.run.checks import check_run
+
+    devices, nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+    with ranks_end_together(devices=devices if isinstance(devices, int) else 1, nodes=nodes):
+        check_run(cfg)
+        from ragen_pl.run.train import train
+
+        return train(cfg)

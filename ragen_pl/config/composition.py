@@ -1,0 +1,145 @@
+"""Composition of a configuration from overrides, with errors in one line; and overrides from Python values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig
+
+from ragen_pl.config.check import check_config, leaves
+from ragen_pl.config.errors import ConfigError, translated
+from ragen_pl.config.paths import check_packages, config_dir, searched
+
+
+def composed(
+    name: str, settings: Mapping[str, Any], *, directory: str | PathLike[str] | None = None
+) -> DictConfig:
+    """Compose and check the configuration of a command from Python values.
+
+    Args:
+        name: The file in `config_dir()`, without `.yaml`.
+        settings: As `overrides_of` takes them.
+        directory: Folder with YAML files of your own (`--config-dir`).
+
+    Raises:
+        ConfigError: With the first problem.
+    """
+    check_packages()
+    folders = [config_dir(), *([Path(directory)] if directory else [])]
+    overrides = overrides_of(settings, groups=set().union(*map(group_names, folders)))
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        own = searched(fspath(directory) if directory else None)
+        cfg = compose_overrides(name, [*own, *overrides], folder=config_dir())
+    check_config(cfg)
+    return cfg
+
+
+def compose_overrides(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
+    """Compose a configuration; Hydra is initialized.
+
+    Args:
+        name: The file in `folder`, without `.yaml`.
+        overrides: As on the command line.
+        folder: The folder that Hydra is initialized with.
+
+    Raises:
+        ConfigError: Hydra, OmegaConf or YAML does not accept them.
+    """
+    try:
+        return compose(name, overrides=overrides)
+    except Exception as error:  # of Hydra, OmegaConf or YAML
+        if "Config group override must be" in str(error):
+            _check_group_options(overrides, folder=folder)
+        raise ConfigError(translated(error, keys=_suggestions(name, overrides))) from error
+
+
+def group_names(folder: Path) -> set[str]:
+    """Return the names of a configuration folder's groups, such as `env` and `rollout/engine`."""
+    return {file.parent.relative_to(folder).as_posix() for file in folder.rglob("*.yaml")} - {"."}
+
+
+def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
+    """Return the command line's overrides for Python values.
+
+    A string chooses an option of a group. A mapping sets keys below its own. `env` may be an environment's class.
+
+    Args:
+        settings: Values by key. A key may have dots, and `+` or `~` before it.
+        groups: Names of the groups.
+
+    Raises:
+        ConfigError: A value is none that a configuration can hold.
+
+    >>> overrides_of({"env": "bandit", "trainer": {"max_epochs": 3}, "seed": None}, groups={"env"})
+    ["env='bandit'", 'trainer.max_epochs=3', 'seed=null']
+    """
+    choices, values = [], []
+    for key, value in _flattened(settings):
+        group = key.replace(".", "/")
+        if key == "env" and inspect.isclass(value):
+            choices.append("env=custom")
+            values.append(f"env.target={_literal(key, f'{value.__module__}.{value.__qualname__}')}")
+        elif group in groups:
+            choices.append(f"{group}={_literal(key, value)}")
+        else:
+            values.append(f"{key}={_literal(key, value)}")
+    return choices + values
+
+
+def _flattened(settings: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, above=f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _literal(key: str, value: object) -> str:
+    """Return a value in Hydra's grammar of overrides."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str() | PathLike():
+            return QuotedString(fspath(value), Quote.single).with_quotes()
+        case Mapping():
+            return (
+                f"{{{', '.join(f'{name}: {_literal(key, one)}' for name, one in value.items())}}}"
+            )
+        case Sequence():
+            return f"[{', '.join(_literal(key, one) for one in value)}]"
+    raise ConfigError(
+        f"{key}: got a value of type {type(value).__name__}; give a number, string, None, list or mapping"
+    )
+
+
+def _suggestions(name: str, overrides: Sequence[str]) -> list[str]:
+    """Return the settings of the chosen groups, or of the defaults if these can't be composed."""
+    groups = [
+        override
+        for override in overrides
+        if "." not in override.partition("=")[0] or override.startswith("hydra.")
+    ]
+    for choice in (groups, []):
+        with suppress(Exception):  # the error is the one that is reported
+            return [key for key, _ in leaves(compose(name, overrides=choice))]
+    return []
+
+
+def _check_group_options(overrides: list[str], *, folder: Path) -> None:
+    """Refuse an override that gives a group a value, and name it. Hydra's own error does not."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        options = sorted(file.stem for file in (folder / key).glob("*.yaml")) if key else []
+        if options and value.strip("'") not in options:
+            raise ConfigError(f"{override}: {key} is one of {', '.join(options)}")

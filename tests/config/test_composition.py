@@ -1,0 +1,68 @@
+"""Configurations from Python values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gymnasium
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen_pl.config import ConfigError
+from ragen_pl.config.composition import composed, overrides_of
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+
+
+@given(VALUES)
+def test_a_value_is_the_same_on_the_command_line(value: object) -> None:
+    [override] = overrides_of({"key": value}, groups=set())
+    assert OverridesParser.create().parse_override(override).value() == value
+
+
+def test_strings_choose_options_and_dicts_set_keys() -> None:
+    cfg = composed(
+        "fit",
+        {
+            "env": "bandit",
+            "algorithm": "grpo",
+            "rollout": {"groups": 8, "engine": "transformers"},
+            "trainer.max_epochs": 3,
+            "optimizer": {"betas": [0.9, 0.95]},
+            "curriculum": None,
+        },
+    )
+    assert (cfg.env.name, cfg.rollout.groups, cfg.trainer.max_epochs) == ("bandit", 8, 3)
+    assert cfg.optimizer.betas == [0.9, 0.95]
+
+
+def test_a_class_is_an_environment_of_ones_own() -> None:
+    cfg = composed("fit", {"env": gymnasium.Env, "env.max_turns": 3})
+    assert (cfg.env.target, cfg.env.max_turns) == ("gymnasium.core.Env", 3)
+
+
+def test_own_files_are_found(tmp_path: Path) -> None:
+    (tmp_path / "env").mkdir()
+    own = "# @package _global_\ndefaults:\n  - custom\nenv:\n  name: mine\n  target: a.B\n"
+    (tmp_path / "env" / "mine.yaml").write_text(own)
+    assert composed("fit", {"env": "mine"}, directory=tmp_path).env.target == "a.B"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env": "bandid"}, "env=.*bandid.*: no such option; did you mean bandit?"),
+        ({"rollout": {"groops": 3}}, "unknown key rollout.groops; did you mean rollout.groups?"),
+        ({"rollout.groups": 0}, "rollout.groups=0: expected a whole number, at least 1"),
+        ({"seed": object()}, "seed: got a value of type object; give a number, "),
+        ({"algorithm": 3}, "algorithm"),
+    ],
+)
+def test_wrong_values_are_refused_in_a_line(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        composed("fit", settings)
+    assert "\n" not in str(raised.value)
