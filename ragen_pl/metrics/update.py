@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.metrics.sums import NamedSums, ratio
 
 _PER_TOKEN = ("entropy", "approx_kl", "clipped_low", "clipped_high", "dual_clipped")
@@ -66,6 +67,8 @@ class PreparationStatistics(NamedSums):
         }
         if count := total["credited"]:
             spread = total["returns_square"] - total["returns"] ** 2 / count
+            if spread <= EQUAL**2 * total["returns_square"]:
+                spread = 0.0  # nothing to explain: the returns are equal but for rounding
             errors = total["errors_square"] - total["errors"] ** 2 / count
             metrics["explained_variance"] = 1.0 - ratio(errors, spread)
         return metrics

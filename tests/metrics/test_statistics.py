@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,16 @@ def test_preparation_metrics_by_hand():
     assert metrics["logprob_mismatch_kl"] == pytest.approx(0.05)
     assert metrics["explained_variance"] == pytest.approx(0.75)
     assert metrics["policy_entropy"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("value", [-0.05, 0.0, 3e4])
+def test_equal_returns_leave_no_variance_to_explain(value: float):
+    statistics = PreparationStatistics()
+    for returns in np.float32([value, value * (1 + 1e-7), value]).tolist():
+        statistics.update(
+            {"credited": 1, "returns": returns, "returns_square": returns**2, "errors": 1.0, "errors_square": 2.0}
+        )  # fmt: skip
+    assert math.isnan(statistics.compute()["explained_variance"])
 
 
 def test_sums_survive_export_and_import_bit_for_bit():

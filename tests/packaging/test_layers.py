@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "models": {"constraints"},
     "rollout": BASE | {"models"},
     "rewards": BASE | {"rollout"},
-    "metrics": BASE,
+    "metrics": BASE | {"algorithms"},
     "data": BASE | {"algorithms", "metrics", "models", "rewards", "rollout"},
     "modules": BASE | {"algorithms", "data", "metrics", "models", "optimizers", "rollout"},
     "loops": BASE,
