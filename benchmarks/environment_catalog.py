@@ -1,6 +1,6 @@
 """Write docs/environment_catalog.md: what each shipped environment is, how its players do, and an episode of each.
 
-Each environment of `conf/env` is played as shipped, with its random and its scripted or optimal player, through the
+Each environment of `conf/env` is played as shipped, with the players of its `validation.baselines`, through the
 trainer's own turn loop. Success has a 95% interval (Wilson). An environment whose library is not installed keeps what
 the page says of it. Run `python benchmarks/environment_catalog.py`, or with `--only NAME …` for some of them.
 """
@@ -53,15 +53,23 @@ LIBRARIES = {
     "miniworld": ("miniworld", "Apache-2.0"),
     "svg": ("svg", "MIT"),
 }
-HEAD = "| environment | observation | actions | turns | return | random player | best player | turns/s | library |"
+HEAD = (
+    "| environment | observation | actions | turns | return | garbage | random player | without skill | best player "
+    "| turns/s | library |"
+)
 INTRODUCTION = """\
 # Environments
 
 Written by `python benchmarks/environment_catalog.py` from the settings in `conf/env`. Each environment is played as
-shipped, by the random player and by the scripted or optimal one, on the first initial states of the validation set.
-Success has 95% intervals. Turns are those of the best player, and the most allowed. Turns per second are those of one
-thread of a busy machine, without prompts and model. [Bring your own environment](own_environments.md) has the protocol.
+shipped, by the random player, by players without skill, and by the scripted or optimal one, on the first initial
+states of the validation set. Garbage is the return of responses without a valid action. Of the players without skill
+(`envs/trivial_policies.py`, `validation.baselines` of the environment's file) the table has the one with the most
+success; what none of them exceeds is in the docstring of the environment's class. Success has 95% intervals. Turns are
+those of the best player, and the most allowed. Turns per second are those of one thread of a busy machine, without
+prompts and model. [Bring your own environment](own_environments.md) has the protocol.
 """
+# players that are not without skill, or have a column of their own
+_OTHERS = ("random", "garbage", "optimal")
 _TURNS_SHOWN = 4
 _CHARACTERS_SHOWN = 400
 
@@ -78,11 +86,20 @@ class Play:
         """Number of turns of all episodes."""
         return sum(len(trajectory.turns) for trajectory in self.trajectories)
 
-    def success(self) -> str:
-        """Return the share of successes with its interval."""
-        successes = [trajectory.success for trajectory in self.trajectories]
-        share = wilson(float(np.mean(successes)), count=len(successes))
-        return f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]"
+    @property
+    def mean_return(self) -> float:
+        """Mean return of the episodes."""
+        return float(np.mean([trajectory.reward for trajectory in self.trajectories]))
+
+    @property
+    def success(self) -> float:
+        """Fraction of successes."""
+        return float(np.mean([trajectory.success for trajectory in self.trajectories]))
+
+    def interval(self) -> str:
+        """Return the fraction of successes with its interval."""
+        fraction = wilson(self.success, count=len(self.trajectories))
+        return f"{fraction.value:.2f} [{fraction.low:.2f}, {fraction.high:.2f}]"
 
 
 def play(cfg: DictConfig, player: str, *, episodes: int, seconds: float) -> Play | None:
@@ -99,7 +116,8 @@ def play(cfg: DictConfig, player: str, *, episodes: int, seconds: float) -> Play
     trajectories: list[Trajectory] = []
     begun = time.perf_counter()
     for number in range(episodes):
-        spec = EpisodeSpec(group=number, member=0, seed=initial_state_seed(HELD_OUT, number))
+        seed = initial_state_seed(HELD_OUT, number)
+        spec = EpisodeSpec(group=number, member=0, seed=seed, held_out=True)
         trajectories += proxy.rollout(responder, [spec], seed_key=(0, "catalog", player))
         if time.perf_counter() - begun > seconds:
             break
@@ -110,12 +128,15 @@ def play(cfg: DictConfig, player: str, *, episodes: int, seconds: float) -> Play
 
 def row(cfg: DictConfig, env: Any, plays: Mapping[str, Play | None]) -> str:
     """Return the environment's line of the table."""
-    present = [play for play in plays.values() if play is not None]
+    # garbage takes no step
+    present = [play for name, play in plays.items() if play is not None and name != "garbage"]
     trajectories = [trajectory for play in present for trajectory in play.trajectories]
     images = trajectories[0].turns[0].observation.images
     sizes = " and ".join(f"{image.shape[1]} by {image.shape[0]}" for image in images)
     returns = [trajectory.reward for trajectory in trajectories]
-    best = plays["optimal"]
+    best, garbage = plays.get("optimal"), plays.get("garbage")
+    trivial = {name: play for name, play in plays.items() if play and name not in _OTHERS}
+    luckiest = max(trivial, key=lambda name: trivial[name].success, default="")
     mean_turns = f"{best.turns / len(best.trajectories):.1f} of " if best else ""
     cells = [
         f"[`{cfg.env.name}`](#{cfg.env.name})",
@@ -123,11 +144,18 @@ def row(cfg: DictConfig, env: Any, plays: Mapping[str, Play | None]) -> str:
         actions(env),
         f"{mean_turns}{cfg.env.max_turns}",
         f"{min(returns):.2f} to {max(returns):.2f}",
-        *(plays[name].success() if plays[name] else "" for name in ("random", "optimal")),  # type: ignore[union-attr]
+        f"{garbage.mean_return:.2f}" if garbage else "",
+        _interval(plays.get("random")),
+        f"{_interval(trivial[luckiest])} `{luckiest}`" if luckiest else "",
+        _interval(best),
         f"{sum(play.turns for play in present) / sum(play.seconds for play in present):,.0f}",
         library(cfg),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _interval(play: Play | None) -> str:
+    return play.interval() if play else ""
 
 
 def actions(env: Any) -> str:
@@ -191,10 +219,10 @@ def catalog(names: Sequence[str], *, episodes: int, seconds: float) -> dict[str,
             env.reset(seed=0)
             plays = {
                 player: play(cfg, player, episodes=episodes, seconds=seconds)
-                for player in ("random", "optimal")
+                for player in map(str, cfg.validation.baselines)
             }
             comment = (config_dir() / "env" / f"{name}.yaml").read_text().splitlines()[1]
-            shown = plays["optimal"] or plays["random"]
+            shown = plays.get("optimal") or plays["random"]
             assert shown is not None
             text = section(cfg, env.unwrapped, comment.removeprefix("# "), shown)
             entries[name] = (row(cfg, env.unwrapped, plays), text)

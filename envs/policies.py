@@ -19,7 +19,10 @@ class ScriptedPolicy(Protocol):
     """Policy that chooses actions by rule."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
-        """Return an action for the current state of `env`: the index of a named one, or free text."""
+        """Return an action for the current state of `env`: the index of a named one, or free text.
+
+        An empty text makes a response without a valid action.
+        """
         ...
 
 

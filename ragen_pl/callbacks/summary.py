@@ -17,7 +17,7 @@ from ragen_pl.callbacks.access import mlflow_loggers, run_folder
 from ragen_pl.metrics.intervals import wilson
 
 # Rows of the table: label, metric, number of digits.
-_ROWS = (
+_COLUMNS = (
     ("success", "success", 3),
     ("return", "return", 3),
     ("turns", "turns", 2),
@@ -33,7 +33,7 @@ class RunSummary(pl.Callback):
     """Remember a run's first and last validation and print them side by side.
 
     Args:
-        references: metrics of other policies for further columns: `{"random": {"success": 0.2}}`.
+        references: metrics of other policies for further rows: `{"random": {"success": 0.2}}`.
         print_at_end: print when fit ends; set it to False to call `show` later with more references.
         console: where to print; default the terminal.
     """
@@ -87,29 +87,30 @@ class RunSummary(pl.Callback):
         console = self.console or Console()
         if not console.is_terminal and self.console is None:
             console.width = _LOG_WIDTH
-        columns = {"before": self.before, "after": self.after}
+        rows = {"before": self.before, "after": self.after}
         if self.after:
-            console.print(summary_table({**columns, **self.references, **(references or {})}))
+            console.print(summary_table({**rows, **self.references, **(references or {})}))
         for label, text in next_steps(trainer).items():
             console.print(f"{label:<11}{text}", soft_wrap=True, highlight=False, markup=False)
 
 
-def summary_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a table of validation metrics with a column for each policy or moment."""
+def summary_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return a table of validation metrics with a row for each policy or moment, of which there may be many."""
+    known = [column for column in _COLUMNS if any(column[1] in row for row in rows.values())]
+    fails = any(metrics.get(_FAILED) for metrics in rows.values())
     table = Table(title="Validation set")
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for label, name, digits in _ROWS:
-        if any(name in metrics for metrics in columns.values()):
-            table.add_row(label, *(_cell(metrics, name, digits) for metrics in columns.values()))
-    if any(metrics.get(_FAILED) for metrics in columns.values()):
-        table.add_row("failed episodes", *map(_failed, columns.values()))
+    table.add_column("", no_wrap=True)
+    for label in [*(label for label, _, _ in known), *(["failed episodes"] if fails else [])]:
+        # a header of two words may have two lines, a number may not
+        table.add_column(label, justify="right", no_wrap=" " not in label)
+    for name, metrics in rows.items():
+        cells = [_cell(metrics, metric, digits) for _, metric, digits in known]
+        table.add_row(name, *cells, *([_failed(metrics)] if fails else []))
     return table
 
 
 def _failed(metrics: Mapping[str, float]) -> str:
-    """Return the number of failed episodes, which enter no other row."""
+    """Return the number of failed episodes, which enter no other column."""
     if _FAILED not in metrics:
         return "-"
     return f"{metrics[_FAILED]:.0f} of {metrics[_FAILED] + metrics['episodes']:.0f}"

@@ -19,7 +19,10 @@ class ScriptedPolicy(Protocol):
     """Chooses actions by rule."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
-        """Return the next action in the environment's present state: the index of a named one, or free text."""
+        """Return the next action in the environment's present state: the index of a named one, or free text.
+
+        An empty text makes a response without a valid action.
+        """
         ...
 
 
@@ -55,7 +58,8 @@ class ScriptedResponder(TextResponder):
         texts = {REASONING: slot.state_description or ""}
         for name in episode.prompt_format.statements:
             env = slot.env
-            if BLOCKS[name].state == "after":
+            # an empty text is no action: nothing comes after it
+            if BLOCKS[name].state == "after" and action != "":
                 env = _after_action(env.unwrapped, action, rng=rng)
             texts[name] = _state_text(EnvironmentMembers(env))
         return format_response(episode.prompt_format, slot.action_text(action), blocks=texts)

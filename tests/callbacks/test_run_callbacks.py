@@ -16,7 +16,12 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from ragen_pl.callbacks.progress import RolloutProgress
-from ragen_pl.callbacks.summary import RunSummary, open_command, resume_command
+from ragen_pl.callbacks.summary import (
+    RunSummary,
+    open_command,
+    resume_command,
+    summary_table,
+)
 from ragen_pl.callbacks.trajectories import LogTrajectories, strip
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
@@ -213,7 +218,7 @@ def test_strip_enlarges_small_images_by_whole_factors() -> None:
     assert (canvas[:, 96:100] == 255).all()
 
 
-def test_summary_has_columns_before_after_and_of_other_policies(tmp_path: Path) -> None:
+def test_summary_has_rows_before_after_and_of_other_policies(tmp_path: Path) -> None:
     out = io.StringIO()
     summary = RunSummary(
         references={"random": {"success": 0.125}}, console=Console(file=out, width=200)
@@ -231,6 +236,16 @@ def test_summary_has_columns_before_after_and_of_other_policies(tmp_path: Path) 
         torch.load(trainer.checkpoint_callback.last_model_path)["callbacks"]["RunSummary"]
     )
     assert again.before["success"] == 0.5
+
+
+def test_summary_of_many_players_fits_a_terminal_of_80_columns() -> None:
+    metrics = {"success": 0.125, "episodes": 512.0, "return": -240.0, "turns": 60.0}
+    metrics |= {"valid_actions": 1.0, "response_tokens": 512.0}
+    out = io.StringIO()
+    players = [f"player number {number}" for number in range(9)]
+    Console(file=out, width=80).print(summary_table(dict.fromkeys(players, metrics)))
+    rows = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert len(rows) == 9 and all("0.125 ± 0.0" in row for row in rows)
 
 
 def test_commands_are_quoted_for_a_shell() -> None:

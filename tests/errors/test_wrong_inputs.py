@@ -356,8 +356,9 @@ def test_failed_episodes_are_shown_in_lines_table_and_warnings(fit, tmp_path):
     assert metrics["random_policy/return"] == metrics["random_policy/success"] == 1.0
     (last,) = (line for line in done.stdout.splitlines() if line.startswith("iteration 2/2"))
     assert re.search(rf"  failed \d of 16  validation failed {failed:.0f} of 16", last)
-    (row,) = (line for line in done.stdout.splitlines() if "failed episodes" in line)
-    assert row.count(f"{failed:.0f} of 16") == 3
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    # before, after, random and garbage
+    assert sum(f"{failed:.0f} of 16" in row for row in rows) == 4 == len(rows)
     heads = [line.partition("  ")[0] for line in done.stdout.splitlines()]
     assert heads.count("validation before the first iteration") == 1
     assert heads.index("validation before the first iteration") < heads.index("iteration 1/2")

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy
+from envs.trivial_policies import NoAnswer
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.rollout.formats import PromptFormat
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import EpisodeStatus
@@ -61,6 +63,15 @@ def test_a_policy_that_raises_fails_its_own_episode(lm):
     for episode, other in zip(episodes, sound, strict=True):
         assert episode.error == "Tired: no more"
         assert len(episode.turns) == len(other.turns) - 1
+
+
+@pytest.mark.parametrize("prompt_format", list(PromptFormat))
+def test_a_policy_without_an_answer_pays_the_format_penalty_in_every_format(prompt_format):
+    environments = EnvironmentManager(target="ragen/FrozenLake-v0", prompt_format=prompt_format)
+    proxy = AgentProxy(environments=environments, context=TextContext(), max_response_tokens=1000)
+    for episode in proxy.rollout(ScriptedResponder(policy=NoAnswer()), SPECS, seed_key=("none",)):
+        assert episode.error is None and episode.reward == pytest.approx(-0.05)
+        assert not episode.turns[0].action_is_valid
 
 
 def test_random_draws_depend_on_the_seeds_alone(lm):
