@@ -60,7 +60,7 @@ def connect(lm) -> Iterator:
         urls = [server if isinstance(server, str) else server.url for server in servers]
         engine = VLLMServerEngine(
             PolicyModule(bundle),
-            **({"urls": urls, "max_tokens": 256, "timeout_s": 10.0} | settings),
+            **({"urls": urls, "max_tokens": 256, "timeout_s": 60.0} | settings),
         )
         engines.append(engine)
         if version is not None:
@@ -262,8 +262,8 @@ def test_faults_change_no_response(start, connect, fault) -> None:
 def test_late_answers_are_asked_for_again(start, connect, count) -> None:
     servers = [start() for _ in range(count)]
     # on a busy machine other answers may be late too
-    engine = connect(*servers, timeout_s=1.0, retries=1000)
-    servers[0].faults = ["never"]
+    engine = connect(*servers, timeout_s=600.0, retries=1000)
+    servers[0].faults, engine.timeout_s = ["never"], 1.0
     assert sampled(engine) == expected()
     assert engine.resent >= 1
 
@@ -499,10 +499,12 @@ def test_while_none_is_answered_requests_have_more_attempts(start, connect) -> N
     server.faults = [500] * 3
     assert sampled(connect(server, retries=0, timeout_s=600.0), 1) == expected(1)
     engine = connect(server, retries=0)
+    server.asked.clear()
     server.always, engine.timeout_s = {0: 500}, 0.5
     with pytest.raises(RolloutError, match=r"retries=0: a request failed \d+ times, the last time"):
         sampled(engine, 1)
-    assert seeds(server)[0] > 2
+    # at least twice, however late the first attempt has failed
+    assert seeds(server)[0] >= 2
 
 
 def test_a_server_that_refuses_a_request_leaves_it_to_the_others(start, connect) -> None:
