@@ -82,4 +82,5 @@ class UserServer:
         """Kill it with all its processes."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        # also closes its input
+        self.process.communicate()

@@ -208,10 +208,10 @@ def test_its_server_ends_with_the_process(tmp_path):
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
     )
-    group = int(run.stdout.readline())
-    os.killpg(group, 0)
-    run.kill()
-    run.wait()
+    with run:
+        group = int(run.stdout.readline())
+        os.killpg(group, 0)
+        run.kill()
     last = time.monotonic() + 300
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < last:
