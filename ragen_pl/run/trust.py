@@ -29,7 +29,10 @@ _SIGNATURE = "# signature of ragen_pl: "
 # settings whose texts are for a model
 _TEXTS = "context."
 # groups whose options name what a checkpoint is used with; other engines take arguments that name code
-_SHIPPED = ("env/*", "model/*", "warm_start/demonstrator/*", "rollout/engine/transformers")
+_SHIPPED = (
+    *("env/*", "model/*", "validation/baselines/*", "warm_start/demonstrator/*"),
+    "rollout/engine/transformers",
+)
 # keys whose value is always a name; the last one is LoRA's
 _NAMED = ("_target_", "env.target", "megatron_core")
 # keys that have code of a model's repository run
