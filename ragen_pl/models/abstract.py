@@ -23,9 +23,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.images import ImageEncoder, ImageFeatures, encoder_outputs, joined
+from ragen_pl.models.images import (
+    PIXELS_PER_CALL,
+    ImageEncoder,
+    ImageFeatures,
+    encoder_outputs,
+    joined,
+)
 from ragen_pl.models.named import named_config
 from ragen_pl.models.pretrained import load_tokenizer
+from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -201,7 +208,26 @@ class AbstractImages:
         """
         if len(images) > 1 and not (torch.is_grad_enabled() and self._is_trained()):
             return self.encode(images[:1]).of([0] * len(images), [None] * len(images))
+        return self._features(self._processed(images[0], count=len(images)))
+
+    def encode_together(self, images: Sequence[np.ndarray]) -> ImageFeatures:
+        """Return the features of images of one size, computed in one call of the encoder; see `ImageEncoder`."""
         processed = self._processed(images[0], count=len(images))
+        return self._features({name: value.clone() for name, value in processed.items()})
+
+    def images_per_call(self, image: np.ndarray) -> int:
+        """Return how many images of this size the encoder computes together; see `ImageEncoder`."""
+        inputs = self._processed(image, count=1).values()
+        values = sum(value.numel() for value in inputs if value.is_floating_point())
+        return max(1, PIXELS_PER_CALL // max(1, values // 3))
+
+    @cached_property
+    def frozen(self) -> bool:
+        """Whether the features stay as they are while other weights are trained; see `ImageEncoder`."""
+        trained = any(weight.requires_grad for weight in self.model.parameters())
+        return trained and not any(weight.requires_grad for weight in vision_weights(self.model))
+
+    def _features(self, processed: Mapping[str, Any]) -> ImageFeatures:
         arguments = self.facts.vision_arguments
         encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
         output = encode(**{name: value for name, value in processed.items() if name in arguments})

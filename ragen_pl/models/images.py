@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ragen_pl.models.facts import ModelFacts
 
 
+PIXELS_PER_CALL = 2**26
+HELD_BYTES = 2**30
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFeatures:
     """Features of images, one image after the other."""
@@ -121,8 +125,8 @@ class ImageEncoder:
     processor: ProcessorMixin
     facts: ModelFacts
     settings: Mapping[str, Any] = field(default_factory=dict)
-    pixels_per_call: int = 2**26
-    held_bytes: int = 2**30
+    pixels_per_call: int = PIXELS_PER_CALL
+    held_bytes: int = HELD_BYTES
     _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
     _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     _pixels: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
@@ -211,10 +215,10 @@ class ImageEncoder:
         Raises:
             ValueError: The model gives another number of features than the processor has image tokens.
         """
-        return self._encode_frozen(images) if self._frozen else self._encode_all(images)
+        return self._encode_frozen(images) if self.frozen else self._encode_all(images)
 
     @property
-    def _frozen(self) -> bool:
+    def frozen(self) -> bool:
         """Whether the features stay as they are while other weights are trained."""
         if self._weights is None:
             self._weights = vision_weights(self.model)
@@ -243,7 +247,8 @@ class ImageEncoder:
         for number, image in enumerate(images):
             by_size.setdefault(image.shape, []).append(number)
         calls = [call for numbers in by_size.values() for call in self._calls(images, numbers)]
-        features = ImageFeatures.join([self._encode([images[n] for n in call]) for call in calls])
+        parts = [self.encode_together([images[number] for number in call]) for call in calls]
+        features = ImageFeatures.join(parts)
         order = [number for call in calls for number in call]
         if order == sorted(order):
             return features
@@ -252,8 +257,12 @@ class ImageEncoder:
 
     def _calls(self, images: Sequence[np.ndarray], numbers: list[int]) -> list[list[int]]:
         """Split images of one size into calls of the encoder."""
-        step = max(1, self.pixels_per_call // self._scaled_pixels(images[numbers[0]]))
+        step = self.images_per_call(images[numbers[0]])
         return [numbers[start : start + step] for start in range(0, len(numbers), step)]
+
+    def images_per_call(self, image: np.ndarray) -> int:
+        """Return how many images of this size the encoder computes together."""
+        return max(1, self.pixels_per_call // self._scaled_pixels(image))
 
     def _scaled_pixels(self, image: np.ndarray) -> int:
         """Return the pixels that the encoder sees of an image. Gemma 3's sees 896 x 896 of any."""
@@ -263,7 +272,8 @@ class ImageEncoder:
             self._pixels[image.shape] = max(1, values // 3)
         return self._pixels[image.shape]
 
-    def _encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
+    def encode_together(self, images: Sequence[np.ndarray]) -> ImageFeatures:
+        """Return the features of images of one size, computed in one call of the encoder."""
         inputs = self.inputs([[image] for image in images])
         encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
         output = encode(**inputs)

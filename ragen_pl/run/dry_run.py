@@ -23,6 +23,7 @@ from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.abstract import FakeMode, abstract_pretrained, without_data
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.images import HELD_BYTES
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory
@@ -260,6 +261,57 @@ def _count_prefill(agent: AgentModule, workload: Workload, *, rows: int) -> int:
     with live, torch.inference_mode(), agent.trainer.precision_plugin.forward_context():
         run_decoder(bundle, DecoderInputs(ids=ids))
     return live.peak.total()
+
+
+@dataclass(frozen=True, slots=True)
+class CountedEncoder:
+    """Bytes of the image encoder without gradients.
+
+    Attributes:
+        fixed: What a call makes, whatever the number of its images.
+        image: What it makes for each.
+        most: Images of a call.
+        features: Features of an image.
+        frozen: Whether features are held for the whole run.
+    """
+
+    fixed: int = 0
+    image: int = 0
+    most: int = 1
+    features: int = 0
+    frozen: bool = False
+
+    def computed(self, images: int) -> int:
+        """Return the bytes of encoding images, call after call."""
+        in_call = min(images, self.most)
+        return self.fixed + in_call * self.image + (images - in_call) * self.features
+
+    def held(self, images: int) -> int:
+        """Return the bytes of the features that a frozen encoder holds, of a run with this many images."""
+        return min(HELD_BYTES, images * self.features) if self.frozen else 0
+
+
+def count_encoder(agent: AgentModule, workload: Workload) -> CountedEncoder:
+    """Encode one and two images of the run and count."""
+    bundle, peaks = agent.policy.bundle, []
+    if not workload.images:
+        return CountedEncoder()
+    encoder, image = bundle.images, workload.images[0]
+    assert encoder is not None
+    for count in (1, 2):
+        live = LiveMemory()
+        with live, torch.no_grad(), agent.trainer.precision_plugin.forward_context():
+            features = encoder.encode_together([image] * count)
+        peaks.append(live.peak.total())
+        size = sum(tensor.nbytes for tensor in (features.tokens, *features.deepstack)) // count
+    one, two = peaks
+    return CountedEncoder(
+        fixed=max(0, 2 * one - two),
+        image=two - one,
+        most=encoder.images_per_call(image),
+        features=size,
+        frozen=encoder.frozen,
+    )
 
 
 def vocabulary_of(agent: AgentModule) -> int:

@@ -19,13 +19,16 @@ from ragen_pl.config.errors import config_errors
 from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
 from ragen_pl.models.abstract import FakeKernels, config_without_hub
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.forward import SHARED_BYTES
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.vllm_engine import VLLMEngine
 from ragen_pl.run.build import choose_accelerator, plain
 from ragen_pl.run.dry_run import (
+    CountedEncoder,
     CountedRollout,
     CountedUpdate,
     abstract_agent,
+    count_encoder,
     count_rollout,
     count_update,
     is_pretrained,
@@ -135,9 +138,10 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
             workload = workload_of(cfg, agent.policy.bundle)
             update = count_update(agent, workload, foreach=on_gpu)
             rollout = count_rollout(agent, workload, in_place=engine_is_in_place(cfg))
+            encoder = count_encoder(agent, workload)
     weights = list(agent.policy.parameters())
     return MemoryPlan(
-        phases=plan_phases(cfg, agent, workload, update=update, rollout=rollout),
+        phases=plan_phases(cfg, agent, workload, update, rollout, encoder),
         workload=workload,
         parameters=sum(weight.numel() for weight in weights),
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
@@ -152,9 +156,9 @@ def plan_phases(
     cfg: DictConfig,
     agent: AgentModule,
     workload: Workload,
-    *,
     update: CountedUpdate,
     rollout: CountedRollout,
+    encoder: CountedEncoder,
 ) -> tuple[Phase, ...]:
     """Put together what a run holds and what each of its phases adds."""
     sharding = Sharding.of(cfg.trainer.strategy, ranks=ranks_asked_for(cfg))
@@ -165,6 +169,7 @@ def plan_phases(
         "weights": weights // sharding.weights,
         "reference": size_of([*own, *copies]) - weights,
         "optimizer state": update.state // sharding.optimizer,
+        "held images": encoder.held(workload.all_images * (cfg.trainer.max_epochs or 1)),
     }
     gradients = update.gradients // sharding.gradients
     gradients += update.gradients if sharding.buckets else 0
@@ -174,19 +179,31 @@ def plan_phases(
         in_rollout = {"gathered weights": size_of(_tensors([agent.policy]))}
         in_call = {"gathered weights": _gathered_in_call(agent, layers=2)}
         in_backward = _gathered_in_call(agent, layers=1, trained=True)
-    positions = workload.rows * workload.length
+    positions = workload.samples * workload.length
     scored = max(workload.length, min(agent.tokens_per_forward, positions))
+    # images are encoded before the decoder runs
+    shared = workload.all_images * encoder.features <= SHARED_BYTES
+    scored_images = scored // workload.length * len(workload.images)
+    encoded = workload.all_images if shared else scored_images
+    played_images = encoder.computed(workload.episodes * workload.new_images)
     peak = dict(update.peak)
+    if encoder.frozen:
+        in_update = encoder.computed(workload.rows * len(workload.images))
+        peak["activations"] = max(update.peak["activations"], in_update)
     peak["gradients"] = update.peak["gradients"] * gradients // max(1, update.gradients)
     peak["gradients"] += in_backward
     peak |= in_call
     played = {
-        "activations": rollout.prefill,
+        "activations": max(rollout.prefill, played_images),
         "keys and values": rollout.cache,
         "head": rollout.sampling,
         "images": rollout.images,
     }
-    prepared = {"activations": int(rollout.per_position * scored), "head": peak.get("head", 0)}
+    prepared = {
+        "activations": max(int(rollout.per_position * scored), encoder.computed(encoded)),
+        "head": peak.get("head", 0),
+        "images": encoded * encoder.features,
+    }
     stepped = {"gradients": gradients, "step": update.step // sharding.optimizer}
     copied, slept = _in_vllm(cfg, agent)
     phases = [

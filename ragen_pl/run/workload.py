@@ -32,6 +32,9 @@ class Workload:
         length: Tokens of a sample.
         sampled: Tokens of a sample that the policy sampled.
         images: Images of a sample, uint8 `[height, width, 3]`.
+        new_images: Images that a turn adds.
+        all_images: Images of an iteration.
+        samples: Samples of an iteration.
         accumulates: Whether an optimizer step adds the gradients of several microbatches.
     """
 
@@ -42,6 +45,9 @@ class Workload:
     length: int
     sampled: int
     images: tuple[np.ndarray, ...] = ()
+    new_images: int = 0
+    all_images: int = 0
+    samples: int = 1
     accumulates: bool = False
 
 
@@ -70,6 +76,9 @@ def workload_of(cfg: DictConfig, bundle: ModelBundle) -> Workload:
         length=prompt + response,
         sampled=min(response * (window if whole else 1), prompt + response - 1),
         images=images * window,
+        new_images=len(images),
+        all_images=episodes * turns * len(images),
+        samples=math.ceil(samples),
         accumulates=accumulated > 1 or rows_at_once(cfg, minibatch, prompt + response) < minibatch,
     )
 

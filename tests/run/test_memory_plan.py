@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ragen_pl.config import ConfigError, check_config, config_dir, relations
+from ragen_pl.data.microbatches import split_by_tokens
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
@@ -28,7 +29,9 @@ from ragen_pl.run.dry_run import (
     abstract_agent,
     abstract_bundle,
     count_rollout,
+    images_of,
     minibatch_of,
+    samples_of,
     size_of,
 )
 from ragen_pl.run.live_memory import LiveMemory
@@ -157,6 +160,44 @@ def test_planned_peak_of_an_update_is_the_measured_one(case, folder, experts):
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
     planned = max(phases["update"], phases["optimizer step"])
     assert planned == pytest.approx(measured_update(cfg), rel=0.05)
+
+
+def test_planned_peak_of_a_preparation_with_images_is_the_measured_one(tmp_path):
+    tiny("qwen2_5_vl").save(tmp_path)
+    cfg = composed(
+        "env=frozenlake_visual", "env.kwargs.image_scale=2", "env.max_turns=4", "algorithm=grpo",
+        "model=pretrained", f"model.build.path={tmp_path}", "warm_start=none", "context.window=all",
+        "context.max_tokens=8192", "rollout.groups=2", "rollout.group_size=4",
+    )  # fmt: skip
+    plan = plan_memory(cfg)
+    work = plan.workload
+    assert (work.samples, len(work.images), work.all_images) == (8, 4, 32)
+    (parts,) = (phase.parts for phase in plan.phases if phase.name == "preparation")
+    bundle = build_bundle(cfg)
+    samples = samples_of(bundle, work, rows=work.samples)
+    images = images_of(work, rows=work.samples)
+    policy, rows = PolicyModule(bundle).eval(), split_by_tokens(samples.length, 16_384)
+    with torch.no_grad():
+        measured = allocated(lambda: policy(samples, images, microbatches=rows))
+    # the encoder needs more than the decoder, which would need less than half of it
+    planned = parts["activations"] + parts["head"] + parts["images"]
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_features_of_a_frozen_encoder_are_planned(tmp_path):
+    tiny("qwen2_5_vl").save(tmp_path)
+    cfg = composed(
+        "env=frozenlake_visual", "algorithm=grpo", "model=pretrained", f"model.build.path={tmp_path}",
+        "warm_start=none", "rollout.groups=2", "model.build.freeze_vision=true", "context.max_tokens=8192",
+        "model.build.freeze_projector=true", "trainer.max_epochs=3",
+    )  # fmt: skip
+    plan = plan_memory(cfg)
+    bundle = build_bundle(cfg)
+    (image,) = plan.workload.images
+    bundle.images.encode([image])
+    (features,) = bundle.images._held.values()
+    expected = 3 * plan.workload.all_images * features.tokens.nbytes
+    assert {phase.parts["held images"] for phase in plan.phases} == {expected}
 
 
 @pytest.mark.slow
