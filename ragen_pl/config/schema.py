@@ -205,7 +205,6 @@ class Trainer(TypedDict, total=False):
             "ddp_find_unused_parameters_true",
             "ddp_find_unused_parameters_false",
             "ddp_spawn",
-            "ddp_fork",
             "fsdp",
             "fsdp_cpu_offload",
             "fsdp2",

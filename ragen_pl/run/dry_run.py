@@ -183,8 +183,7 @@ def _count_step(agent: AgentModule, optimizer: Any, live: LiveMemory) -> tuple[i
 
 def _state_bytes(optimizer: OptimizerFactory) -> float:
     """Return the bytes of an optimizer's state for each weight, measured on a few."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    weight = nn.Parameter(torch.zeros(512, 512, device=device))
+    weight = nn.Parameter(torch.zeros(512, 512))
     weight.grad = torch.zeros_like(weight)
     stepped = optimizer([weight])
     stepped.step()
@@ -286,9 +285,18 @@ class CountedEncoder:
         in_call = min(images, self.most)
         return self.fixed + in_call * self.image + (images - in_call) * self.features
 
-    def held(self, images: int) -> int:
-        """Return the bytes of the features that a frozen encoder holds, of a run with this many images."""
-        return min(HELD_BYTES, images * self.features) if self.frozen else 0
+    def held(self, images: int, *, iterations: int | None) -> int:
+        """Return the bytes of the features that a frozen encoder holds in the end.
+
+        Args:
+            images: Images of an iteration.
+            iterations: `trainer.max_epochs`; None and -1 are no limit.
+        """
+        if not self.frozen:
+            return 0
+        if iterations is None or iterations < 0:
+            return HELD_BYTES
+        return min(HELD_BYTES, images * iterations * self.features)
 
 
 def count_encoder(agent: AgentModule, workload: Workload) -> CountedEncoder:
@@ -296,6 +304,7 @@ def count_encoder(agent: AgentModule, workload: Workload) -> CountedEncoder:
     bundle, peaks = agent.policy.bundle, []
     if not workload.images:
         return CountedEncoder()
+    agent.eval()
     encoder, image = bundle.images, workload.images[0]
     assert encoder is not None
     for count in (1, 2):

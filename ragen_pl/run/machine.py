@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+_QUERY = """
+import json, sys, torch
+indices = [int(index) for index in sys.argv[1:]] or range(torch.cuda.device_count())
+print(json.dumps([[index, torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index)] for index in indices]))
+"""
+_QUERY_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class GPUMemory:
+    """Memory of a GPU."""
+
+    index: int
+    name: str
+    free: int
+    """Bytes that no process has in use."""
+    total: int
+    """All bytes."""
+
+
+def gpu_memory(indices: Sequence[int] = ()) -> list[GPUMemory] | None:
+    """Return the memory of GPUs; None where it cannot be found out.
+
+    A process of its own asks, so that this one gets no CUDA context and may start others.
+
+    Args:
+        indices: Numbers of the GPUs among those that are visible; empty for all.
+    """
+    command = [sys.executable, "-c", _QUERY, *map(str, indices)]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, check=True, text=True, timeout=_QUERY_SECONDS
+        )
+        return [GPUMemory(*gpu) for gpu in json.loads(answer.stdout)]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def free_host_memory() -> int | None:

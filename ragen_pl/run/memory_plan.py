@@ -7,12 +7,13 @@ are the device's context and libraries, an allocator's fragmentation, and what a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from ragen_pl.config.errors import config_errors
@@ -34,9 +35,13 @@ from ragen_pl.run.dry_run import (
     is_pretrained,
     size_of,
 )
-from ragen_pl.run.machine import free_host_memory
+from ragen_pl.run.machine import free_host_memory, gpu_memory
 from ragen_pl.run.start_check import engine_is_in_place
 from ragen_pl.run.workload import Workload, rows_at_once, workload_of
+
+Count = TypeVar("Count")
+# of the process that asks for a GPU's memory
+_CONTEXT_BYTES = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,19 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device, and the bytes of it that a run may use."""
+    """A device, and the bytes of it that a run may use.
+
+    Attributes:
+        name: Name.
+        size: Bytes that a run may use while no other process uses any.
+        in_use: Bytes that other processes have in use now.
+        index: Number of a GPU.
+    """
 
     name: str
     size: int
+    in_use: int = 0
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +134,63 @@ class Sharding:
         return cls(optimizer=ranks) if "stage_1" in name else cls(buckets=True)
 
 
-def plan_memory(cfg: DictConfig) -> MemoryPlan:
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Settings that a count does not read, and sizes of a workload that it reads besides its images."""
+
+    ignored: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+
+
+# numbers of episodes, samples and tokens reach a count by the workload
+_IGNORED = (
+    "memory",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
+    "update.tokens_per_forward",
+    "update.tokens_per_microbatch",
+    "rollout.num_envs",
+)
+_READS = {
+    "update": _Reads((*_IGNORED, "rollout"), ("rows", "length", "sampled", "accumulates")),
+    "rollout": _Reads((*_IGNORED, "update", "optimizer"), ("episodes", "prompt", "response")),
+    "encoder": _Reads((*_IGNORED, "rollout", "update", "optimizer")),
+}
+
+
+class Counts:
+    """Results of runs without data, which plans of almost equal runs share."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def get(self, name: str, cfg: DictConfig, work: Workload, count: Callable[[], Count]) -> Count:
+        """Return a count, made once for all runs that do not differ in what it reads.
+
+        Args:
+            name: Name of the count in `_READS`.
+            cfg: Config of the run.
+            work: Sizes of the run.
+            count: Makes the count.
+        """
+        read = OmegaConf.create(plain(cfg))
+        for key in _READS[name].ignored:
+            node, _, last = key.rpartition(".")
+            (OmegaConf.select(read, node) if node else read).pop(last, None)
+        sizes = [getattr(work, size) for size in _READS[name].sizes]
+        key = repr((name, plain(read), sizes, [image.shape for image in work.images]))
+        if key not in self._made:
+            self._made[key] = count()
+        return cast("Count", self._made[key])
+
+
+def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
     """Plan the memory of a run.
+
+    Args:
+        cfg: Config of the run.
+        counts: Counts of earlier plans, to which those of this one are added.
 
     Raises:
         UnknownSizesError: The sizes of the model are known to the hub only.
@@ -129,16 +198,22 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
     """
     if is_pretrained(cfg):
         config_without_hub(plain(cfg.model))
+    counts = Counts() if counts is None else counts
     on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
+    in_place = engine_is_in_place(cfg)
     with torch.random.fork_rng(devices=[]), config_errors("model, algorithm or environment"):
         agent = abstract_agent(cfg)
         with FakeKernels(), warnings.catch_warnings():
             # PyTorch looks at the gradient of each tensor that becomes a fake one
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
             workload = workload_of(cfg, agent.policy.bundle)
-            update = count_update(agent, workload, foreach=on_gpu)
-            rollout = count_rollout(agent, workload, in_place=engine_is_in_place(cfg))
-            encoder = count_encoder(agent, workload)
+            update = counts.get(
+                "update", cfg, workload, lambda: count_update(agent, workload, foreach=on_gpu)
+            )
+            rollout = counts.get(
+                "rollout", cfg, workload, lambda: count_rollout(agent, workload, in_place=in_place)
+            )
+            encoder = counts.get("encoder", cfg, workload, lambda: count_encoder(agent, workload))
     weights = list(agent.policy.parameters())
     return MemoryPlan(
         phases=plan_phases(cfg, agent, workload, update, rollout, encoder),
@@ -169,7 +244,7 @@ def plan_phases(
         "weights": weights // sharding.weights,
         "reference": size_of([*own, *copies]) - weights,
         "optimizer state": update.state // sharding.optimizer,
-        "held images": encoder.held(workload.all_images * (cfg.trainer.max_epochs or 1)),
+        "held images": encoder.held(workload.all_images, iterations=cfg.trainer.max_epochs),
     }
     gradients = update.gradients // sharding.gradients
     gradients += update.gradients if sharding.buckets else 0
@@ -280,14 +355,26 @@ def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 
 def device_of(cfg: DictConfig) -> Device | None:
-    """Return the memory of a device: `memory.device_gb`, or what is free on the device now."""
+    """Return the memory of a device: `memory.device_gb`, that of the run's GPUs, or what the machine has free."""
     if cfg.memory.device_gb is not None:
         return Device(f"a device of {cfg.memory.device_gb:g} GB", int(cfg.memory.device_gb * 1e9))
     if choose_accelerator(cfg.trainer.accelerator) != "cpu":
-        free = min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
-        return Device(torch.cuda.get_device_name(), free)
+        gpus = gpu_memory(_own_gpus(cfg.trainer.devices))
+        if not gpus:
+            return None
+        gpu = min(gpus, key=lambda gpu: gpu.free)
+        in_use = gpu.total - gpu.free
+        return Device(gpu.name, gpu.total, in_use if in_use > _CONTEXT_BYTES else 0, gpu.index)
     free_on_host = free_host_memory()
     if free_on_host is None:
         return None
     # processes on CPUs share the machine
     return Device("this machine", free_on_host // ranks_asked_for(cfg))
+
+
+def _own_gpus(devices: object) -> list[int]:
+    """Return the numbers of the GPUs that a run uses on this machine, as Lightning chooses them; none for all."""
+    visible = torch.cuda.device_count()
+    if isinstance(devices, ListConfig):
+        return [index for index in devices if index < visible]
+    return list(range(min(devices, visible))) if isinstance(devices, int) and devices > 0 else []

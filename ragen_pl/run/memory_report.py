@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -13,7 +15,7 @@ from rich.table import Table
 from ragen_pl.callbacks.summary import run_overrides
 from ragen_pl.config.errors import ConfigError, config_errors, in_one_line
 from ragen_pl.run.dry_run import is_pretrained
-from ragen_pl.run.memory_plan import MemoryPlan, plan_memory
+from ragen_pl.run.memory_plan import Counts, MemoryPlan, plan_memory
 from ragen_pl.run.remedies import remedies
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ def check_memory(cfg: DictConfig) -> MemoryPlan | None:
     """
     if not cfg.memory.check or not is_pretrained(cfg):
         return None
+    log.info("memory: planning, which takes seconds to a minute; memory.check=false does without")
     try:
         plan = plan_memory(cfg)
     except Exception as error:  # of any model that does not run without data
@@ -45,6 +48,8 @@ def check_memory(cfg: DictConfig) -> MemoryPlan | None:
         return None
     if plan.fits:
         log.info(f"memory: {_summary(plan)}")
+        if crowding := _crowding(plan):
+            log.warning(f"memory: {crowding}")
         return plan
     command = shlex.join(["python", "-m", "ragen_pl.doctor", *run_overrides()])
     raise ConfigError(
@@ -61,31 +66,45 @@ def show_plan(cfg: DictConfig, *, console: Console | None = None) -> bool:
     """
     if console is None:
         console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    with config_errors("memory"):
-        plan = plan_memory(cfg)
+    counts = Counts()
+    with config_errors("memory"), _progress(console, "Planning: an iteration runs without data"):
+        plan = plan_memory(cfg, counts)
     console.print(_table(plan))
     console.print(_assumptions(plan), highlight=False)
     summary = _summary(plan)
     console.print(f"{summary[0].upper()}{summary[1:]}.", highlight=False)
+    if crowding := _crowding(plan):
+        console.print(f"{crowding[0].upper()}{crowding[1:]}.", highlight=False, soft_wrap=True)
     if not plan.fits:
-        _show_remedies(cfg, plan, console)
+        _show_remedies(cfg, plan, counts, console)
     return plan.fits
 
 
-def _show_remedies(cfg: DictConfig, plan: MemoryPlan, console: Console) -> None:
+@contextmanager
+def _progress(console: Console, doing: str) -> Iterator[None]:
+    """Show that a plan is being made, which takes seconds to a minute."""
+    if not console.is_terminal:
+        console.print(f"{doing} …", highlight=False)
+    with console.status(f"{doing} …"):
+        yield
+
+
+def _show_remedies(cfg: DictConfig, plan: MemoryPlan, counts: Counts, console: Console) -> None:
     steps = []
-    console.print("What makes it smaller, one after the other:")
-    for step in remedies(cfg, plan):
-        steps.append(step)
-        overrides = " ".join(step.overrides)
-        console.print(
-            f"  {overrides:<60} {_gigabytes(step.plan.highest.total)} ({step.plan.highest.name})",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+    with _progress(console, "What makes it smaller, one after the other"):
+        for step in remedies(cfg, plan, counts):
+            steps.append(step)
+            overrides = " ".join(step.overrides)
+            console.print(
+                f"  {overrides:<60} {_gigabytes(step.plan.highest.total)} ({step.plan.highest.name})",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
     if steps and steps[-1].plan.fits:
-        added = [override for step in steps for override in step.overrides]
+        # of a key that was lowered several times the last value
+        written = [override for step in steps for override in step.overrides]
+        added = {override.split("=")[0]: override for override in written}.values()
         console.print(
             "It fits with: " + " ".join(added), highlight=False, soft_wrap=True, markup=False
         )
@@ -127,6 +146,17 @@ def _summary(plan: MemoryPlan) -> str:
         return f"{need}, and {has}"
     tight = highest.total > _TIGHT * plan.device.size
     return f"{need}, and {has}" + (", which is tight" if tight else "")
+
+
+def _crowding(plan: MemoryPlan) -> str:
+    """Return what other processes leave of the device if that is less than the run needs, else nothing."""
+    device, need = plan.device, plan.highest.total
+    if device is None or not device.in_use or need <= device.size - device.in_use:
+        return ""
+    return (
+        f"other processes use {_gigabytes(device.in_use)} of GPU {device.index} now, which leaves less than the run "
+        "needs; end them, or choose other GPUs by trainer.devices or CUDA_VISIBLE_DEVICES"
+    )
 
 
 def _gigabytes(size: float) -> str:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.relations import is_fsdp2
 from ragen_pl.constraints import shown
-from ragen_pl.run.memory_plan import MemoryPlan, plan_memory
+from ragen_pl.run.memory_plan import Counts, MemoryPlan, plan_memory
 
 Overrides = dict[str, object]
 
@@ -33,7 +33,7 @@ class _Remedy:
     overrides: Callable[[DictConfig, MemoryPlan], Overrides | None]
 
 
-def remedies(cfg: DictConfig, plan: MemoryPlan) -> Iterator[Step]:
+def remedies(cfg: DictConfig, plan: MemoryPlan, counts: Counts | None = None) -> Iterator[Step]:
     """Yield settings that make a run need less, until it fits or there are no more.
 
     Each builds on those before it. One that does not help is left out.
@@ -41,19 +41,25 @@ def remedies(cfg: DictConfig, plan: MemoryPlan) -> Iterator[Step]:
     Args:
         cfg: Config of the run.
         plan: Its plan.
+        counts: Counts that the plan was made of.
     """
+    counts = Counts() if counts is None else counts
     cfg = copy.deepcopy(cfg)
     OmegaConf.set_struct(cfg, False)
-    for remedy in _REMEDIES:
-        while not plan.fits and (overrides := _applicable(remedy, cfg, plan)) is not None:
-            changed = copy.deepcopy(cfg)
-            for key, value in overrides.items():
-                OmegaConf.update(changed, key, value, merge=False)
-            better = plan_memory(changed)
-            if better.highest.total >= 0.99 * plan.highest.total:
-                break
-            cfg, plan = changed, better
-            yield Step(tuple(_written(key, value) for key, value in overrides.items()), plan)
+    helped = True
+    # a remedy may help once others have made another phase the highest
+    while helped:
+        helped = False
+        for remedy in _REMEDIES:
+            while not plan.fits and (overrides := _applicable(remedy, cfg, plan)) is not None:
+                changed = copy.deepcopy(cfg)
+                for key, value in overrides.items():
+                    OmegaConf.update(changed, key, value, merge=False)
+                better = plan_memory(changed, counts)
+                if better.highest.total >= 0.99 * plan.highest.total:
+                    break
+                cfg, plan, helped = changed, better, True
+                yield Step(tuple(_written(key, value) for key, value in overrides.items()), plan)
 
 
 def _applicable(remedy: _Remedy, cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:

@@ -23,9 +23,11 @@ def images(*sizes: tuple[int, int]) -> list[np.ndarray]:
 
 def count_encoded(bundle, monkeypatch) -> list[int]:
     calls: list[int] = []
-    encode = bundle.images._encode
+    encode = bundle.images.encode_together
     monkeypatch.setattr(
-        type(bundle.images), "_encode", lambda self, new: calls.append(len(new)) or encode(new)
+        type(bundle.images),
+        "encode_together",
+        lambda self, new: calls.append(len(new)) or encode(new),
     )
     return calls
 
@@ -83,7 +85,7 @@ def test_a_frozen_encoder_sees_each_image_once(monkeypatch):
     features = bundle.images.encode([third, first])
     assert calls == [2, 1]
     assert not features.tokens.is_inference() and features.counts == (4, 4)
-    torch.testing.assert_close(features.tokens[:4], bundle.images._encode([third]).tokens)
+    torch.testing.assert_close(features.tokens[:4], bundle.images.encode_together([third]).tokens)
     bundle.images.held_bytes = features.tokens.nbytes
     bundle.images.encode([first])
     assert len(bundle.images._held) == 2

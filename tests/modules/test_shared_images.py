@@ -17,13 +17,13 @@ from ragen_pl.modules.saliency import SaliencyReadout
 def encoded(monkeypatch) -> list[bytes]:
     """The contents that were encoded, in order."""
     contents: list[bytes] = []
-    encode = ImageEncoder._encode
+    encode = ImageEncoder.encode_together
 
     def count(self, images):
         contents.extend(map(content_key, images))
         return encode(self, images)
 
-    monkeypatch.setattr(ImageEncoder, "_encode", count)
+    monkeypatch.setattr(ImageEncoder, "encode_together", count)
     return contents
 
 

@@ -35,7 +35,8 @@ from ragen_pl.run.dry_run import (
     size_of,
 )
 from ragen_pl.run.live_memory import LiveMemory
-from ragen_pl.run.memory_plan import Sharding, plan_memory
+from ragen_pl.run.machine import GPUMemory, gpu_memory
+from ragen_pl.run.memory_plan import Counts, Sharding, device_of, plan_memory
 from ragen_pl.run.memory_report import check_memory, show_plan
 from ragen_pl.run.remedies import remedies
 from ragen_pl.run.workload import workload_of
@@ -297,6 +298,70 @@ def test_plan_reads_no_weights_and_draws_no_random_numbers(folder, tmp_path):
     assert plan.parameters == plan.trained == weights.num_parameters()
 
 
+def test_plans_that_share_counts_are_those_of_plans_alone(folder, monkeypatch):
+    counted, count = [], memory_plan.count_update
+
+    def recorded(*arguments, **settings):
+        counted.append(1)
+        return count(*arguments, **settings)
+
+    monkeypatch.setattr(memory_plan, "count_update", recorded)
+    loaded = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    alike = ("rollout.num_envs=8", "update.tokens_per_forward=512", "memory.device_gb=1")
+    others = ("update.gradient_checkpointing=true", "update.tokens_per_microbatch=200", HALF)
+    counts = Counts()
+    for changed, expected in ((alike, 1), (others, 1 + len(others))):
+        for override in changed:
+            cfg = composed(*loaded, override)
+            shared = plan_memory(cfg, counts)
+            alone = len(counted)
+            assert shared.phases == plan_memory(cfg).phases
+            del counted[alone:]
+        assert len(counted) == expected
+
+
+def gpu_plan(monkeypatch, folder, *overrides: str, free: int = 80):
+    """Plan a run on a machine of eight GPUs of 80 GB, of which GPU 2 has less free."""
+    asked = []
+
+    def answer(indices):
+        asked.extend(indices)
+        return [
+            GPUMemory(index, "GPU", (free if index == 2 else 80) * 10**9, 80 * 10**9)
+            for index in indices or range(8)
+        ]
+
+    monkeypatch.setattr(memory_plan, "choose_accelerator", lambda name: "cuda")
+    monkeypatch.setattr(memory_plan, "gpu_memory", answer)
+    cfg = composed("env=frozenlake", *LOADED, f"model.build.path={folder}", *overrides)
+    return cfg, device_of(cfg), asked
+
+
+def test_only_the_gpus_of_the_run_are_asked_for_their_memory(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for devices, expected in (("1", [0]), ("3", [0, 1, 2]), ("[1]", [1]), ("[2,5]", [2, 5])):
+        _, device, asked = gpu_plan(monkeypatch, folder, f"trainer.devices={devices}", free=30)
+        assert asked == expected
+        assert device.size == 80 * 10**9
+        assert device.in_use == (50 * 10**9 if 2 in expected else 0)
+
+
+def test_memory_that_other_processes_use_is_reported_and_refuses_no_run(
+    folder, monkeypatch, caplog
+):
+    cfg, _, _ = gpu_plan(monkeypatch, folder, "trainer.devices=[2]", free=0)
+    caplog.set_level("WARNING")
+    assert check_memory(cfg).fits
+    expected = "other processes use 80.0 GB of GPU 2 now, which leaves less than the run needs"
+    assert expected in caplog.text
+    fits, text = shown(cfg)
+    assert fits and expected[1:] in text
+
+
+def test_a_gpu_that_is_not_there_has_no_memory():
+    assert gpu_memory([torch.cuda.device_count()]) is None
+
+
 def shown(cfg) -> tuple[bool, str]:
     text = io.StringIO()
     fits = show_plan(cfg, console=Console(file=text, width=120))
@@ -309,7 +374,8 @@ def test_report_of_a_run_that_does_not_fit_names_what_makes_it_fit(folder):
     assert fits and "What makes it smaller" not in text
     assert "optimizer state" in text and "16 samples" not in text
 
-    small = (*overrides, "memory.device_gb=0.04")
+    # the update is the highest phase
+    small = (*overrides, "memory.device_gb=0.04", "update.tokens_per_forward=1024")
     fits, text = shown(composed(*small))
     assert not fits and "and a device of 0.04 GB has" in text
     line = next(line for line in text.splitlines() if line.startswith("It fits with: "))

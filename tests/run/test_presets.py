@@ -9,10 +9,24 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from ragen_pl.config import check_config, config_dir
+from ragen_pl.models.abstract import FakeKernels
+from ragen_pl.run.dry_run import abstract_agent
+from ragen_pl.run.memory_plan import plan_memory
 from ragen_pl.run.train import train
 from tests.family_models import tiny
 
 TEXT, IMAGES = "qwen2_5", "qwen2_5_vl"
+# memory of the GPUs that each is for, in GB, and what its command adds
+GPUS = {
+    "gpu_24gb": (24,),
+    "gpu_80gb": (80,),
+    "gpus_8x80gb": (80, "model.size=7B"),
+    "ragen_starpo": (80,),
+    "ragen_starpo_s": (80,),
+    "ragen_2026": (80,),
+    "vagen_first": (80,),
+    "vagen_2026": (80,),
+}
 PRESETS = {
     "gpu_24gb": ("frozenlake_visual", IMAGES),
     "gpu_80gb": ("frozenlake_visual", IMAGES),
@@ -44,6 +58,26 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for name, folder in saved.items():
         tiny(name).save(folder)
     return saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_fits_the_gpus_that_it_is_for(preset):
+    (env, model), (gigabytes, *more) = PRESETS[preset], GPUS[preset]
+    overrides = (f"env={env}", f"experiment={preset}", f"memory.device_gb={gigabytes}", *more)
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", overrides=[*overrides, "trainer.accelerator=cpu"])
+    check_config(cfg)
+    plan = plan_memory(cfg)
+    # what an allocator's fragmentation may take
+    assert plan.highest.total < 0.95 * plan.device.size
+    images = plan.workload.images
+    assert bool(images) == (model == IMAGES)
+    if images:
+        with FakeKernels():
+            tokens = abstract_agent(cfg).policy.bundle.num_image_tokens(images[0])
+        # several for each cell of the picture
+        assert tokens == 100
 
 
 @pytest.mark.slow
