@@ -27,7 +27,7 @@ from rich.progress import track
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.paths import config_dir
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
-from ragen_pl.metrics.intervals import wilson
+from ragen_pl.metrics.proportions import wilson
 from ragen_pl.rollout.conversation import TextContext
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy

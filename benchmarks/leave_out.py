@@ -16,7 +16,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from timing import use_threads
 
-from ragen_pl.metrics.intervals import wilson
+from ragen_pl.metrics.proportions import wilson
 from ragen_pl.rollout import responders
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import Prompt

@@ -24,10 +24,11 @@ from ragen_pl.finite import json_text
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
 from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.viewing.plots import EVENTS
 
 log = logging.getLogger(__name__)
 
-GOOD, EVENTS = "good.ckpt", "collapse.jsonl"
+GOOD = "good.ckpt"
 # Characters that MLflow takes in a tag's value.
 _TAG_LENGTH = 5000
 

@@ -15,12 +15,15 @@ from ragen_pl.constraints import Count, checked
 from ragen_pl.files import atomic_write
 from ragen_pl.finite import json_text
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.viewing.plots import Row, draw_plots
+from ragen_pl.viewing.plots import FOLDER, ROWS, Row, draw_plots
 
-FOLDER = "plots"
-ROWS = "rows.jsonl"
-_METRICS = ("success", "episodes", "return")
-_STAGE = "curriculum_stage"
+# Of the rollout and of the validation; `reward/` is the beginning of the names of the reward's parts.
+_METRICS = (
+    "success", "episodes", "return", "return_std", "turns", "response_tokens", "valid_actions",
+    "failed_episodes", "entropy", "curriculum_stage",
+)  # fmt: skip
+_PARTS = "reward/"
+_UPDATE = ("approx_kl", "reference_kl", "clip_fraction")
 
 
 class PlotRun(RolloutCallback):
@@ -45,6 +48,7 @@ class PlotRun(RolloutCallback):
         self._seconds: dict[str, float] = {}
         self._validation: Row = {}
         self._updating = False
+        self._trainer: pl.Trainer | None = None
 
     # ---- time by phase: each hook assigns the time since the last hook to the phase that ends
 
@@ -60,11 +64,15 @@ class PlotRun(RolloutCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
+        self._trainer = trainer
         self._mark, self._updating = time.perf_counter(), False
 
     def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the time before the rollout phase."""
+        """End the time before the rollout phase, and complete the row of the iteration before."""
         self._assign_time("other")
+        self._add_update(trainer)
+        if trainer.is_global_zero:
+            self._write(run_folder(trainer) / FOLDER)
 
     def on_rollout_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, trajectories: object
@@ -110,7 +118,7 @@ class PlotRun(RolloutCallback):
         self._end_update()
         iteration = trainer.current_epoch + 1
         rollout = {f"rollout/{name}": value for name, value in rollout_metrics_of(trainer).items()}
-        self._add_row(trainer, iteration, _plotted("rollout", rollout, (*_METRICS, _STAGE)))
+        self._add_row(trainer, iteration, _plotted("rollout", rollout))
         if iteration % self.every_n_iterations == 0:
             self._publish(trainer)
 
@@ -122,12 +130,22 @@ class PlotRun(RolloutCallback):
         if trainer.is_global_zero:
             self._write(run_folder(trainer) / FOLDER)
 
+    def _add_update(self, trainer: pl.Trainer) -> None:
+        """Add the update's metrics to the last row: the module logs them after this callback has added it."""
+        if self.rows:
+            self.rows[-1] |= _plotted("update", trainer.callback_metrics, _UPDATE)
+
     def _write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / ROWS) as partial:
             partial.write_text("".join(json_text(row) + "\n" for row in self.rows))
 
     # ---- drawing
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Complete the last row."""
+        self._add_update(trainer)
+        self._trainer = None
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the whole run."""
@@ -147,6 +165,8 @@ class PlotRun(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows and the state of the current iteration."""
+        if self._trainer is not None:  # a checkpoint at the end of an iteration
+            self._add_update(self._trainer)
         return {
             "rows": [dict(row) for row in self.rows],
             "seconds": dict(self._seconds),
@@ -165,4 +185,5 @@ class PlotRun(RolloutCallback):
 def _plotted(prefix: str, metrics: Mapping[str, Any], plotted: Sequence[str] = _METRICS) -> Row:
     """Return the metrics with a prefix that are plotted."""
     names = [f"{prefix}/{name}" for name in plotted]
+    names += [name for name in metrics if name.startswith(f"{prefix}/{_PARTS}")]
     return {name: float(metrics[name]) for name in names if name in metrics}

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ragen_pl.callbacks.access import mlflow_loggers, run_folder
-from ragen_pl.metrics.intervals import wilson
+from ragen_pl.metrics.proportions import wilson
 
 # Rows of the table: label, metric, number of digits.
 _COLUMNS = (

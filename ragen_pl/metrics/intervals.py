@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ragen_pl.metrics.proportions import Share, wilson
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
@@ -19,43 +19,6 @@ _ROLLOUT_METRICS = (
     "effective_actions",
     "response_tokens",
 )
-# Quantile of the normal distribution for a 95% interval.
-_Z = 1.959963984540054
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A share with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval's width."""
-        return (self.high - self.low) / 2
-
-    def metrics(self, name: str) -> dict[str, float]:
-        """Return the share and its interval as `name`, `name_low` and `name_high`."""
-        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
-
-
-def wilson(share: float, *, count: float) -> Share:
-    """Return a share of `count` independent trials with its 95% interval (Wilson, 1927).
-
-    >>> interval = wilson(0.5, count=400)
-    >>> round(interval.low, 4), round(interval.high, 4)
-    (0.4512, 0.5488)
-    >>> wilson(1.0, count=100).high
-    1.0
-    """
-    square = _Z**2 / count
-    center = (share + square / 2) / (1 + square)
-    spread = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    low = max(0.0, min(share, center - spread))
-    high = min(1.0, max(share, center + spread))
-    return Share(share, low, high)
 
 
 def clustered(successes: Sequence[Sequence[bool]]) -> Share:

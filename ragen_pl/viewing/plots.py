@@ -1,6 +1,7 @@
 """Plots of a run: success by iteration and by wall time, with intervals, and time by phase.
 
-They are drawn from rows, one an iteration, which `ragen_pl.callbacks.plots` collects.
+They are drawn from rows, one an iteration, which `ragen_pl.callbacks.plots` collects. The live
+view reads the same rows.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragen_pl.files import atomic_write
-from ragen_pl.metrics.intervals import wilson
+from ragen_pl.metrics.proportions import wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FOLDER, ROWS = "plots", "rows.jsonl"
+"""Folder of a run's plots, and the file of the rows in it."""
+EVENTS = "collapse.jsonl"
+"""File of a run's alarms."""
 Row = dict[str, float]
 """Metrics of an iteration: `iteration`, `elapsed_s`, `rollout/success`, `val/success`, `time/rollout_s` ..."""
 

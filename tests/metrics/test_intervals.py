@@ -14,8 +14,8 @@ from ragen_pl.metrics.intervals import (
     pass_at,
     success_by_difficulty,
     validation_metrics,
-    wilson,
 )
+from ragen_pl.metrics.proportions import wilson
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 

@@ -22,7 +22,12 @@ class Data(pl.LightningDataModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.metrics = {"success": 0.25, "episodes": 8.0, "return": float("nan")}
+        self.metrics = {
+            "success": 0.25,
+            "episodes": 8.0,
+            "return": float("nan"),
+            "reward/form": 0.5,
+        }
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         return DataLoader(torch.ones(4, 1), batch_size=2)
@@ -46,6 +51,9 @@ class ScriptedPolicy(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return self.layer(batch).mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("update/approx_kl", 0.01 * (self.trainer.current_epoch + 1))
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.log_dict({"val/success": 0.75, "val/episodes": 400.0})
@@ -74,6 +82,8 @@ def test_run_keeps_a_row_an_iteration_and_draws_at_its_end(tmp_path: Path) -> No
     assert [row.get("val/success") for row in rows] == [None, 0.75, None]
     # the return is NaN, which JSON does not have
     assert rows[0]["rollout/success"] == 0.25 and rows[0]["rollout/return"] is None
+    assert rows[0]["rollout/reward/form"] == 0.5
+    assert [row["update/approx_kl"] for row in rows] == pytest.approx([0.01, 0.02, 0.03])
     assert set(rows[1]) >= {"time/rollout_s", "time/update_s", "time/validation_s"}
     seconds = [
         sum(value for name, value in row.items() if name.startswith("time/")) for row in rows
@@ -95,6 +105,7 @@ def test_resumed_run_continues_the_curves(tmp_path: Path) -> None:
     rows = rows_in(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4] and rows[0] == before[0]
     # the checkpoint was written at the end of the second iteration's validation
+    assert rows[1]["update/approx_kl"] == pytest.approx(0.02)
     assert rows[1]["val/success"] == 0.75 and rows[1]["time/update_s"] == before[1]["time/update_s"]
     elapsed = [row["elapsed_s"] for row in rows]
     assert elapsed == sorted(elapsed)
