@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import socket
+import struct
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -15,7 +17,12 @@ from typing import IO
 from ragen_pl.config.errors import ConfigError
 
 log = logging.getLogger(__name__)
-_FILE = "run.lock"
+FILE = "run.lock"
+# C's `struct flock`
+if sys.platform == "darwin":
+    _FLOCK, _FLOCK_FIELDS = "qqihh", ("l_start", "l_len", "l_pid", "l_type", "l_whence")
+else:
+    _FLOCK, _FLOCK_FIELDS = "hhqqi4x", ("l_type", "l_whence", "l_start", "l_len", "l_pid")
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
@@ -30,7 +37,7 @@ def hold(folder: Path) -> IO[str]:
     Raises:
         ConfigError: Another process has locked it.
     """
-    file = (folder / _FILE).open("a+")
+    file = (folder / FILE).open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -48,6 +55,26 @@ def hold(folder: Path) -> IO[str]:
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}, file)
     file.flush()
     return file
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether another process holds the lock of a run's folder.
+
+    The kernel is asked and no lock is taken, which could refuse a run that begins. A process that holds the lock itself
+    may not ask: its lock would end.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return False
+    wanted = {"l_type": fcntl.F_WRLCK, "l_whence": os.SEEK_SET}
+    question = struct.pack(_FLOCK, *(wanted.get(name, 0) for name in _FLOCK_FIELDS))
+    try:
+        with file.open("rb") as stream:
+            answer = fcntl.fcntl(stream, fcntl.F_GETLK, question)
+    except OSError:  # unreadable, or a file system without locks
+        return False
+    answered = struct.unpack_from(_FLOCK, answer)
+    return answered[_FLOCK_FIELDS.index("l_type")] != fcntl.F_UNLCK
 
 
 def _now() -> str:

@@ -67,8 +67,12 @@ def page_html(
     images: Path,
     episodes: int = 64,
     played: Mapping[str, int] | None = None,
+    failures_first: bool = False,
 ) -> str:
-    """Return the page's HTML; the arguments are those of `write_page`."""
+    """Return the page's HTML; the arguments are those of `write_page`.
+
+    `failures_first` puts episodes without success first in a training page too.
+    """
     groups = [
         (record.get("iteration"), record.get("validation_set"), record["group"])
         for record in records
@@ -79,23 +83,37 @@ def page_html(
     data = {
         "note": _note(kept, records, total=totals["episodes"]),
         "totals": totals,
-        "order": "no success first" if is_evaluation else "as played",
+        "order": "no success first" if is_evaluation or failures_first else "as played",
         "episodes": [_slim(record) for record in kept],
         "spans": [span.name.lower() for span in Span],
         "images": {name: _data_uri(images, name) for name in _image_names(kept)},
     }
-    folder = files("ragen_pl.viewing")
-    script = (folder / "trajectories.js").read_text(encoding="utf-8")
+    script = script_of("trajectories.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fields = {
         "title": html.escape(title),
         "data": json_for_script(data),
+        "style": text_of("elements.css"),
         "script": script,
         "script_hash": f"sha256-{digest}",
     }
-    template = (folder / "trajectories.html").read_text(encoding="utf-8")
-    # One pass: the name of a placeholder inside the data stays as it is.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
+    return filled("trajectories.html", fields)
+
+
+def filled(template: str, fields: Mapping[str, str]) -> str:
+    """Return a template of this package with its `{{placeholders}}` replaced."""
+    # One pass: the name of a placeholder inside a field stays as it is.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], text_of(template))
+
+
+def script_of(name: str) -> str:
+    """Return the script of a page, with what the scripts of all pages share."""
+    return text_of("elements.js") + text_of(name)
+
+
+def text_of(name: str) -> str:
+    """Return the text of a file of this package."""
+    return (files("ragen_pl.viewing") / name).read_text(encoding="utf-8")
 
 
 def _shown(

@@ -1,26 +1,8 @@
-"use strict";
-// All text of a record is untrusted: it enters the page by textContent and never as markup.
+// Text of a record enters the page by `make`, and never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SPANS = data.spans;
 const COLUMNS = { advantage: "advantages", value: "values", return: "returns", "log-prob": "logprobs" };
 
-function make(tag, settings = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(settings)) {
-    if (name === "class") node.className = value;
-    else if (name in node) node[name] = value;
-    else node.setAttribute(name, value);
-  }
-  node.append(...children.filter((child) => child !== null));
-  return node;
-}
-
-// Control and direction characters are shown by their code: they could hide or reorder text.
-function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
-    (letter) => `⟨U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
-}
-const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
 const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
 const image = (name, alt) => (data.images[name] ? make("img", { src: data.images[name], alt }) : null);
 const hasInvalidTurn = (episode) => episode.turns.some((turn) => !turn.valid);

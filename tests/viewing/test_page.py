@@ -7,44 +7,22 @@ import math
 import os
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browser import browse, in_browser, record
 from PIL import Image
 
 from ragen_pl.trajectory import Span
 from ragen_pl.viewing.page import page_html, write_page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NASTY = (
     "</script><script>document.title='owned'</script>"
     "<img src=x onerror=\"document.title='owned'\">{{data}}\u202e\x07é"
 )
-
-
-def record(
-    group: int, *, member: int = 0, success: bool = True, turns: int = 2, **changes: Any
-) -> dict[str, Any]:
-    pieces = ["<think>", "a", "</think>", ""]
-    turn = {
-        "observation": "ice", "images": ["images/a.png"], "prompt_text": "You: <image>go", "prompt_ids": [1, 2, 3],
-        "prompt_images": ["images/a.png"], "response": "".join(pieces), "response_ids": [1, 2, 3, 4],
-        "response_pieces": pieces,
-        "logprobs": [-0.5] * 4, "spans": [3, 1, 3, 4], "entropy": 0.1, "think": "a", "actions": ["Up"], "valid": True,
-        "effective": True, "hit_length_limit": False, "reward": 0.5, "temperature": 1.0, "info": {},
-        "values": [0.1, 0.2, 0.3, 0.4], "advantages": [1.0, -2.0, 0.0, 0.5], "returns": [1.0] * 4,
-        "loss_mask": [True] * 4, "advantage_mask": [False, True, False, True],
-    }  # fmt: skip
-    return {
-        "schema": 2, "iteration": 3, "validation_set": None, "policy": "policy", "group": group, "member": member,
-        "seed": 2**60 + 1, "status": "terminated", "success": success, "return": float(success), "difficulty": 2,
-        "error": None, "turns": [turn | {"turn": k + 1} | changes for k in range(turns)],
-        "final_images": ["images/a.png"],
-    }  # fmt: skip
 
 
 @pytest.fixture
@@ -190,28 +168,6 @@ def test_page_of_a_sample_shows_what_went_wrong(folder: Path) -> None:
     assert len(shown(records, folder, episodes=10)["groups"]) == 10
 
 
-def browse(page: Path, *arguments: str, view: str = "") -> str:
-    """Return the document after its script has run."""
-    assert CHROMIUM is not None
-    flags = [
-        "--headless",
-        "--disable-gpu",
-        f"--user-data-dir={page.parent / 'profile'}",
-        *arguments,
-    ]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        flags.append("--no-sandbox")
-    done = subprocess.run(
-        [CHROMIUM, *flags, "--dump-dom", f"{page.as_uri()}#{view}"], capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    return done.stdout
-
-
-in_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed (Debian: apt install chromium)"
-)
-
-
 @in_browser
 @pytest.mark.slow
 def test_browser_draws_page_and_filters(folder: Path) -> None:
@@ -279,7 +235,6 @@ def test_browser_puts_groups_of_one_into_a_grid(folder: Path) -> None:
 @pytest.mark.slow
 def test_browser_fills_the_width_with_groups_of_one(folder: Path) -> None:
     page = write_page([record(group) for group in range(6)], folder / "page.html", title="run")
-    assert CHROMIUM is not None
     image = folder / "page.png"
     browse(page, "--window-size=1500,900", "--hide-scrollbars", f"--screenshot={image}")
     pixels = np.asarray(Image.open(image).convert("L")).astype(int)
