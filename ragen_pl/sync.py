@@ -10,11 +10,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
+from ragen_pl.config.errors import ConfigError
 
 
 @hydra_main("sync")
 def main(cfg: DictConfig) -> None:
     """Send it and print the result."""
+    if cfg.run is None:
+        raise ConfigError("run=null: expected a run's folder")
     from ragen_pl.run.loggers import send_unsent
 
     print(send_unsent(Path(cfg.run).expanduser().absolute()))

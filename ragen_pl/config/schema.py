@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from ragen_pl.constraints import (
     Built,
@@ -322,8 +322,11 @@ class Settings(TypedDict, total=False):
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
     endpoint: Component | None
 
-    # sync
-    run: Annotated[str, ExistingPath(), Note("a run's folder")]
+    # sync and watch
+    run: Annotated[str, ExistingPath(), Note("a run's folder")] | None
+    runs: Sequence[Annotated[str, ExistingPath(), Note("a folder")]] | None
+    port: Annotated[int, Ge(0), Le(65535), Note("a port of 127.0.0.1")]
+    open: bool
 
     # import_gguf
     file: Annotated[str, ExistingPath()]
@@ -332,7 +335,7 @@ class Settings(TypedDict, total=False):
     # replay
     batch: Annotated[str, ExistingPath(), Note("a file of a run's bad_batch folder")] | None
 
-    # play and page
+    # play, page and watch
     policy: Literal["agent", "endpoint", "human", "random", "optimal"]
     episode: Annotated[
         int, Ge(0), Note("number of an initial state of the held-out validation set")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import shutil
 import time
 import warnings
@@ -19,11 +20,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
-from ragen_pl.callbacks.summary import RunSummary
+from ragen_pl.callbacks.summary import RunSummary, open_command
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import errors_told, on_first_rank
@@ -121,6 +123,8 @@ def train(cfg: DictConfig) -> TrainedRun:
                 components = assemble(cfg)
             report_template(components.proxy.context)
             logger = build_logger(cfg, run)
+            if first and not launched:
+                report_views(run, logger)
             with closing_at_end(logger):
                 components = warm_start(components, run, logger)
                 metrics = reinforce(components, run, logger, start=start)
@@ -343,6 +347,13 @@ def write_metrics(metrics: dict[str, float], run: Run) -> None:
     # a run that had finished before has no new metrics of an update
     earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
     file.write_text(json_text(earlier | metrics, indent=1, sort_keys=True))
+
+
+def report_views(run: Run, logger: Any) -> None:
+    """Log how the run can be watched while it trains: by its folder, and in MLflow."""
+    log.info(f"watch it: python -m ragen_pl.watch {shlex.quote(f'run={run.folder}')}")
+    if isinstance(logger, MLFlowLogger):
+        log.info(f"MLflow: {open_command(str(logger._tracking_uri))}")
 
 
 def report_accelerator(name: str) -> None:

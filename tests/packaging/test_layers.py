@@ -40,6 +40,8 @@ MAY_IMPORT = {
     "run": BASE | LEARNING | {"callbacks", "config", "optimizers", "viewing"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "viewing/checks": {"config", "evaluation", "run"},
+    "viewing/run_files": BASE | {"metrics", "run", "viewing"},
+    "viewing/watch": {"viewing", "viewing/run_files"},
     "viewing/play": BASE | LEARNING | {"config", "run", "viewing"},
     "doctor": {"config", "run"},
     "evaluate": {"config", "evaluation"},
@@ -51,6 +53,7 @@ MAY_IMPORT = {
     "replay": {"config", "run"},
     "play": {"config", "evaluation", "viewing/checks", "viewing/play"},
     "sync": {"config", "run"},
+    "watch": {"config", "viewing/watch"},
 }
 
 

@@ -1,0 +1,255 @@
+"""A run's folder as the live view shows it: its state, curves, marks, recorded episodes and settings.
+
+The folder may be somebody else's. Only plain files inside it are read, of a limited size; their numbers are taken if
+they are finite, their texts are shortened, and what is damaged is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+try:
+    from yaml import CSafeLoader as PlainLoader
+except ImportError:  # PyYAML without libyaml
+    from yaml import SafeLoader as PlainLoader
+
+from ragen_pl.metrics.proportions import Z, wilson
+from ragen_pl.run import lock
+from ragen_pl.viewing.page import page_html
+from ragen_pl.viewing.plots import EVENTS, FOLDER, ROWS, Row, stage_starts
+from ragen_pl.viewing.records import FILE, read_records
+
+_CONFIG, _METRICS = "config.yaml", "metrics.json"
+# bytes of a file that is read
+_MOST_BYTES, _MOST_BYTES_OF_RECORDS = 1 << 26, 1 << 29
+# levels of folders that runs are looked for in, and of a settings file; values of a settings file; characters of a text
+_LEVELS, _DEPTH, _VALUES, _LENGTH = 4, 12, 5000, 300
+# settings that differ between any two runs
+_OWN_SETTINGS = ("paths.", "ckpt_path", "debug", "trust")
+
+
+def find_runs(folder: Path) -> dict[str, Path]:
+    """Return the runs in a folder, or the run that it is, by name; the newest first."""
+    if (folder / _CONFIG).is_file():
+        return {"/".join(folder.resolve().parts[-2:]): folder}
+    found = {}
+    for place, names, files in os.walk(folder):
+        relative = Path(place).relative_to(folder)
+        if _CONFIG in files:
+            found[relative.as_posix()] = Path(place)
+        if _CONFIG in files or len(relative.parts) >= _LEVELS:
+            names.clear()
+    return dict(sorted(found.items(), key=lambda item: _started(item[1]), reverse=True))
+
+
+def _started(folder: Path) -> float:
+    file = folder / _CONFIG
+    return file.stat().st_mtime if file.exists() else 0.0
+
+
+def overview(folder: Path) -> dict[str, Any]:
+    """Return a run's line of the table: state, names, iterations, last success with its interval."""
+    settings = settings_of(folder)
+    last, trained, measured = _last_rows(folder, _changed(folder / FOLDER / ROWS))
+    return {
+        "state": state_of(folder),
+        "env": settings.get("env.name", ""),
+        "algorithm": settings.get("algorithm.name", ""),
+        "model": _model_name(settings),
+        "seed": settings.get("seed", ""),
+        "iteration": last.get("iteration", 0),
+        "iterations": settings.get("trainer.max_epochs", ""),
+        "elapsed_s": last.get("elapsed_s", 0.0),
+        "training": _interval(trained, "rollout/success"),
+        "validation": _interval(measured, "val/success"),
+    }
+
+
+@lru_cache(maxsize=1024)
+def _last_rows(folder: Path, changed: int) -> tuple[Row, Row, Row]:
+    """Return the last row, the last of a rollout and the last of a validation."""
+    rows = read_rows(folder)
+    newest = [
+        next((row for row in reversed(rows) if name in row), {})
+        for name in ("iteration", "rollout/success", "val/success")
+    ]
+    return newest[0], newest[1], newest[2]
+
+
+def _interval(row: Row, name: str) -> dict[str, float] | None:
+    keys = {"value": name, "low": f"{name}_low", "high": f"{name}_high"}
+    return {key: row[column] for key, column in keys.items() if column in row} or None
+
+
+def state_of(folder: Path) -> str:
+    """Return whether a run is `running`, `finished`, or has `stopped` before its end."""
+    if lock.is_held(folder):
+        return "running"
+    written = [_changed(folder / name) for name in (_METRICS, lock.FILE)]
+    return "finished" if written[0] and written[0] >= written[1] else "stopped"
+
+
+def _changed(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.is_file() else 0
+
+
+def _model_name(settings: Mapping[str, str]) -> str:
+    path = settings.get("model.build.path", "null")
+    if path != "null":
+        return Path(path).name
+    return settings.get("model.build._target_", "").rpartition(".")[2].removeprefix("build_")
+
+
+# ---- curves and marks
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Return the rows of a run's curves, with 95% intervals: `rollout/success_low`, `rollout/success_high` ..."""
+    rows = []
+    for line in _lines(folder, f"{FOLDER}/{ROWS}"):
+        row = {name: float(value) for name, value in line.items() if _is_finite(value)}
+        if "iteration" in row and "elapsed_s" in row:
+            rows.append(row | _intervals(row))
+    return rows
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e300  # false for NaN
+
+
+def _intervals(row: Row) -> Row:
+    intervals: Row = {}
+    for kind in ("rollout", "val"):
+        count = row.get(f"{kind}/episodes", 0.0)
+        if count <= 0:
+            continue
+        success = row.get(f"{kind}/success", math.nan)
+        if 0 <= success <= 1:
+            intervals |= wilson(success, count=count).metrics(f"{kind}/success")
+        if {f"{kind}/return", f"{kind}/return_std"} <= row.keys():
+            mean = row[f"{kind}/return"]
+            half = Z * abs(row[f"{kind}/return_std"]) / math.sqrt(count)
+            intervals |= {f"{kind}/return_low": mean - half, f"{kind}/return_high": mean + half}
+    return intervals
+
+
+def read_marks(folder: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the marks of a run's curves: later stages of the curriculum, and alarms with what they did."""
+    marks: list[dict[str, Any]] = [
+        {"iteration": row["iteration"], "kind": "stage", "text": f"stage {stage} of the curriculum"}
+        for row, stage in stage_starts(rows)
+    ]
+    for event in _lines(folder, EVENTS):
+        if _is_finite(event.get("iteration")):
+            done = event.get("done")
+            texts = [event.get("message"), *(done if isinstance(done, list) else [])]
+            text = ", ".join(str(part)[:_LENGTH] for part in texts[:8])
+            marks.append({"iteration": event["iteration"], "kind": "alarm", "text": text})
+    return marks
+
+
+# ---- episodes
+
+
+def recorded(folder: Path) -> list[str]:
+    """Return the folders with records of episodes inside a run's, those of the newest iterations first."""
+    patterns = (f"trajectories/*/{FILE}", f"evaluations/*/*/{FILE}")
+    files = [file for pattern in patterns for file in folder.glob(pattern)]
+    names = [file.parent.relative_to(folder).as_posix() for file in files if _inside(folder, file)]
+    return sorted(names, key=lambda name: (name.startswith("trajectories"), name), reverse=True)
+
+
+def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
+    """Return the trajectory page of one of the `recorded` folders, with what went wrong first.
+
+    Raises:
+        ValueError: the records are too large, or not those of this version.
+    """
+    file = folder / name / FILE
+    if file.stat().st_size > _MOST_BYTES_OF_RECORDS:
+        raise ValueError(f"{file}: larger than {_MOST_BYTES_OF_RECORDS} bytes")
+    records = list(read_records(file))
+    return page_html(
+        records, title=title, images=file.parent, episodes=episodes, failures_first=True
+    )
+
+
+# ---- settings
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    """Return a run's settings by their dotted keys, as text; empty if there is no readable file."""
+    file = folder / _CONFIG
+    return _settings(folder, _changed(file))
+
+
+@lru_cache(maxsize=1024)
+def _settings(folder: Path, changed: int) -> dict[str, str]:
+    text = _text(folder, _CONFIG)
+    try:
+        # plain data only, no objects
+        settings = yaml.load(text, Loader=PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return dict(islice(_leaves(settings, "", _DEPTH), _VALUES))
+
+
+def _leaves(node: object, key: str, depth: int) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict) and depth:
+        for name, value in node.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name), depth - 1)
+    elif isinstance(node, str | int | float | None):
+        yield key, ("null" if node is None else str(node))[:_LENGTH]
+    elif isinstance(node, list) and not any(isinstance(item, list | dict) for item in node):
+        yield key, f"[{', '.join(str(item)[:_LENGTH] for item in node[:20])}]"[:_LENGTH]
+
+
+def differences(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Return the settings that differ between runs: the value of each run by key, empty where it has none."""
+    settings = [settings_of(folder) for folder in folders]
+    keys = sorted({key for each in settings for key in each})
+    columns = {key: [each.get(key, "") for each in settings] for key in keys}
+    return {
+        key: values
+        for key, values in columns.items()
+        if len(set(values)) > 1 and not key.startswith(_OWN_SETTINGS)
+    }
+
+
+# ---- files
+
+
+def _inside(folder: Path, file: Path) -> bool:
+    """Return whether a file is a plain one inside the run's folder, whatever links lead to it."""
+    return file.is_file() and file.resolve().is_relative_to(folder.resolve())
+
+
+def _text(folder: Path, name: str) -> str:
+    """Return the text of a file of the run, empty if there is none that may be read."""
+    file = folder / name
+    try:
+        if not _inside(folder, file) or file.stat().st_size > _MOST_BYTES:
+            return ""
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # removed or replaced at this moment
+        return ""
+
+
+def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file without those lines that hold none."""
+    for line in _text(folder, name).splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value

@@ -1,0 +1,217 @@
+"""The live view: a server on the loopback interface that shows runs while they train.
+
+It only reads the runs' folders. A run does not know of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from ragen_pl.viewing.page import filled, json_for_script, script_of, text_of
+from ragen_pl.viewing.run_files import (
+    differences,
+    episodes_page,
+    find_runs,
+    overview,
+    read_marks,
+    read_rows,
+    recorded,
+)
+
+HOST = "127.0.0.1"
+_NAMES = frozenset({HOST, "localhost"})
+# ports that are tried after one that is taken
+_TRIED = 20
+_MOST_COMPARED = 50
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# The view loads its own script and its own data; a page of episodes runs its own script in an origin of its own.
+_VIEW = "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; frame-src 'self'"
+_EPISODES = "sandbox allow-scripts allow-popups"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class RunWatch:
+    """Handlers of the live view.
+
+    Args:
+        places: run folders, and folders that have runs below them.
+        episodes: approximate number of episodes of a page.
+    """
+
+    def __init__(self, places: list[Path], *, episodes: int = 64) -> None:
+        self.places, self.episodes = places, episodes
+
+    def application(self) -> web.Application:
+        """Return the server's application."""
+        application = web.Application(middlewares=[local_only])
+        application.router.add_get("/", self.view)
+        application.router.add_get("/watch.js", self.script)
+        application.router.add_get("/runs", self.runs)
+        application.router.add_get("/run", self.run)
+        application.router.add_get("/differences", self.differences)
+        application.router.add_get("/episodes", self.page)
+        return application
+
+    def find(self) -> dict[str, Path]:
+        """Return the folders of all runs by name. A request names a run of these, and never a path."""
+        found: dict[str, Path] = {}
+        for place in self.places:
+            for name, folder in find_runs(place).items():
+                free = name if found.get(name, folder) == folder else str(folder)
+                found[free] = folder
+        return found
+
+    async def view(self, request: web.Request) -> web.Response:
+        """Return the view's page."""
+        page = filled("watch.html", {"style": text_of("elements.css")})
+        return _text(page, "text/html", policy=_VIEW)
+
+    async def script(self, request: web.Request) -> web.Response:
+        """Return the view's script."""
+        return _text(script_of("watch.js"), "text/javascript", policy=_VIEW)
+
+    async def runs(self, request: web.Request) -> web.Response:
+        """Return a line of the table for each run, the newest first."""
+
+        def read() -> list[dict[str, Any]]:
+            return [
+                {"name": name, "chosen": folder in self.places} | overview(folder)
+                for name, folder in self.find().items()
+            ]
+
+        return _json(await asyncio.to_thread(read))
+
+    async def run(self, request: web.Request) -> web.Response:
+        """Return a run's marks, recorded episodes, and its rows from the last one that is known on.
+
+        The last row is sent again, since it may have been completed. A run that was continued from an earlier
+        checkpoint has fewer rows, and all of them are sent.
+        """
+        folder = await self._folder(request)
+        known = _number(request, "known")
+
+        def read() -> dict[str, Any]:
+            rows = read_rows(folder)
+            start = known - 1 if 0 < known <= len(rows) else 0
+            marks = read_marks(folder, rows)
+            return {
+                "start": start,
+                "rows": rows[start:],
+                "marks": marks,
+                "recorded": recorded(folder),
+            }
+
+        return _json(await asyncio.to_thread(read))
+
+    async def differences(self, request: web.Request) -> web.Response:
+        """Return the settings that differ between the named runs."""
+        names = request.query.getall("run", [])[:_MOST_COMPARED]
+        found = await asyncio.to_thread(self.find)
+        folders = [found[name] for name in names if name in found]
+        return _json(await asyncio.to_thread(differences, folders))
+
+    async def page(self, request: web.Request) -> web.Response:
+        """Return the trajectory page of recorded episodes."""
+        folder = await self._folder(request)
+        name = request.query.get("records", "")
+        if name not in await asyncio.to_thread(recorded, folder):
+            raise web.HTTPNotFound(text="there are no such records")
+        title = f"{request.query['run']}/{name}"
+        try:
+            page = await asyncio.to_thread(
+                episodes_page, folder, name, title=title, episodes=self.episodes
+            )
+        except (ValueError, KeyError, TypeError, OSError) as error:  # damaged or somebody else's
+            raise web.HTTPUnprocessableEntity(
+                text=f"{type(error).__name__}: {error}"[:500]
+            ) from error
+        return _text(page, "text/html", policy=_EPISODES)
+
+    async def _folder(self, request: web.Request) -> Path:
+        found = await asyncio.to_thread(self.find)
+        if request.query.get("run") not in found:
+            raise web.HTTPNotFound(text="there is no such run")
+        return found[request.query["run"]]
+
+
+@web.middleware
+async def local_only(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer only what a page of this server, or a person, asks for.
+
+    A name that somebody has pointed at the loopback address (DNS rebinding) is another host, and pages of other origins
+    may link to the view but not read from it.
+    """
+    host = urlsplit(f"//{request.host}").hostname
+    origin = request.headers.get("Origin")
+    site = request.headers.get("Sec-Fetch-Site", "none")
+    is_link = request.headers.get("Sec-Fetch-Dest") == "document" and request.path == "/"
+    if host not in _NAMES:
+        raise web.HTTPForbidden(text=f"expected the host {HOST} or localhost", headers=_HEADERS)
+    if origin not in (None, f"http://{request.host}") or not (
+        site in ("none", "same-origin") or is_link
+    ):
+        raise web.HTTPForbidden(text="asked for by another origin", headers=_HEADERS)
+    try:
+        response = await handler(request)
+    except web.HTTPException as refusal:
+        refusal.headers.update(_HEADERS)
+        raise
+    response.headers.update(_HEADERS)
+    return response
+
+
+def _text(text: str, kind: str, *, policy: str) -> web.Response:
+    headers = {"Content-Security-Policy": policy}
+    return web.Response(text=text, content_type=kind, charset="utf-8", headers=headers)
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(text=json_for_script(value), content_type="application/json")
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket on the loopback interface, at a port or the next free one.
+
+    Args:
+        port: 0 for any free one.
+
+    Raises:
+        OSError: none of the ports is free.
+    """
+    last = min(port + _TRIED, 65535) if port else 0
+    for candidate in range(port, last + 1):
+        try:
+            return socket.create_server((HOST, candidate))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or candidate == last:
+                raise
+    raise AssertionError("unreachable")
+
+
+def serve(watch: RunWatch, server: socket.socket) -> None:
+    """Answer requests until Ctrl-C or SIGTERM."""
+    web.run_app(
+        watch.application(),
+        sock=server,
+        print=lambda *_: None,
+        access_log=None,
+        shutdown_timeout=1.0,
+    )
