@@ -1,12 +1,9 @@
-"""NaN and infinity: checks for them, since one multiplication spreads them to all weights, and how they are written."""
+"""NaN and infinity: checks for them, since one multiplication spreads them to all weights."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,35 +80,3 @@ def class_path(component: object) -> str:
     """
     named = component if isinstance(component, type | FunctionType) else type(component)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def json_text(
-    value: object, *, default: Callable[[Any], object] | None = None, **settings: Any
-) -> str:
-    """Return a value as JSON, with null for NaN and infinity, which JSON does not have.
-
-    Args:
-        value: a value of JSON's types.
-        default: function that turns other values into such ones; None to refuse them.
-        settings: further arguments of `json.dumps`.
-
-    >>> json_text({"loss": float("nan"), "rows": [1.5, float("-inf")]})
-    '{"loss": null, "rows": [1.5, null]}'
-    """
-
-    def converted(other: Any) -> object:
-        assert default is not None
-        return _without_non_finite(default(other))
-
-    convert = None if default is None else converted
-    return json.dumps(_without_non_finite(value), default=convert, allow_nan=False, **settings)
-
-
-def _without_non_finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _without_non_finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_non_finite(item) for item in value]
-    return value

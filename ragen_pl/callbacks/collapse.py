@@ -20,7 +20,7 @@ from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, RunFacts, checked, shown
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.files import atomic_write
-from ragen_pl.finite import json_text
+from ragen_pl.json_text import json_text
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
 from ragen_pl.modules.losses import UpdateLoss

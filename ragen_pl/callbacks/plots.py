@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
 from ragen_pl.constraints import Count, checked
 from ragen_pl.files import atomic_write
-from ragen_pl.finite import json_text
+from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.viewing.plots import FOLDER, ROWS, Row, draw_plots
 

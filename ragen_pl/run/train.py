@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shlex
 import shutil
 import time
 import warnings
@@ -19,27 +18,24 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
-from ragen_pl.callbacks.summary import RunSummary, open_command
+from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.files import atomic_write
-from ragen_pl.finite import NonFiniteError, json_text
+from ragen_pl.finite import NonFiniteError
+from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
-from ragen_pl.models.chat_template import History
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.rank_states import RankStatesError
-from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.engine import taking_part
 from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.run import ranks
@@ -53,7 +49,6 @@ from ragen_pl.run.build import (
     build_logger,
     build_warm_start,
     check_optimizer,
-    choose_accelerator,
     plain,
 )
 from ragen_pl.run.checkpoint_check import problem_of
@@ -62,6 +57,7 @@ from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
 from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
 from ragen_pl.run.lock import hold
 from ragen_pl.run.memory_report import check_memory
+from ragen_pl.run.reports import report_accelerator, report_template, report_views
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.run.start_check import TrainerCheck
 from ragen_pl.run.trainer import build_trainer
@@ -347,51 +343,6 @@ def write_metrics(metrics: dict[str, float], run: Run) -> None:
     # a run that had finished before has no new metrics of an update
     earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
     file.write_text(json_text(earlier | metrics, indent=1, sort_keys=True))
-
-
-def report_views(run: Run, logger: Any) -> None:
-    """Log how the run can be watched while it trains: by its folder, and in MLflow."""
-    log.info(f"watch it: python -m ragen_pl.watch {shlex.quote(f'run={run.folder}')}")
-    if isinstance(logger, MLFlowLogger):
-        log.info(f"MLflow: {open_command(str(logger._tracking_uri))}")
-
-
-def report_accelerator(name: str) -> None:
-    """Log which accelerator `trainer.accelerator=auto` chose, and why."""
-    if name != "auto":
-        return
-    if choose_accelerator(name) == "cpu":
-        log.info("accelerator: cpu, since torch finds no CUDA GPU")
-    else:
-        gpu = torch.cuda.get_device_name()
-        log.info(
-            f"accelerator: cuda, since torch finds a GPU ({gpu}); trainer.accelerator=cpu forces the CPU"
-        )
-
-
-def report_template(context: ContextManager) -> None:
-    """Log what the model's chat template does to earlier responses, and which date it shows."""
-    template = context.template
-    if template.pinned is not None:
-        log.info(
-            f"chat template: it shows today's date, pinned to {template.pinned} so that prompts stay the same"
-        )
-    if context.window == 1 or (template.history is History.KEPT and template.fixed):
-        return
-    does = {
-        History.KEPT: "the text around a message depends on its place",
-        History.TRIMMED: "it trims blanks around earlier responses",
-        History.WITHOUT_THOUGHTS: "it strips the thoughts of earlier responses",
-        History.REWRITTEN: "it rewrites earlier responses",
-    }[template.history]
-    if context.joins:
-        follows = "prompts keep the sampled tokens as they are"
-        follows += ", so an episode is one sample" if context.grows else ""
-    else:
-        follows = "each turn is a sample of its own: correct, but slower; context.window=1 avoids the cost"
-        if template.history is History.WITHOUT_THOUGHTS and template.fixed:
-            follows += ", context.keep_thoughts=true makes an episode one sample"
-    log.info(f"chat template: {does}; {follows}")
 
 
 def quieten() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from ragen_pl.files import atomic_write
-from ragen_pl.finite import json_text
+from ragen_pl.json_text import json_text
 from ragen_pl.trajectory import Trajectory, Turn
 
 SCHEMA = 2

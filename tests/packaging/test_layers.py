@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
-    "constraints", "distributed", "files", "finite", "known_pickle", "phases", "rank_states", "seeding",
+    "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states", "seeding",
     "trajectory",
 }  # fmt: skip
 LEARNING = {"algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout"}
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "distributed": set(),
     "files": set(),
     "finite": set(),
+    "json_text": set(),
     "known_pickle": set(),
     "optimizers": {"distributed"},
     "phases": set(),

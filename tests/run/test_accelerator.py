@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragen_pl.run.build import choose_accelerator
-from ragen_pl.run.train import report_accelerator
+from ragen_pl.run.reports import report_accelerator
 
 
 @pytest.fixture(params=[False, True], ids=["no GPU", "GPU"])

@@ -8,7 +8,7 @@ import pytest
 from family_models import tiny
 
 from ragen_pl.rollout.context import ContextManager
-from ragen_pl.run.train import report_template
+from ragen_pl.run.reports import report_template
 
 TRIMS = "chat template: it trims blanks around earlier responses; prompts keep the sampled tokens as they are"
 STRIPS = "chat template: it strips the thoughts of earlier responses; "
