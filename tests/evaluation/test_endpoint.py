@@ -64,7 +64,8 @@ def test_its_column_stands_beside_the_others(server: ChatServer, tmp_path: Path,
     caplog.set_level(logging.INFO)
     results = evaluated(server, tmp_path, "endpoint.input_price=1.0", "endpoint.output_price=5.0")
     policies = results.validation_sets["held_out"]["policies"]
-    assert list(policies) == ["walker", "random", "optimal"]
+    players = ["random", "garbage", "optimal", "cycle"]
+    assert list(policies) == ["walker", *players]
     assert policies["walker"]["success"] == 1.0 == results.first_success
     assert policies["walker"]["return"] > policies["random"]["return"]
     usage = results.about["endpoint"]
@@ -86,7 +87,8 @@ def test_its_row_stands_beside_a_model(server: ChatServer, tmp_path: Path) -> No
     small = ["model=small_lm", "validation.episodes=2", "env.max_turns=2"]
     results = evaluated(server, tmp_path, *small)
     (validation_set,) = results.validation_sets.values()
-    assert list(validation_set["policies"]) == ["policy", "walker", "random", "optimal"]
+    players = ["random", "garbage", "optimal", "cycle"]
+    assert list(validation_set["policies"]) == ["policy", "walker", *players]
     assert results.first_success == validation_set["policies"]["policy"]["success"]
     assert validation_set["policies"]["walker"]["valid_actions"] == 1.0
 
