@@ -298,6 +298,7 @@ def test_plan_reads_no_weights_and_draws_no_random_numbers(folder, tmp_path):
     assert plan.parameters == plan.trained == weights.num_parameters()
 
 
+@pytest.mark.slow
 def test_plans_that_share_counts_are_those_of_plans_alone(folder, monkeypatch):
     counted, count = [], memory_plan.count_update
 
