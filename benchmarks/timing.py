@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 
 from ragen_pl.config.paths import config_dir
 from ragen_pl.run.build import RunComponents, assemble
+from ragen_pl.run.folder import configured_run
 from ragen_pl.run.train import open_run, quieten, warm_start
 
 Clock = Callable[[], float]
@@ -102,11 +103,12 @@ def warm_started(overrides: Sequence[str], *, cache: str | None = None) -> RunCo
     cfg, cached = parts.cfg, Path(cache) / "ours.pt" if cache else None
     with tempfile.TemporaryDirectory() as root:
         cfg.paths.root = root
-        run = open_run(cfg)
-        if cached is not None and cached.exists():
-            run.warm_start.write_bytes(cached.read_bytes())
-            run = replace(run, resumed=True)
-        warm_start(parts, run, False)
+        run = configured_run(cfg)
+        with open_run(cfg, run):
+            if cached is not None and cached.exists():
+                run.warm_start.write_bytes(cached.read_bytes())
+                run = replace(run, resumed=True)
+            warm_start(parts, run, False)
         if cached is not None and not cached.exists() and run.warm_start.exists():
             cached.parent.mkdir(parents=True, exist_ok=True)
             cached.write_bytes(run.warm_start.read_bytes())

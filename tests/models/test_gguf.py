@@ -204,7 +204,7 @@ def test_smollm2_of_the_package_index_answers(smollm2):
     assert "Paris" in bundle.tokenizer.decode(answer[ids["input_ids"].shape[1] :])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_smollm2_is_trained_for_two_iterations_by_its_preset(smollm2, tmp_path):
     pytest.importorskip("peft")
     fit = [

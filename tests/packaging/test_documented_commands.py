@@ -25,6 +25,8 @@ from ragen_pl.config import config_dir
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Pages whose commands train for minutes.
+LONG = ("adaptive", "world_model")
 REASONS = ("set-up", "server", "other hardware", "asks for keys")
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+?) -->\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$",
@@ -118,7 +120,13 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.soak] if page.stem in LONG else [])
+        for page in PAGES
+    ],
+)
 def test_documented_commands_succeed(
     page: Path, trained: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
