@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,3 +73,13 @@ def used_memory() -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Leave the objects that exist now out of garbage collections, which take long where torch is imported."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
