@@ -179,6 +179,20 @@ def test_each_server_is_checked_by_one_rank(fake, lm, rank, checked) -> None:
     assert fake.calls["/tokenize"] == 2 * checked and fake.calls["/detokenize"] == checked
 
 
+def test_a_request_that_a_server_has_failed_goes_to_another_that_is_ready(fake, lm) -> None:
+    async def work(pool: ServerPool, server: Server) -> None:
+        (other,) = ready(1)
+        pool.servers.append(other)
+        pool.routing = Routing(pool.servers)
+        pool.routing.place([request(0)])
+        assert await pool.server_for(0, refusals={}) is server
+        assert await pool.server_for(0, refusals={}, failed={server.url}) is other
+        other.lose("gone", losses=0)
+        assert await pool.server_for(0, refusals={}, failed={server.url}) is server
+
+    run(fake, lm, work, rank=0)
+
+
 # ---- routing
 
 

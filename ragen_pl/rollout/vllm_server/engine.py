@@ -33,6 +33,7 @@ from ragen_pl.rollout.vllm_server.answers import Budget, Exchange
 from ragen_pl.rollout.vllm_server.pool import ServerPool
 from ragen_pl.rollout.vllm_server.requirements import Requirements
 from ragen_pl.rollout.vllm_server.server import (
+    Busy,
     Failed,
     Json,
     Server,
@@ -320,8 +321,9 @@ class VLLMServerEngine:
         body, most_bytes = self.exchange.body(request), self.exchange.most_bytes(request)
         budget = Budget(self.retries, self.timeout_s)
         refusals: dict[str, str] = {}
+        failed: set[str] = set()
         while True:
-            server = await self._pool.server_for(request.session, refusals=refusals)
+            server = await self._pool.server_for(request.session, refusals=refusals, failed=failed)
             losses = server.losses
             try:
                 answer = await server.respond(body, timeout_s=self.timeout_s, most_bytes=most_bytes)
@@ -338,6 +340,8 @@ class VLLMServerEngine:
             if isinstance(trouble, Failed) and trouble.refuses:
                 refusals[server.url] = str(trouble)
                 continue
+            if not isinstance(trouble, Busy):
+                failed.add(server.url)
             if budget.spend(trouble, answered_at=self._pool.answered_at):
                 raise RolloutError(
                     f"rollout.engine.retries={self.retries}: a request failed {budget.attempts} times, the last time "

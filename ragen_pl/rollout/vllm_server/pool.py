@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NoReturn
 
@@ -301,12 +301,15 @@ class ServerPool:
 
     # ---- requests
 
-    async def server_for(self, session: int, *, refusals: Mapping[str, str]) -> Server:
+    async def server_for(
+        self, session: int, *, refusals: Mapping[str, str], failed: Set[str] = frozenset()
+    ) -> Server:
         """Return the server for a request; wait for one.
 
         Args:
             session: Session of the request.
             refusals: Reasons of servers that have refused the request, by address.
+            failed: Addresses of servers that have failed it, which get it again where no other is ready.
 
         Raises:
             RolloutError: None has been ready for `timeout_s`, all refuse the request, or another run uses one.
@@ -320,7 +323,8 @@ class ServerPool:
             ready = {server for server in wanted if server.is_ready}
             usable = {server for server in ready if server.url not in refusals}
             if usable:
-                return self.routing.server_of(session, among=usable)
+                others = {server for server in usable if server.url not in failed}
+                return self.routing.server_of(session, among=others or usable)
             now = time.monotonic()
             if ready:
                 self._ready_at = now
