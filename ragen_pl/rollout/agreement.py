@@ -68,6 +68,8 @@ class _Scores:
     """By the trainer."""
     eval: dict[int, np.ndarray]
     """By the trainer in eval mode, of some responses."""
+    rounded: bool
+    """Whether autocast rounds in forward passes."""
 
 
 _Context = Callable[[], AbstractContextManager[object]]
@@ -176,6 +178,8 @@ def _compare(
     def computed(bundle: ModelBundle) -> _Scores:
         with forward_context():
             return _Scores(
+                # the context's own model may be a copy without data
+                rounded=torch.is_autocast_enabled(bundle.device.type),
                 own={n: _own_logprobs(bundle, each) for n, each in enumerate(responses)},
                 train=_trainer_logprobs(bundle, responses, [long, short], train=True),
                 eval=_trainer_logprobs(bundle, responses, [short], train=False),
@@ -184,9 +188,9 @@ def _compare(
     # no inference mode, in which sharded weights can't be gathered
     with torch.inference_mode(False), torch.no_grad():
         scores = computed(bundle) if policy is None else policy.compute(computed)
-    with forward_context():
-        rounds = torch.is_autocast_enabled(bundle.device.type)
-    exact = not rounds and {bundle.model.dtype, engine_dtype or torch.float32} == {torch.float32}
+    exact = not scores.rounded and {bundle.model.dtype, engine_dtype or torch.float32} == {
+        torch.float32
+    }
     largest: float = _doer(alone)(
         lambda: _largest_difference(responses, scores, family=bundle.facts.family, exact=exact)
     )

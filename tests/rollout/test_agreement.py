@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.sharding import GatheredPolicy
 from ragen_pl.rollout import agreement
 from ragen_pl.rollout.agreement import check_agreement, check_trainer
 from ragen_pl.rollout.context import ContextManager
@@ -37,6 +38,14 @@ def test_models_that_agree_pass(name, window):
     assert check(bundle, window=window) < 1e-4
     assert modes == {module: module.training for module in bundle.model.modules()}
     assert state.equal(torch.get_rng_state())
+
+
+def test_an_engine_of_its_own_is_compared_where_the_gathered_copy_is_empty():
+    bundle = tiny("llama3_2")
+    engine, copy = TransformersEngine(PolicyModule(bundle)), GatheredPolicy(PolicyModule(bundle))
+    copy.release()
+    context = ContextManager(copy.bundle, system_prompt=None, max_tokens=LONGEST)
+    assert check_agreement(context, engine, image_size=None, policy=copy) < 1e-4
 
 
 def test_one_conversation_is_as_long_as_the_context_allows(monkeypatch):
