@@ -129,7 +129,9 @@ class Rollout(TypedDict, total=False):
 
 
 class Update(TypedDict, total=False):
-    """`update`: arguments of the DataModule and of the policy."""
+    """`update`: besides this key arguments of the DataModule, of the policy and of the agent."""
+
+    freeze_vision: bool
 
 
 class Validation(TypedDict, total=False):

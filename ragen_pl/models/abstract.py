@@ -25,6 +25,7 @@ from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.images import (
     PIXELS_PER_CALL,
+    HeldFeatures,
     ImageEncoder,
     ImageFeatures,
     encoder_outputs,
@@ -198,6 +199,7 @@ class AbstractImages:
         else:
             self.written = ImageEncoder(self.model, bundle.processor, self.facts, self.settings)
             self.processor = bundle.processor.image_processor
+        self.held = HeldFeatures()
         self._counts: dict[tuple[int, ...], int] = {}
         self._listed = False
 

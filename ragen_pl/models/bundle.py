@@ -54,8 +54,14 @@ class ModelBundle:
         return ModelFacts.of(self.model)
 
     def with_model(self, model: PreTrainedModel) -> ModelBundle:
-        """Return a bundle of another model with the same tokenizer and processor."""
-        return ModelBundle(model, self.tokenizer, self.processor, self.image_settings, self.source)
+        """Return a bundle of another model with the same tokenizer and processor.
+
+        A frozen image encoder that both models have gives its features to both.
+        """
+        other = ModelBundle(model, self.tokenizer, self.processor, self.image_settings, self.source)
+        if self.images is not None and other.images is not None:
+            other.images.share(self.images)
+        return other
 
     def input_difference(self, other: ModelBundle) -> str | None:
         """Return why another model can't read this one's token ids and images, None if it can."""

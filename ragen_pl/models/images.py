@@ -109,6 +109,26 @@ def content_key(image: np.ndarray) -> bytes:
 
 
 @dataclass(slots=True)
+class HeldFeatures:
+    """Features of images by the key of their content; the oldest go first where they take too much memory.
+
+    Attributes:
+        most_bytes: Largest size of the features.
+    """
+
+    most_bytes: int = HELD_BYTES
+    by_key: dict[bytes, ImageFeatures] = field(default_factory=dict, repr=False)
+    _size: int = 0
+
+    def add(self, features: Mapping[bytes, ImageFeatures]) -> None:
+        """Hold features."""
+        self.by_key |= features
+        self._size += sum(map(_bytes, features.values()))
+        while self._size > self.most_bytes:
+            self._size -= _bytes(self.by_key.pop(next(iter(self.by_key))))
+
+
+@dataclass(slots=True)
 class ImageEncoder:
     """Turns images into the text of their slots and into features.
 
@@ -118,7 +138,7 @@ class ImageEncoder:
         facts: Facts of the model.
         settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
         pixels_per_call: Pixels of the images that are encoded together, as the processor scales them.
-        held_bytes: Largest size of the features that are held of frozen encoders.
+        held: Features that are held of a frozen encoder.
     """
 
     model: PreTrainedModel
@@ -126,18 +146,18 @@ class ImageEncoder:
     facts: ModelFacts
     settings: Mapping[str, Any] = field(default_factory=dict)
     pixels_per_call: int = PIXELS_PER_CALL
-    held_bytes: int = HELD_BYTES
+    held: HeldFeatures = field(default_factory=HeldFeatures, repr=False)
     _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
     _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     _pixels: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     # sizes of images that are the same alone and among others
     _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
-    # of a frozen encoder, by content
-    _held: dict[bytes, ImageFeatures] = field(default_factory=dict, repr=False)
     # of encoder and projector; None before the first use
     _weights: list[Parameter] | None = field(default=None, repr=False)
     # whether the model's forward takes the features as one tensor for each image
     _listed: bool = False
+    # whether it has the weights and features of a frozen encoder of another model
+    _shares: bool = False
 
     @property
     def slot(self) -> str:
@@ -220,27 +240,34 @@ class ImageEncoder:
     @property
     def frozen(self) -> bool:
         """Whether the features stay as they are while other weights are trained."""
+        if self._shares:
+            return True
         if self._weights is None:
             self._weights = vision_weights(self.model)
         if any(weight.requires_grad for weight in self._weights):
             return False
         return any(weight.requires_grad for weight in self.model.parameters())
 
+    def share(self, other: ImageEncoder) -> None:
+        """Use the features of another model's encoder if it is frozen and has the same weights."""
+        pairs = zip(vision_weights(self.model), vision_weights(other.model), strict=True)
+        if all(own is others and not own.requires_grad for own, others in pairs):
+            self.held, self._shares = other.held, True
+
     def _encode_frozen(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         """Return the features of images, each encoded once in the life of the model while it fits."""
         keys = [content_key(image) for image in images]
-        new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._held}
+        known = {key: self.held.by_key[key] for key in keys if key in self.held.by_key}
+        new = {key: image for key, image in zip(keys, images, strict=True) if key not in known}
         if new:
             # tensors of the engine's inference mode can't take part in a training step
             with torch.inference_mode(False), torch.no_grad():
                 features = self._encode_all(list(new.values()))
-            for number, key in enumerate(new):
-                # a copy: a view would hold the features of all images
-                self._held[key] = features.of([number], [None])
-        joined = ImageFeatures.join([self._held[key] for key in keys])
-        while self._held and sum(map(_bytes, self._held.values())) > self.held_bytes:
-            self._held.pop(next(iter(self._held)))
-        return joined
+            # copies: views would hold the features of all images
+            added = {key: features.of([number], [None]) for number, key in enumerate(new)}
+            self.held.add(added)
+            known |= added
+        return ImageFeatures.join([known[key] for key in keys])
 
     def _encode_all(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         by_size: dict[tuple[int, ...], list[int]] = {}

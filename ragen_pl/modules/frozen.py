@@ -1,7 +1,8 @@
 """Checkpoints without the weights that no step changes.
 
 Weights under LoRA adapters, frozen encoders and frozen references come from the model's own files, or from the run's
-initial weights. A checkpoint holds fingerprints of them and is refused where they have changed.
+initial weights. A checkpoint holds fingerprints of them and is refused where they have changed. An encoder that a warm
+start has trained is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ Fingerprint = dict[str, str]
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """Return the names of the weights in `module.state_dict()` that no step changes."""
+    """Return the names of the weights in `module.state_dict()` that no step has changed."""
     frozen = {
         name
         for name, weight in module.named_parameters(remove_duplicate=False)
         if not weight.requires_grad
     }
     for prefix, part in module.named_modules():
-        if isinstance(part, AveragedPolicy):
-            frozen -= {f"{prefix}.{name}".removeprefix(".") for name in part.averaged}
+        if isinstance(part, PolicyModule):
+            changed = part.averaged if isinstance(part, AveragedPolicy) else part.frozen_later
+            frozen -= {f"{prefix}.{name}".removeprefix(".") for name in changed}
     return frozen
 
 

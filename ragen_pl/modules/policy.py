@@ -18,6 +18,7 @@ from ragen_pl.constraints import Positive, checked
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.truncation import KeptIds, Truncation
+from ragen_pl.models.vision_parts import vision_weights
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
     Readout,
@@ -87,6 +88,16 @@ class PolicyModule(pl.LightningModule):
         self.model = bundle.model
         self.optimizer_factory = optimizer
         self.logits_mib = logits_mib
+        self.frozen_later: set[str] = set()
+        """Names of weights that were trained before they were frozen, so that checkpoints hold them."""
+
+    def freeze_vision(self) -> None:
+        """Leave the image encoder and the projector unchanged from now on; do nothing for a text model."""
+        trained = {id(weight) for weight in vision_weights(self.model) if weight.requires_grad}
+        for name, weight in self.named_parameters():
+            if id(weight) in trained:
+                weight.requires_grad_(False)
+                self.frozen_later.add(name)
 
     def configure_model(self) -> None:
         """Shard the weights if the Trainer's strategy shards models."""

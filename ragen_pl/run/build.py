@@ -218,6 +218,8 @@ def assemble_agent(
         engine: builds the rollout engine; the config's by default.
     """
     algorithm = cfg.algorithm
+    if cfg["update"].freeze_vision:
+        policy.freeze_vision()
     return AgentModule(
         policy,
         critic,

@@ -202,7 +202,9 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
     on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
     in_place = engine_is_in_place(cfg)
     with torch.random.fork_rng(devices=[]), config_errors("model, algorithm or environment"):
-        agent = abstract_agent(cfg)
+        # the warm start trains the encoder
+        trained = OmegaConf.merge(cfg, {"update": {"freeze_vision": False}})
+        agent = abstract_agent(cast("DictConfig", trained) if cfg.warm_start.enabled else cfg)
         with FakeKernels(), warnings.catch_warnings():
             # PyTorch looks at the gradient of each tensor that becomes a fake one
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
@@ -210,6 +212,8 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
             update = counts.get(
                 "update", cfg, workload, lambda: count_update(agent, workload, foreach=on_gpu)
             )
+            if cfg["update"].freeze_vision:
+                agent.policy.freeze_vision()
             rollout = counts.get(
                 "rollout", cfg, workload, lambda: count_rollout(agent, workload, in_place=in_place)
             )

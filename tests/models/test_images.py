@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.models.images import ImageFeatures, content_key
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.reference import FrozenCopy
 
 VISION = [name for name, family in MODELS.items() if family.processor is not None]
 SEVERAL = [name for name in VISION if not MODELS[name].single_image]
@@ -86,9 +88,20 @@ def test_a_frozen_encoder_sees_each_image_once(monkeypatch):
     assert calls == [2, 1]
     assert not features.tokens.is_inference() and features.counts == (4, 4)
     torch.testing.assert_close(features.tokens[:4], bundle.images.encode_together([third]).tokens)
-    bundle.images.held_bytes = features.tokens.nbytes
-    bundle.images.encode([first])
-    assert len(bundle.images._held) == 2
+    bundle.images.held.most_bytes = features.tokens.nbytes
+    assert bundle.images.encode(images(*[(32, 32)] * 5)[2:]).counts == (4, 4, 4)
+    assert len(bundle.images.held.by_key) == 2
+
+
+def test_a_copy_with_the_same_frozen_encoder_has_its_features(monkeypatch):
+    policy = PolicyModule(build_small_vlm(seed=0))
+    assert not FrozenCopy().build(policy).bundle.images.frozen
+    policy.freeze_vision()
+    reference = FrozenCopy().build(policy)
+    calls = count_encoded(policy.bundle, monkeypatch)
+    (image,) = images((32, 32))
+    features = [module.bundle.images.encode([image]) for module in (policy, reference)]
+    assert calls == [1] and torch.equal(features[0].tokens, features[1].tokens)
 
 
 def test_a_trained_encoder_sees_an_image_anew(monkeypatch):

@@ -6,6 +6,7 @@ import filecmp
 
 import pytest
 import torch
+from small_runs import SMALL
 
 # the rate does not depend on the number of iterations
 CONSTANT_RATE = "learning_rate_end=1.0"
@@ -52,3 +53,20 @@ def test_a_run_without_a_critic_starts_from_a_checkpoint_with_one(job, first):
     policy = {name: value for name, value in first.weights.items() if name.startswith("policy.")}
     assert second.weights.keys() == policy.keys()
     assert all(torch.equal(second.weights[name], value) for name, value in policy.items())
+
+
+@pytest.mark.slow
+def test_a_frozen_encoder_is_that_of_the_warm_start_and_in_checkpoints(job):
+    settings = ("env=frozenlake_visual", *SMALL[1:], CONSTANT_RATE, "update.freeze_vision=true")
+    run, reference = job(), job()
+    run.run("trainer.max_epochs=1", settings=settings)
+    learned = torch.load(run.folder / "warm_start.pt")["module"]
+    changed = {
+        name for name, weight in learned.items() if not torch.equal(run.weights[name], weight)
+    }
+    encoder = {name for name in learned if ".vision." in name or ".projector." in name}
+    assert encoder and changed == learned.keys() - encoder
+
+    run.run("trainer.max_epochs=2", "ckpt_path=last", settings=settings)
+    reference.run("trainer.max_epochs=2", settings=settings)
+    assert not run.differs_from(reference)

@@ -196,9 +196,19 @@ def test_features_of_a_frozen_encoder_are_planned(tmp_path):
     bundle = build_bundle(cfg)
     (image,) = plan.workload.images
     bundle.images.encode([image])
-    (features,) = bundle.images._held.values()
+    (features,) = bundle.images.held.by_key.values()
     expected = 3 * plan.workload.all_images * features.tokens.nbytes
     assert {phase.parts["held images"] for phase in plan.phases} == {expected}
+
+
+def test_a_warm_start_trains_the_encoder_that_is_frozen_after_it():
+    plans = {
+        frozen: plan_memory(composed("env=frozenlake_visual", f"update.freeze_vision={frozen}"))
+        for frozen in (False, True)
+    }
+    first, last = ({phase.name: phase.parts for phase in plan.phases} for plan in plans.values())
+    assert first["warm start"]["activations"] == last["warm start"]["activations"]
+    assert first["update"]["held images"] == 0 < last["update"]["held images"]
 
 
 @pytest.mark.slow
