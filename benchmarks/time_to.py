@@ -1,0 +1,237 @@
+"""Time whole runs of the main job: seconds and iterations to a success, and the seconds of each phase.
+
+Run `python benchmarks/time_to.py`: five seeds of `python -m ragen_pl.fit env=frozenlake_visual`, one after the other.
+`--every 5` validates every five iterations for finer figures. Validations are outside the clock of `seconds to`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.modules.agent import AgentModule
+
+TARGETS = (0.90, 0.95, 0.97)
+PHASES = (
+    "start",
+    "demonstrations",
+    "warm start",
+    "rollout",
+    "scoring",
+    "update",
+    "validation",
+    "summary",
+)
+
+
+class Clock(RolloutCallback):
+    """Write the time of each event of a run as a line of JSON.
+
+    Args:
+        file: File that the lines are appended to.
+    """
+
+    in_warm_start = True
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self._note("built")
+
+    def _note(self, event: str, **values: float) -> None:
+        with Path(self.file).open("a") as lines:
+            lines.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the beginning of the warm start, or time the scoring of each iteration."""
+        if not isinstance(pl_module, AgentModule):
+            self._note("warm start")
+            return
+        prepare = pl_module.prepare
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._note("scoring")
+            prepared = prepare(*args, **kwargs)
+            self._note("scored")
+            return prepared
+
+        pl_module.prepare = timed  # type: ignore[method-assign]
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the end of the warm start, or of reinforcement learning."""
+        self._note("learned" if isinstance(pl_module, AgentModule) else "warm started")
+
+    def on_rollout_start(self, *_: Any) -> None:
+        """Note the beginning of a rollout."""
+        self._note("rollout")
+
+    def on_rollout_end(self, *_: Any) -> None:
+        """Note the end of a rollout."""
+        self._note("played")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the beginning of an update."""
+        if isinstance(pl_module, AgentModule):
+            self._note("update")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the end of an iteration."""
+        if isinstance(pl_module, AgentModule):
+            self._note("updated")
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Note the beginning of a validation."""
+        self._note("validation")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the end of a validation and its success."""
+        success = float(trainer.callback_metrics["val/success"])
+        self._note("validated", success=success, iteration=trainer.current_epoch + 1)
+
+
+# the event that ends what another one began
+ENDS = {
+    "warm start": "warm started",
+    "rollout": "played",
+    "scoring": "scored",
+    "update": "updated",
+    "validation": "validated",
+}
+
+
+@dataclass
+class Timed:
+    """Seconds of a run by phase.
+
+    Attributes:
+        total: Seconds from the start of the process to its end.
+        seconds: Seconds by phase.
+        reached: Seconds without validations and iterations to each target that was reached.
+        metrics: The run's last metrics.
+    """
+
+    total: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    reached: dict[float, tuple[float, int]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def timed_run(overrides: list[str], *, seed: int) -> Timed:
+    """Run the job of a seed and return its times."""
+    with tempfile.TemporaryDirectory() as folder:
+        events, run = Path(folder) / "events", Path(folder) / "run"
+        command = [
+            *(sys.executable, "-m", "ragen_pl.fit", "env=frozenlake_visual", f"seed={seed}", f"paths.run_dir={run}"),
+            *(f"paths.root={folder}", "+callbacks.clock._target_=time_to.Clock", f"+callbacks.clock.file={events}"),
+            *overrides,
+        ]  # fmt: skip
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        began = time.time()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        ended = time.time()
+        if done.returncode:
+            raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+        lines = [json.loads(line) for line in events.read_text().splitlines()]
+        metrics = json.loads((run / "metrics.json").read_text())
+    result = analysed(lines, began=began, ended=ended)
+    result.metrics = metrics
+    return result
+
+
+def analysed(lines: list[dict[str, Any]], *, began: float, ended: float) -> Timed:
+    """Return the times of a run from its events.
+
+    Args:
+        lines: Events in order.
+        began: Time of the start of the process.
+        ended: Time of its end.
+    """
+    result = Timed(ended - began, dict.fromkeys(PHASES, 0.0))
+    first = next(
+        n
+        for n, line in enumerate(lines)
+        if line["event"] in ("warm start", "rollout", "validation")
+    )
+    built = lines[first - 1]["time"]
+    result.seconds["start"] = built - began
+    result.seconds["demonstrations"] = lines[first]["time"] - built
+    open_since: dict[str, float] = {}
+    for line in lines[first:]:
+        event, now = line["event"], line["time"]
+        open_since[event] = now
+        for phase, end in ENDS.items():
+            if event == end:
+                result.seconds[phase] += now - open_since[phase]
+        if event == "validated":
+            elapsed = now - began - result.seconds["validation"]
+            for target in TARGETS:
+                if line["success"] >= target and target not in result.reached:
+                    result.reached[target] = (elapsed, int(line["iteration"]))
+    # scoring is a part of the rollout phase
+    result.seconds["rollout"] -= result.seconds["scoring"]
+    result.seconds["summary"] = ended - open_since["learned"]
+    return result
+
+
+def row(name: str, values: list[float], *, digits: int = 1) -> str:
+    """Return a row of a table: mean, and the values of all seeds."""
+    mean = statistics.fmean(values)
+    return (
+        f"| {name} | {mean:.{digits}f} | "
+        + " | ".join(f"{value:.{digits}f}" for value in values)
+        + " |"
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--every", type=int, help="validate every so many iterations")
+    parser.add_argument(
+        "overrides", nargs="*", help="config overrides, such as trainer.max_epochs=200"
+    )
+    args = parser.parse_args()
+    every = [] if args.every is None else [f"trainer.check_val_every_n_epoch={args.every}"]
+    runs = [timed_run([*every, *args.overrides], seed=seed) for seed in args.seeds]
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+    )
+    print("| | mean | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " |")
+    print("|---|" + "---|" * (1 + len(runs)))
+    print(row("success", [run.metrics["val/success"] for run in runs], digits=3))
+    print(
+        row(
+            "success, blank images", [run.metrics["blank_images/success"] for run in runs], digits=3
+        )
+    )
+    print(row("total, s", [run.total for run in runs]))
+    for target in TARGETS:
+        cells = [
+            f"{run.reached[target][0]:.0f} ({run.reached[target][1]})"
+            if target in run.reached
+            else "-"
+            for run in runs
+        ]
+        print(f"| seconds (iterations) to {target:.2f} | | " + " | ".join(cells) + " |")
+    for phase in PHASES:
+        print(row(f"{phase}, s", [run.seconds[phase] for run in runs]))
+    rest = [run.total - sum(run.seconds.values()) for run in runs]
+    print(row("other, s", rest))
+
+
+if __name__ == "__main__":
+    main()
