@@ -399,7 +399,7 @@ def test_a_dead_servers_requests_go_to_the_others(start, connect, caplog) -> Non
     assert len(alive.asked) == 8
     engine.load_weights(1)
     assert sampled(engine) == expected()
-    assert f"{dead.url} is lost" in caplog.text
+    wait(lambda: f"{dead.url} is lost" in caplog.text)
 
 
 def test_a_restarted_server_is_taken_back_with_the_weights(start, connect) -> None:
@@ -469,7 +469,7 @@ def test_all_servers_may_come_back(start, connect) -> None:
     engine = connect(server, timeout_s=600.0)
     server.die()
     engine.submit(requests(), keep=True)
-    wait(lambda: engine.resent == 8)
+    wait(lambda: engine.resent > 0)
     again = start(port=server.server_port)
     assert collected(engine, 8) == expected()
     assert again.pushes == 1
