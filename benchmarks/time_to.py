@@ -86,10 +86,12 @@ class Clock(RolloutCallback):
         if isinstance(pl_module, AgentModule):
             self._note("update")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the end of an iteration."""
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Note the end of a step of an update."""
         if isinstance(pl_module, AgentModule):
-            self._note("updated")
+            self._note("stepped")
 
     def on_validation_start(self, *_: Any) -> None:
         """Note the beginning of a validation."""
@@ -106,7 +108,6 @@ ENDS = {
     "warm start": "warm started",
     "rollout": "played",
     "scoring": "scored",
-    "update": "updated",
     "validation": "validated",
 }
 
@@ -175,6 +176,9 @@ def analysed(lines: list[dict[str, Any]], *, began: float, ended: float) -> Time
         for phase, end in ENDS.items():
             if event == end:
                 result.seconds[phase] += now - open_since[phase]
+        if event == "stepped":
+            result.seconds["update"] += now - open_since["update"]
+            open_since["update"] = now
         if event == "validated":
             elapsed = now - began - result.seconds["validation"]
             for target in TARGETS:
