@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from timing import Stopwatch
 
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
@@ -47,67 +48,59 @@ class Clock(RolloutCallback):
     in_warm_start = True
 
     def __init__(self, file: str) -> None:
-        self.file = file
-        self._note("built")
+        self.file, self.watch = file, Stopwatch(time.perf_counter)
+        self._record("built")
 
-    def _note(self, event: str, **values: float) -> None:
+    def _record(self, event: str, **values: float) -> None:
         with Path(self.file).open("a") as lines:
             lines.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the beginning of the warm start, or time the scoring of each iteration."""
+        """Record the start of the warm start, or time the scoring of each iteration."""
         if not isinstance(pl_module, AgentModule):
-            self._note("warm start")
+            self._record("warm start")
             return
-        prepare = pl_module.prepare
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._note("scoring")
-            prepared = prepare(*args, **kwargs)
-            self._note("scored")
-            return prepared
-
-        pl_module.prepare = timed  # type: ignore[method-assign]
+        self.watch.wrap(pl_module, "prepare", part="scoring")
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the end of the warm start, or of reinforcement learning."""
-        self._note("learned" if isinstance(pl_module, AgentModule) else "warm started")
+        """Record the end of the warm start, or of reinforcement learning."""
+        event = "learned" if isinstance(pl_module, AgentModule) else "warm started"
+        self._record(event, **self.watch.take())
 
     def on_rollout_start(self, *_: Any) -> None:
-        """Note the beginning of a rollout."""
-        self._note("rollout")
+        """Record the start of a rollout."""
+        self._record("rollout")
 
     def on_rollout_end(self, *_: Any) -> None:
-        """Note the end of a rollout."""
-        self._note("played")
+        """Record the end of a rollout."""
+        self._record("played")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the beginning of an update."""
+        """Record the start of an update."""
         if isinstance(pl_module, AgentModule):
-            self._note("update")
+            self._record("update")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Note the end of a step of an update."""
+        """Record the end of a step of an update."""
         if isinstance(pl_module, AgentModule):
-            self._note("stepped")
+            self._record("stepped")
 
     def on_validation_start(self, *_: Any) -> None:
-        """Note the beginning of a validation."""
-        self._note("validation")
+        """Record the start of a validation."""
+        self._record("validation")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the end of a validation and its success."""
+        """Record the end of a validation and its success."""
         success = float(trainer.callback_metrics["val/success"])
-        self._note("validated", success=success, iteration=trainer.current_epoch + 1)
+        self._record("validated", success=success, iteration=trainer.current_epoch + 1)
 
 
 # the event that ends what another one began
 ENDS = {
     "warm start": "warm started",
     "rollout": "played",
-    "scoring": "scored",
     "validation": "validated",
 }
 
@@ -179,6 +172,8 @@ def analysed(lines: list[dict[str, Any]], *, began: float, ended: float) -> Time
         if event == "stepped":
             result.seconds["update"] += now - open_since["update"]
             open_since["update"] = now
+        if event == "learned":
+            result.seconds["scoring"] = line["scoring"]
         if event == "validated":
             elapsed = now - began - result.seconds["validation"]
             for target in TARGETS:

@@ -319,7 +319,6 @@ def count_encoder(agent: AgentModule, workload: Workload) -> CountedEncoder:
         image=two - one,
         most=encoder.images_per_call(image),
         features=size,
-        frozen=encoder.frozen,
     )
 
 

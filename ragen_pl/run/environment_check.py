@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -277,7 +276,6 @@ class _Check:
 
     def _played(self, seed: int, memory: list[int | None]) -> list[_Moment]:
         """Return what the beginning of a random episode shows, and append the memory in use before it."""
-        gc.collect()
         memory.append(used_memory())
         slot, rng = self._reset(seed), np.random.default_rng(seed)
         assert slot.observation is not None

@@ -67,7 +67,8 @@ def free_host_memory() -> int | None:
 
 
 def used_memory() -> int | None:
-    """Return the bytes of memory that this process has in use; None where the system does not tell."""
+    """Return the bytes that this process has in use after a garbage collection; None where the system does not tell."""
+    gc.collect()
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -218,6 +218,9 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
                 "rollout", cfg, workload, lambda: count_rollout(agent, workload, in_place=in_place)
             )
             encoder = counts.get("encoder", cfg, workload, lambda: count_encoder(agent, workload))
+            # no part of the count: plans with and without it share that
+            images = agent.policy.bundle.images
+            encoder = replace(encoder, frozen=images is not None and images.frozen)
     weights = list(agent.policy.parameters())
     return MemoryPlan(
         phases=plan_phases(cfg, agent, workload, update, rollout, encoder),

@@ -202,8 +202,11 @@ def test_features_of_a_frozen_encoder_are_planned(tmp_path):
 
 
 def test_a_warm_start_trains_the_encoder_that_is_frozen_after_it():
+    counts = Counts()
     plans = {
-        frozen: plan_memory(composed("env=frozenlake_visual", f"update.freeze_vision={frozen}"))
+        frozen: plan_memory(
+            composed("env=frozenlake_visual", f"update.freeze_vision={frozen}"), counts
+        )
         for frozen in (False, True)
     }
     first, last = ({phase.name: phase.parts for phase in plan.phases} for plan in plans.values())
