@@ -47,6 +47,8 @@ class ModelFacts:
     """Whether all tokens of a prompt, or a prefix of it, attend to each other both ways, as in PaliGemma."""
     takes_features: bool = True
     """Whether the model takes encoded images."""
+    reads_end: bool = False
+    """Whether the decoder computes the states from a position `first_read` on only, if asked to."""
     keeps_logits: bool = False
     """Whether the model's forward computes the logits of the last tokens only, if asked to."""
     vision_arguments: frozenset[str] = frozenset()
@@ -98,6 +100,7 @@ class ModelFacts:
             bidirectional_layers=_bidirectional_layers(model, text),
             attends_both_ways=getattr(text, "use_bidirectional_attention", None) is True,
             takes_features="mm_encoder_outputs" in arguments,
+            reads_end="first_read" in arguments,
             keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
             vision_arguments=frozenset(
                 () if encode is None else inspect.signature(encode).parameters

@@ -63,9 +63,9 @@ class DecoderInputs:
 
 
 def run_decoder(
-    bundle: ModelBundle, inputs: DecoderInputs, *, cache: Cache | None = None
+    bundle: ModelBundle, inputs: DecoderInputs, *, cache: Cache | None = None, first: int = 0
 ) -> Tensor:
-    """Return the decoder's last hidden states, `[rows, time, hidden]`.
+    """Return the decoder's last hidden states, `[rows, time - first, hidden]`.
 
     The model's own forward places the image features, adds those of deeper layers and masks its layers.
 
@@ -73,9 +73,10 @@ def run_decoder(
         bundle: Model.
         inputs: Inputs of this call.
         cache: Keys and values of earlier positions; those of this call are appended.
+        first: First position whose state is read. Models with `ModelFacts.reads_end` compute no others.
     """
     facts, features = bundle.facts, inputs.features
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"first_read": first} if facts.reads_end else {}
     if features is not None:
         assert bundle.images is not None
         arguments["mm_encoder_outputs"] = bundle.images.outputs(features)
@@ -89,7 +90,7 @@ def run_decoder(
         use_cache=cache is not None,
         **arguments,
     ).last_hidden_state
-    return states
+    return states if facts.reads_end else states[:, first:]
 
 
 def _as_model_reads(mask: Mask | None, bundle: ModelBundle) -> Mask | None:

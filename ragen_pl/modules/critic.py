@@ -28,7 +28,7 @@ from ragen_pl.modules.forward import (
 )
 from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
 from ragen_pl.modules.sharding import is_sharded, shard
-from ragen_pl.optimizers import OptimizerFactory, build_optimizer
+from ragen_pl.optimizers import OptimizerFactory, build_optimizer, module_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -130,7 +130,7 @@ class CriticModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a critic that is trained alone."""
         factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
-        return build_optimizer(factory, [{"params": self.parameters(), "name": "critic"}])
+        return build_optimizer(factory, module_groups(self, "critic"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,12 @@ class LastValueReadout:
         result = torch.zeros(len(samples), device=samples.input_ids.device)
         shared = shared_images(bundle, samples, images, microbatches)
         for rows in microbatches:
-            hidden = run_decoder(bundle, sample_inputs(bundle, samples, shared, rows))
-            last = torch.arange(len(rows), device=hidden.device), samples.length[rows] - 1
+            last_columns = samples.length[rows] - 1
+            first = int(last_columns.min())
+            hidden = run_decoder(
+                bundle, sample_inputs(bundle, samples, shared, rows), first=first
+            )
+            last = torch.arange(len(rows), device=hidden.device), last_columns - first
             result[rows] = self.critic.read(hidden[last])
         return result
 

@@ -117,10 +117,12 @@ def sampled_states(
     """
     shared = shared_images(bundle, samples, images, microbatches)
     for rows in microbatches:
-        hidden = run_decoder(bundle, sample_inputs(bundle, samples, shared, rows))
-        sampled = samples.turn[rows, : hidden.shape[1]] >= 0
+        inputs = sample_inputs(bundle, samples, shared, rows)
+        sampled = samples.turn[rows, : inputs.ids.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
-        yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1])
+        first = int(columns.min()) - 1 if len(columns) else 0
+        hidden = run_decoder(bundle, inputs, first=first)
+        yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1 - first])
 
 
 class Head(Protocol):

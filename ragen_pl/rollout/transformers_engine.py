@@ -268,7 +268,8 @@ class TransformersEngine:
 
     def _last_states(self, cache: InPlaceCache | StateCache, inputs: DecoderInputs) -> Tensor:
         """Append inputs to the cache; return the decoder's states at their last column, `[rows, hidden]`."""
-        return run_decoder(self.bundle, inputs, cache=cache)[:, -1]
+        last = inputs.ids.shape[1] - 1
+        return run_decoder(self.bundle, inputs, cache=cache, first=last)[:, 0]
 
     def _decode(
         self,

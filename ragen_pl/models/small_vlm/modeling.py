@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
@@ -14,6 +14,7 @@ from transformers.modeling_outputs import (
 )
 
 from ragen_pl.models.small_vlm.configuration import SmallVLMConfig
+from ragen_pl.models.small_vlm.decoder import SmallDecoder
 
 
 class SmallVLMPreTrainedModel(PreTrainedModel):
@@ -25,7 +26,7 @@ class SmallVLMPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _no_split_modules = ["Qwen2DecoderLayer"]  # noqa: RUF012 - transformers' own convention
+    _no_split_modules = ["Qwen2DecoderLayer", "LastLayer"]  # noqa: RUF012 - transformers' own convention
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the encoder's and the projector's weights by torch's defaults; the decoder draws its own.
@@ -50,7 +51,7 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         self.projector = nn.Sequential(
             nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden)
         )
-        self.language_model = AutoModel.from_config(config.text_config)
+        self.language_model = SmallDecoder._from_config(config.text_config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -86,12 +87,13 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
         pixel_values: Tensor | None = None,
         use_cache: bool | None = None,
         mm_encoder_outputs: Mapping[str, Any] | None = None,
+        first_read: int = 0,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the decoder's states; features of images replace the image tokens.
 
         The images are `pixel_values`, or encoded ones: the `image` of `mm_encoder_outputs`, an output of
-        `get_image_features`.
+        `get_image_features`. The states are those of the positions from `first_read` on.
         """
         if inputs_embeds is None:
             if input_ids is None:
@@ -108,6 +110,7 @@ class SmallVLMModel(SmallVLMPreTrainedModel):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            first_read=first_read,
             **kwargs,
         )
 
