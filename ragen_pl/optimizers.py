@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ragen_pl.distributed import world_size
+from ragen_pl.muon import HIDDEN, MuonAdamW, hidden_matrices
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 ParameterGroup = dict[str, Any]
@@ -166,11 +167,16 @@ def parameter_groups(
         critic: Critic, None for a policy alone.
         critic_learning_rate: The critic's learning rate; None for the optimizer's.
     """
-    groups: list[ParameterGroup] = [{"params": policy.parameters(), "name": "policy"}]
+    groups = module_groups(policy, "policy")
     if critic is not None:
         rate = {} if critic_learning_rate is None else {"lr": critic_learning_rate}
-        groups.append({"params": critic.parameters(), "name": "critic", **rate})
+        groups += [group | rate for group in module_groups(critic, "critic")]
     return groups
+
+
+def module_groups(module: nn.Module, name: str) -> list[ParameterGroup]:
+    """Return a module's parameters as one group of this name, with its hidden matrices as `HIDDEN`."""
+    return [{"params": module.parameters(), "name": name, HIDDEN: hidden_matrices(module)}]
 
 
 def build_optimizer(
@@ -184,7 +190,8 @@ def build_optimizer(
 
     Args:
         optimizer: Builds the optimizer that the config names.
-        groups: Parameter groups, each with a `name`; frozen parameters are left out.
+        groups: Parameter groups, each with a `name`, and those of `module_groups` with their hidden matrices; frozen
+            parameters are left out.
         master_weights: Keep float32 copies of weights in bfloat16 or float16.
         decay_vectors: Apply a weight decay to norms and biases too. Otherwise they become a group of their own, of the
             same name.
@@ -192,10 +199,14 @@ def build_optimizer(
     Raises:
         ValueError: Weights in float16 are to be trained.
     """
-    groups = [
-        {**group, "params": [weight for weight in group["params"] if weight.requires_grad]}
-        for group in groups
-    ]
+    hidden: set[Tensor] = set()
+    trained: list[ParameterGroup] = []
+    for group in groups:
+        hidden |= group.get(HIDDEN, set())
+        weights = [weight for weight in group["params"] if weight.requires_grad]
+        settings = {key: value for key, value in group.items() if key != HIDDEN}
+        trained.append({**settings, "params": weights})
+    groups = trained
     weights = [weight for group in groups for weight in group["params"]]
     if any(weight.dtype is torch.float16 for weight in weights):
         raise ValueError(
@@ -205,6 +216,8 @@ def build_optimizer(
     probe = optimizer([nn.Parameter(torch.zeros(1))])
     if probe.defaults.get("weight_decay") and not decay_vectors:
         groups = [part for group in groups for part in _split(group)]
+    if isinstance(probe, MuonAdamW):
+        groups = [part for group in groups for part in _split_hidden(group, hidden)]
     low = any(weight.dtype in LOW_PRECISION for weight in weights)
     return MasterWeights(groups, optimizer) if low and master_weights else optimizer(groups)
 
@@ -214,6 +227,15 @@ def _split(group: ParameterGroup) -> list[ParameterGroup]:
     matrices = [weight for weight in group["params"] if weight.ndim > 1]
     vectors = [weight for weight in group["params"] if weight.ndim <= 1]
     parts = [{**group, "params": matrices}, {**group, "params": vectors, "weight_decay": 0.0}]
+    return [part for part in parts if part["params"]]
+
+
+def _split_hidden(group: ParameterGroup, hidden: set[Tensor]) -> list[ParameterGroup]:
+    """Return a group's hidden matrices, and its other weights."""
+    parts = [
+        {**group, "params": [w for w in group["params"] if (w in hidden) is inside], HIDDEN: inside}
+        for inside in (True, False)
+    ]
     return [part for part in parts if part["params"]]
 
 

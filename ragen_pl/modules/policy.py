@@ -30,7 +30,7 @@ from ragen_pl.modules.forward import (
     tokens_per_chunk,
 )
 from ragen_pl.modules.sharding import is_sharded, shard
-from ragen_pl.optimizers import OptimizerFactory, build_optimizer
+from ragen_pl.optimizers import OptimizerFactory, build_optimizer, module_groups
 from ragen_pl.trajectory import Span
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class PolicyModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a policy that is trained alone."""
         factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
-        return build_optimizer(factory, [{"params": self.parameters(), "name": "policy"}])
+        return build_optimizer(factory, module_groups(self, "policy"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,97 @@
+"""Muon for hidden matrices beside AdamW for the other weights, as one optimizer.
+
+Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest semi-orthogonal matrix, so that a step changes
+all its directions alike. With the scale of Liu et al. (2025, Muon is Scalable for LLM Training, section 2.2) a step is
+as large as one of AdamW, and both share a learning rate. Embeddings, heads, norms, biases and convolutions keep AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Muon, Optimizer
+
+HIDDEN = "hidden"
+"""Key of a parameter group: whether its weights are hidden matrices, see `hidden_matrices`."""
+
+
+class MuonAdamW(Optimizer):
+    """Muon on the groups of hidden matrices, AdamW on the others.
+
+    Args:
+        params: Parameter groups, of which those with `hidden: True` hold hidden matrices only.
+        lr: Learning rate of both.
+        momentum: Momentum of Muon, with Nesterov's rule.
+        betas: Coefficients of AdamW's running means.
+        eps: Term in AdamW's denominator.
+        weight_decay: Decoupled weight decay of both.
+
+    Raises:
+        ValueError: A hidden matrix is sharded, or a hidden weight is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        groups = [part if isinstance(part, dict) else {"params": [part]} for part in params]
+        groups = [{HIDDEN: False, **group, "params": list(group["params"])} for group in groups]
+        hidden = [group for group in groups if group[HIDDEN]]
+        others = [group for group in groups if not group[HIDDEN]]
+        if any(isinstance(weight, DTensor) for group in hidden for weight in group["params"]):
+            raise ValueError(
+                "optimizer._target_=ragen_pl.muon.MuonAdamW: Muon needs whole matrices, and these are sharded; set "
+                "optimizer._target_=torch.optim.AdamW"
+            )
+        self._inner: dict[bool, Optimizer] = {}
+        if hidden:
+            self._inner[True] = Muon(
+                hidden,
+                lr=lr,
+                momentum=momentum,
+                weight_decay=weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        if others:
+            self._inner[False] = AdamW(
+                others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+            )
+        settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
+        joined = [group for inner in self._inner.values() for group in inner.param_groups]
+        super().__init__(joined, settings | {"weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all weights; return the closure's result."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for hidden, inner in self._inner.items():
+            # a loaded state dict has replaced both
+            inner.param_groups = [group for group in self.param_groups if group[HIDDEN] is hidden]
+            inner.state = self.state
+            inner.step()
+        return loss
+
+
+def hidden_matrices(module: nn.Module) -> set[Tensor]:
+    """Return the weights of a module's linear layers, without those of embeddings and of heads.
+
+    A head has as many outputs as the vocabulary, or one.
+    """
+    embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    vocabularies = {len(weight) for weight in embeddings}
+    linear = {part.weight for part in module.modules() if isinstance(part, nn.Linear)}
+    heads = {weight for weight in linear if len(weight) == 1 or len(weight) in vocabularies}
+    return linear - heads - set(embeddings)

@@ -1,0 +1,99 @@
+"""Muon for hidden matrices beside AdamW."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ragen_pl.models.build import build_small_vlm
+from ragen_pl.muon import MuonAdamW, hidden_matrices
+from ragen_pl.optimizers import build_optimizer, module_groups, schedule_by_iteration
+
+MUON = partial(MuonAdamW, lr=1e-2)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+
+
+def steps(module: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed)
+        for weight in module.parameters():
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_hidden_matrices_are_those_between_embedding_and_head() -> None:
+    module = network()
+    assert hidden_matrices(module) == {module[1].weight}
+
+
+def test_hidden_matrices_of_the_small_model_leave_out_the_tied_embedding() -> None:
+    model = build_small_vlm(seed=0).model
+    names = {name for name, weight in model.named_parameters() if weight in hidden_matrices(model)}
+    assert "model.language_model.layers.0.mlp.up_proj.weight" in names
+    assert "model.vision.blocks.0.attn.qkv.weight" in names
+    assert not any("embed_tokens" in name or "norm" in name or "bias" in name for name in names)
+
+
+def test_a_hidden_matrix_takes_a_semi_orthogonal_step_and_others_that_of_adamw() -> None:
+    module = network()
+    before, adamw = copy.deepcopy(module), copy.deepcopy(module)
+    steps(module, build_optimizer(MUON, module_groups(module, "policy")), range(1))
+    steps(adamw, torch.optim.AdamW(adamw.parameters(), lr=1e-2, weight_decay=0.0), range(1))
+
+    step = (module[1].weight - before[1].weight).detach() / (1e-2 * 0.2 * 16**0.5)
+    # five Newton-Schulz steps bring each singular value near 1
+    assert torch.linalg.svdvals(step).sub(1).abs().max() < 0.4
+    for number in (0, 2, 3):
+        for ours, other in zip(
+            module[number].parameters(), adamw[number].parameters(), strict=True
+        ):
+            torch.testing.assert_close(ours, other)
+
+
+def test_a_loaded_state_goes_on_as_if_it_had_never_stopped() -> None:
+    whole = network()
+    steps(whole, build_optimizer(MUON, module_groups(whole, "policy")), range(4))
+
+    stopped = network()
+    first = build_optimizer(MUON, module_groups(stopped, "policy"))
+    steps(stopped, first, range(2))
+    resumed = build_optimizer(MUON, module_groups(stopped, "policy"))
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    steps(stopped, resumed, range(2, 4))
+    for ours, other in zip(stopped.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_a_schedule_reaches_both_parts() -> None:
+    module = network()
+    optimizer = build_optimizer(MUON, module_groups(module, "policy"))
+    schedule = schedule_by_iteration(optimizer, iterations=1, warm_up=0, end=0.0)
+    steps(module, optimizer, range(1))
+    schedule.step()
+    before = copy.deepcopy(module)
+    steps(module, optimizer, range(1, 2))
+    for ours, other in zip(module.parameters(), before.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_weights_in_bfloat16_are_stepped_as_float32_copies() -> None:
+    module = network().bfloat16()
+    optimizer = build_optimizer(MUON, module_groups(module, "policy"))
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight, dtype=weight.grad_dtype)
+    optimizer.step()
+    assert all(optimizer.state[weight]["master"].dtype is torch.float32 for weight in module.parameters())
+
+
+def test_a_group_of_vectors_is_no_hidden_group() -> None:
+    with pytest.raises(ValueError, match="2D"):
+        MuonAdamW([{"params": [nn.Parameter(torch.zeros(3))], "hidden": True}])
