@@ -47,7 +47,7 @@ class Side:
     def close(self) -> None:
         """End the process."""
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
 
 
 class Meter:
