@@ -19,8 +19,11 @@ environments and prompts, which cost the same on both sides, and with TRL's gene
 - TRL draws other random numbers, so the responses differ. The second table has the sampled tokens and turns of both.
 - TRL takes the log-probabilities of the policy that sampled from the update, or from another forward pass where a
   rollout has several optimizer steps. Here they are the engine's.
+- Our `rollout` in the table ends with the advantages, TRL's with the episodes.
 - Each side computes its own metrics. Logging, checkpoints and validation are off.
 """
+
+# not named trl.py, which the scripts of this folder would import in place of the package
 
 from __future__ import annotations
 
