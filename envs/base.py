@@ -64,6 +64,10 @@ class Environment(gymnasium.Env[Observation, Any]):
     instructions: str = ""
     """Rules of the environment in full sentences."""
 
+    frequent_words: ClassVar[tuple[str, ...]] = ()
+    """Frequent words of observations, descriptions and answers; each is a token of the small models, the longest that
+    fits. Saved models depend on the words and their order."""
+
     def __init__(self, *, render_mode: str | None = None) -> None:
         modes = self.metadata["render_modes"]
         if render_mode is not None and render_mode not in modes:

@@ -49,6 +49,7 @@ class Blackjack(Environment):
     """
 
     action_names = ("Hit", "Stand")
+    frequent_words = ("you", "hard", "soft", "dealer", "ace", "of", "lose", *action_names)
     instructions = (
         "You play blackjack. Cards count their number, pictures 10, an ace 11 or 1. You hold the sum of your cards; "
         "it is soft while an ace in it counts 11. Hit draws a card, above 21 you lose. Stand ends your hand: then the "

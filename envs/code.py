@@ -64,6 +64,15 @@ class Code(Environment):
         "out of reach."
     )
 
+    frequent_words = (
+        "def f(x):", "\n x = ", "\n return x", ", then", "steps", "step", "number", "list", "text", "add", "subtract",
+        "multiply by", "divide by", "remainder by", "at least", "at most", "square", "negate", "absolute", "sorted(x)",
+        "sort", "reverse", "drop", "keep even", "keep", "to each", "sum(x)", "sum", "count", "largest or 0",
+        "upper case", "repeat", "times", "max(x, ", "min(x, ", "abs(x)", "x * x", "x[::-1]", "[n + ", " for n in x]",
+        "[n for n in x if n % 2 == 0]", "len(x)", "max(x, default=0)", "x.upper()", '"".join(sorted(x))',
+        "a hidden test fails", "error",
+    )  # fmt: skip
+
     @checked_arguments
     def __init__(
         self,

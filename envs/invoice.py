@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Interval
 
 from envs.base import Probability, Reward, checked_arguments
-from envs.tools import ToolEnvironment, call_text, tool
+from envs.tools import CALL_WORDS, ToolEnvironment, call_text, tool
 
 ITEMS = ("lamp", "desk", "chair", "book", "shirt", "cable")
 FIELDS = ("count", "price", "sum", "item")
@@ -76,6 +76,11 @@ class Invoice(ToolEnvironment):
         "sum or item) and the right value; an item that was not ordered has no right value. The reason may name "
         "no other item, field or number."
     )
+
+    frequent_words = (
+        *CALL_WORDS, "open", "document", *DOCUMENTS, "decide", "verdict", "accept", "refuse", "reason",
+        "check the", "lines", "read", "none", *FIELDS, *ITEMS,
+    )  # fmt: skip
 
     @checked_arguments
     def __init__(

@@ -9,8 +9,20 @@ import numpy as np
 from annotated_types import Interval
 
 from envs.base import Probability, checked_arguments
-from envs.tools import ToolEnvironment, ToolError, call_text, tool
-from envs.wiki import AMENDABLE, RELATIONS, Wiki, draw_wiki, words
+from envs.tools import CALL_WORDS, ToolEnvironment, ToolError, call_text, tool
+from envs.wiki import (
+    AMENDABLE,
+    AMOUNTS,
+    CITIES,
+    CLIENTS,
+    PEOPLE,
+    PROJECTS,
+    RELATIONS,
+    TEAMS,
+    Wiki,
+    draw_wiki,
+    words,
+)
 
 # draws of a question until it is, or is not, about a fact that notes have changed
 _DRAWS = 40
@@ -44,6 +56,14 @@ class KnowledgeBase(ToolEnvironment):
         "change what other pages say about budgets and notice; the source is then the page of the notes. A page "
         "counts as a source only if you have read it. You can answer once."
     )
+
+    frequent_words = (
+        *CALL_WORDS, "search", "query", "read", "page", "answer", "text", "source", "question", "unknown",
+        "works in team", "and sits in", "is led by", "and builds", "is for", "its budget is", "Contract with",
+        "contact", "days", "Meeting on", "is now", "all is on time", "no decision", "notes", "Team", "Project",
+        "team", "city", "lead", "project", "client", "budget", "notice", *PEOPLE, *TEAMS, *PROJECTS, *CLIENTS, *CITIES,
+        *(f"p{number}" for number in (*range(10, 13), *range(1, 10))), *AMOUNTS,
+    )  # fmt: skip
 
     @checked_arguments
     def __init__(

@@ -60,6 +60,9 @@ class PocketCube(Environment):
     """
 
     action_names = TURNS
+    frequent_words = (
+        "up", "down", "left", "right", "front", "back", "whole", "U2", "U-", "R2", "R-", "F2", "F-",
+    )  # fmt: skip
     option_names = ("max_turns",)
     instructions = (
         "You have a cube of 2 by 2 by 2 pieces. Make each of its six faces one color. U turns the upper face "

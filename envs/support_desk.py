@@ -140,6 +140,15 @@ class SupportDesk(ToolEnvironment):
         "about sent orders a refund. What the database says is true. Wrong changes cost reward."
     )
 
+    frequent_words = (
+        '{"name": "', '", "arguments": {"', '": "', '", "', '": ', '"}}', "}}", "my", "find", "refunded", "refund",
+        "moved", "move", "say", "item", "order", "amount", "city", "text", "refused", "policy", "until", "day",
+        "Refund", "at most", "No refund of", "No move once sent.", "First ask for the", "Half for used.", "used",
+        "sent", "gifts", "gift", "late", "price", "kind", "code", "fine", "done", "unknown", "error", "paid", "goes to",
+        *ITEMS, *CUSTOMERS, *CITIES, "A1",
+        "10", "15", "20", "25", "30", "35", "40", "45", "50", "60", "70", "80", "90",
+    )  # fmt: skip
+
     @checked_arguments
     def __init__(
         self,

@@ -20,6 +20,9 @@ from envs.base import PRINTABLE, Environment, Observation
 
 Method = TypeVar("Method", bound=Callable[..., Observation])
 _MARK = "_is_tool"
+CALL_WORDS = ('{"name": "', '", "arguments": {"', '": "', '", "', '"}}')
+"""Text of a call between its names and values, for `Environment.frequent_words`."""
+
 # of a call that is quoted in an error
 _QUOTED = 80
 

@@ -110,6 +110,13 @@ class WebShop(ToolEnvironment):
         "see the results again. You can buy once."
     )
 
+    frequent_words = (
+        '{"name": "', '", "arguments": {"', '", "arguments": {}}', '": "', '", "', '"}}', "want", "search", "query",
+        "open", "item", "choose", "option", "value", "back", "buy", "bought", *OPTIONS, "to", "at least", "fits",
+        "nothing", "wrong", "ready", "error", *KINDS, *MATERIALS, *COLORS,
+        *(f"p{number}" for number in (*range(10, 25), *range(1, 10))), *map(str, PRICES), *(f"{n}*" for n in STARS),
+    )  # fmt: skip
+
     @checked_arguments
     def __init__(
         self,

@@ -100,6 +100,10 @@ class Svg(Environment):
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     option_names = ("min_shapes", "max_shapes")
     reward_range = (-0.5, 1.0)
+    frequent_words = (
+        "square", "circle", "red", "lime", "blue", "purple", "match", '<rect x="', '<circle cx="', '" y="',
+        '.5" cy="', '" width="1" height="1" fill="', '.5" r="0.5" fill="', '"/>',
+    )  # fmt: skip
 
     @checked_arguments
     def __init__(

@@ -66,6 +66,11 @@ class MiniGrid(Environment):
     - `actions`: names of the actions that the task needs. `settings`: the task's own arguments.
     """
 
+    frequent_words = (
+        "go to", "the", "a", "red", "green", "blue", "purple", "yellow", "grey", "ball", "box", "key", "ahead", "left",
+        "right", "free", "carrying", "Left", "Right", "Forward", "Pickup", "Drop",
+    )  # fmt: skip
+
     @checked_arguments
     def __init__(
         self,

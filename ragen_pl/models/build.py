@@ -46,7 +46,7 @@ def build_small_vlm(
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
     prompt_format: str = "free_think",
-    words: Sequence[str] = (),
+    words: Sequence[str] | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> ModelBundle:
     """Build the small vision-language model with weights drawn from `seed`.
@@ -56,7 +56,8 @@ def build_small_vlm(
         text: Changes to the decoder's settings (`Qwen2Config`).
         seed: Seed of the weights; the global generators keep their states.
         prompt_format: Format of the responses; its tags besides think and answer become tokens.
-        words: Words that become tokens, with and without a blank before them.
+        words: Words that become tokens, with and without a blank before them; None for none. A run gives those of its
+            environment in place of None.
         dtype: Type of the weights.
     """
     from ragen_pl.models.small_vlm import (
@@ -67,7 +68,7 @@ def build_small_vlm(
     )
     from ragen_pl.models.small_vlm.tokenizer import CHAT_TEMPLATE, IMAGE, load_tokenizer
 
-    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words)
+    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words or ())
     config = SmallVLMConfig(
         vision=dict(vision or {}),
         text_config=_ids(tokenizer) | dict(text or {}),
@@ -88,7 +89,7 @@ def build_small_lm(
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
     prompt_format: str = "free_think",
-    words: Sequence[str] = (),
+    words: Sequence[str] | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Annotated[ModelBundle, TextOnly()]:
     """Build a small language model for text environments.
@@ -100,7 +101,8 @@ def build_small_lm(
         text: Changes to the decoder's settings (`LlamaConfig`).
         seed: Seed of the weights; the global generators keep their states.
         prompt_format: Format of the responses; its tags besides think and answer become tokens.
-        words: Words that become tokens, with and without a blank before them.
+        words: Words that become tokens, with and without a blank before them; None for none. A run gives those of its
+            environment in place of None.
         dtype: Type of the weights.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -108,7 +110,7 @@ def build_small_lm(
     from ragen_pl.models.small_vlm.configuration import TEXT
     from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words)
+    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words or ())
     settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | dict(text or {})
     with _weights_from(seed):
         model = LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype))

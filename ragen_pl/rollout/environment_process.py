@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import gymnasium
 import numpy as np
+
+from ragen_pl.rollout.environment_class import environment_class, is_gymnasium_id
 
 _END_S = 5.0
 _MIB = 1024 * 1024
@@ -42,18 +43,17 @@ def environment_maker(
         ValueError: there is no such environment.
     """
     made: Callable[..., gymnasium.Env[Any, Any]]
-    module, _, name = target.rpartition(".")
     try:
-        if "/" in target or target in gymnasium.registry:
+        if is_gymnasium_id(target):
             made = partial(gymnasium.make, target, disable_env_checker=True)
         else:
-            made = getattr(import_module(module), name)
+            made = environment_class(target)
     except Exception as error:
         raise ValueError(
             f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
             "'envs.frozen_lake.FrozenLake'"
         ) from error
-    if process and module == "__main__":
+    if process and target.rpartition(".")[0] == "__main__":
         raise ValueError(
             f"env.target={target}: another process cannot import it from a notebook or a script; put it into a module, "
             "or set env.process=false"

@@ -25,6 +25,7 @@ from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
+from ragen_pl.rollout.environment_class import frequent_words
 from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.run.environment_check import manager_settings
@@ -73,11 +74,33 @@ def build_validation_set(
     return ValidationSet(HELD_OUT, proxy, episodes=cfg.validation.episodes)
 
 
+def with_words(cfg: DictConfig) -> DictConfig:
+    """Return a config whose `model.build.words` are those of the environment's class where they are null.
+
+    A model without `model.build.words` has a vocabulary of its own, and its config is returned as it is.
+
+    Raises:
+        ConfigError: the class can't be found, or declares something else than texts.
+    """
+    build = cfg.model.build
+    if "words" not in build or build.words is not None:
+        return cfg
+    with config_errors(f"env.target={cfg.env.target}"):
+        words = list(frequent_words(cfg.env.target))
+    changed = OmegaConf.merge(cfg, {"model": {"build": {"words": words}}})
+    assert isinstance(changed, DictConfig)
+    return changed
+
+
 def build_bundle(cfg: DictConfig) -> ModelBundle:
-    """Build or load the model."""
+    """Build or load the model.
+
+    Raises:
+        ConfigError: the environment's class, whose words a small model's tokens are, can't be found.
+    """
     # cuDNN rounds what convolutions of float32 read to 10 bits by default, and with it the patches of images
     torch.backends.cudnn.allow_tf32 = False
-    bundle: ModelBundle = instantiate(cfg.model.build, _convert_="all")
+    bundle: ModelBundle = instantiate(with_words(cfg).model.build, _convert_="all")
     return bundle
 
 
@@ -179,7 +202,7 @@ def build_critic_model(
     if cfg.critic.build is None:
         return build(cfg)
     own = OmegaConf.merge(_shared_with_critic(cfg), cfg.critic.build)
-    bundle = build(OmegaConf.create({"model": {"build": own}}))
+    bundle = build(OmegaConf.create({"env": {"target": cfg.env.target}, "model": {"build": own}}))
     if (difference := policy.input_difference(bundle)) is not None:
         raise ConfigError(
             f"critic.build: {difference}, and the critic reads what the policy has read; give a model of the same "
@@ -192,7 +215,8 @@ def _shared_with_critic(cfg: DictConfig) -> dict[str, Any]:
     """Return what a critic's own model takes over from the policy's where it is loaded in the same way."""
     policy, critic = cfg.model.build, cfg.critic.build
     same = policy._target_ == critic.get("_target_")
-    return {key: policy[key] for key in ("max_tokens", "shows_images") if same and key in policy}
+    shared = ("max_tokens", "shows_images", "prompt_format", "words")
+    return {key: policy[key] for key in shared if same and key in policy}
 
 
 def build_agent(components: RunComponents) -> AgentModule:

@@ -50,6 +50,7 @@ from ragen_pl.run.build import (
     build_warm_start,
     check_optimizer,
     plain,
+    with_words,
 )
 from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.checks import check_space
@@ -99,6 +100,8 @@ class TrainedRun:
 def train(cfg: DictConfig) -> TrainedRun:
     """Run the whole job."""
     start = time.perf_counter()
+    # the folder keeps the words: later commands may use another environment, or a class with other words
+    cfg = with_words(cfg)
     first, launched = ranks.is_first(), is_launched()  # launched by another rank, which has checked
     run = configured_run(cfg)
     opened = open_run(cfg, run) if first else nullcontext()

@@ -77,6 +77,7 @@ class MetaWorld(Environment):
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     action_names = (*MOVES, *_GRIPS)
     reward_range = (0.0, 1.0)
+    frequent_words = ("hand", "target", *_TASKS, "open", "closed", *action_names)
 
     @checked_arguments
     def __init__(

@@ -77,6 +77,12 @@ class MiniWoB(ToolEnvironment):
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     reward_range = (0.0, 1.0)
+    frequent_words = (
+        '{"name": "click", "arguments": {"element": ', '{"name": "type", "arguments": {"element": ',
+        '{"name": "select", "arguments": {"element": ', ', "text": "', ', "option": "', '"}}', "}}", "button", "text",
+        "radio", "password", "select", "checkbox", "label", "subbtn", "Submit", "username", "Select", "Enter", "Click",
+        "set", "none", "on", "off",
+    )  # fmt: skip
     rules = (
         "You see a web page as a picture and as text. The first line of the text says what to do. Each further line is "
         "an element of the page with its number, its kind, its text or name, and its value."

@@ -74,6 +74,7 @@ class MiniWorld(Environment):
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     action_names = ("Left", "Right", "Forward")
     reward_range = (0.0, 1.0)
+    frequent_words = ("box", "left", "right", "ahead", *action_names, "red")
 
     @checked_arguments
     def __init__(

@@ -1,0 +1,169 @@
+"""Frequent words that an environment's class declares are tokens of the small models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.rollout.environment_class import frequent_words
+from ragen_pl.run.build import build_bundle, build_critic, with_words
+from ragen_pl.run.environment_calls import make_environment
+
+# size of the vocabulary and digest of its tokens in the order of their ids, on which saved models depend
+VOCABULARIES = {
+    "babyai": (552, "216903a9d687433a"),
+    "babyai_visual": (552, "216903a9d687433a"),
+    "blackjack": (530, "795fa69c675c6c0b"),
+    "code": (606, "19639d7a9ac44f92"),
+    "invoice_check": (570, "f39745e5b217dba1"),
+    "knowledge_base": (696, "3586055d491f16c8"),
+    "metaworld": (535, "96f0cb1dc3c455c2"),
+    "miniwob": (559, "c42e5df04724717e"),
+    "miniworld": (525, "7ebf89ea4f24500b"),
+    "pocket_cube": (538, "766fcf545f7cf5f8"),
+    "support_desk": (658, "93852f5f0dd09d4d"),
+    "svg": (540, "77a19e2336fa5a1c"),
+    "textarena": (520, "ffaf32f30a70c390"),
+    "web_shop": (669, "a3ecc66c42b3e837"),
+}
+PLAIN = (512, "039f90b254bc2f47")
+SHIPPED = sorted(file.stem for file in (config_dir() / "env").glob("*.yaml"))
+NEEDS_A_LIBRARY = {"metaworld", "miniwob", "miniworld", "textarena"}
+HERE = f"{__name__}.Opposites"
+
+
+class Opposites(gymnasium.Env[Any, Any]):
+    """Environment of another library, with frequent words."""
+
+    frequent_words = ("scorching", "freezing")
+
+
+class Mistaken(Opposites):
+    frequent_words = "scorching"  # type: ignore[assignment]
+
+
+class Blank(Opposites):
+    frequent_words = ("scorching", "")
+
+
+class Wordless(gymnasium.Env[Any, Any]):
+    pass
+
+
+def make_opposites() -> gymnasium.Env[Any, Any]:
+    return Opposites()
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", overrides=list(overrides))
+    check_config(cfg)
+    return cfg
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_ids_of_saved_models_stay_the_same(name: str) -> None:
+    target = [f"env.target={__name__}.Wordless"] if name == "custom" else []
+    url = ["env.kwargs.url=http://localhost:1"] if name == "openenv" else []
+    vocabulary = build_bundle(composed(f"env={name}", *target, *url)).tokenizer.get_vocab()
+    in_order = sorted(vocabulary.items(), key=lambda item: item[1])
+    digest = hashlib.sha256(json.dumps(in_order).encode()).hexdigest()[:16]
+    assert (len(vocabulary), digest) == VOCABULARIES.get(name, PLAIN)
+
+
+@pytest.mark.parametrize("name", sorted(VOCABULARIES.keys() - NEEDS_A_LIBRARY))
+def test_each_frequent_word_occurs(name: str) -> None:
+    """In an observation, a description or an answer of demonstrations, or in the reply to a wrong answer."""
+    cfg = composed(f"env={name}")
+    env: Any = make_environment(cfg.env).unwrapped
+    policy, rng = instantiate(cfg.warm_start.demonstrator), np.random.default_rng(0)
+    missing = set(frequent_words(cfg.env.target))
+
+    def read(text: str | dict[str, Any]) -> None:
+        text = text if isinstance(text, str) else text["text"]
+        missing.difference_update([word for word in missing if word in text])
+
+    for seed in range(400):
+        read(env.reset(seed=seed)[0])
+        for _ in range(cfg.env.max_turns):
+            read(env.describe())
+            action = policy.act(env, rng)
+            read(action if isinstance(action, str) else env.action_names[action])
+            observation, _, terminated, truncated, _ = env.step(action)
+            read(observation)
+            if terminated or truncated:
+                break
+        if not missing:
+            break
+    env.reset(seed=0)
+    read(env.step("nonsense" if isinstance(env.action_space, gymnasium.spaces.Text) else 0)[0])
+    assert not missing
+
+
+def test_a_declared_word_is_one_token() -> None:
+    """So it is in a critic of its own, which reads what the policy has read."""
+    cfg = composed(
+        "env=custom", f"env.target={HERE}", "algorithm.critic=own",
+        "critic.build={_target_: ragen_pl.models.build.build_small_lm, text: {num_hidden_layers: 1}}",
+    )  # fmt: skip
+    bundle = build_bundle(cfg)
+    assert len(bundle.tokenizer("scorching freezing")["input_ids"]) == 2
+    critic = build_critic(cfg, bundle)
+    assert critic is not None and critic.backbone is not None
+
+
+def test_words_of_the_config_replace_those_of_the_class() -> None:
+    cfg = composed("env=custom", f"env.target={HERE}", "+env.words=[scorching]")
+    assert with_words(cfg) is cfg
+    tokenizer = build_bundle(cfg).tokenizer
+    assert len(tokenizer("scorching")["input_ids"]) == 1 < len(tokenizer("freezing")["input_ids"])
+
+
+def test_a_runs_config_holds_the_words() -> None:
+    """A model is read with the tokens that it was trained with, in whatever environment."""
+    trained = OmegaConf.to_container(with_words(composed("env=blackjack")).model, resolve=True)
+    cfg = OmegaConf.merge(composed("env=web_shop"), {"model": trained})
+    assert isinstance(cfg, DictConfig)
+    assert len(build_bundle(cfg).tokenizer) == VOCABULARIES["blackjack"][0]
+
+
+def test_a_model_with_a_vocabulary_of_its_own_has_no_words() -> None:
+    cfg = composed("env=blackjack", "model=pretrained", "model.build.path=nowhere")
+    assert with_words(cfg) is cfg
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (HERE, ("scorching", "freezing")),
+        (f"{__name__}.Wordless", ()),
+        (f"{__name__}.make_opposites", ()),
+        ("CartPole-v1", ()),
+        ("envs:ragen/Blackjack-v0", frequent_words("envs.blackjack.Blackjack")),
+        ("envs:ragen/Blackjack", frequent_words("envs.blackjack.Blackjack")),
+    ],
+)
+def test_words_of_a_class_path_or_an_id(target: str, words: tuple[str, ...]) -> None:
+    assert frequent_words(target) == words
+
+
+@pytest.mark.parametrize("name", ["Mistaken", "Blank"])
+def test_words_that_are_no_texts_are_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"env\.target=.*{name}: found frequent_words=.*on the class"
+    ):
+        build_bundle(composed("env=custom", f"env.target={__name__}.{name}"))
+
+
+def test_a_class_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"env\.target=envs\.blackjack\.Blackjak: .*no attribute"):
+        build_bundle(composed("env=custom", "env.target=envs.blackjack.Blackjak"))
