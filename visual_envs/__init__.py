@@ -6,7 +6,13 @@ Each class shows the state of an environment in `envs` as an RGB image, composed
 
 from gymnasium.envs.registration import register
 
-ENVIRONMENT_IDS = ("ragen/FrozenLakeVisual-v0", "ragen/SokobanVisual-v0")
+# class of each id
+_ENVIRONMENTS = {
+    "ragen/FrozenLakeVisual-v0": "visual_envs.frozen_lake:FrozenLakeVisual",
+    "ragen/SokobanVisual-v0": "visual_envs.sokoban:SokobanVisual",
+}
+ENVIRONMENT_IDS = tuple(_ENVIRONMENTS)
+"""Ids of the image environments."""
 
-register(id="ragen/FrozenLakeVisual-v0", entry_point="visual_envs.frozen_lake:FrozenLakeVisual")
-register(id="ragen/SokobanVisual-v0", entry_point="visual_envs.sokoban:SokobanVisual")
+for _id, _entry_point in _ENVIRONMENTS.items():
+    register(id=_id, entry_point=_entry_point)
