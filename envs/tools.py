@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import numpy as np
 from gymnasium import spaces
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic.json_schema import GenerateJsonSchema
 
 from envs.base import PRINTABLE, Environment, Observation
 
@@ -65,10 +66,18 @@ class ToolEnvironment(Environment):
     tools: ClassVar[Mapping[str, type[BaseModel]]] = {}
     """Arguments of each tool, by name."""
 
+    tool_schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    """Tools in the format of OpenAI's API and of chat templates, in the order of their names: `{"type": "function",
+    "function": {"name", "description", "parameters"}}`, where `parameters` is the JSON schema of the arguments."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         marked = [name for name in dir(cls) if getattr(getattr(cls, name, None), _MARK, False)]
         cls.tools = {name: _arguments(getattr(cls, name)) for name in marked}
+        cls.tool_schemas = [
+            _function_schema(name, _summary(getattr(cls, name)), arguments)
+            for name, arguments in sorted(cls.tools.items())
+        ]
 
     def __init__(
         self,
@@ -193,8 +202,7 @@ class ToolEnvironment(Environment):
                 f"{field}: {_type_name(about.annotation)}"
                 for field, about in arguments.model_fields.items()
             )
-            summary = (inspect.getdoc(getattr(self, name)) or "").partition("\n")[0]
-            lines.append(f"{name}({takes}): {summary}")
+            lines.append(f"{name}({takes}): {_summary(getattr(self, name))}")
         return "\n".join(lines)
 
 
@@ -216,6 +224,25 @@ def _arguments(method: Callable[..., Observation]) -> type[BaseModel]:
         fields[name] = (hints[name], default)
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(method.__name__, __config__=config, **fields)
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """JSON schema whose fields have no titles; pydantic's repeat their names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _summary(method: Callable[..., Observation]) -> str:
+    """Return the first line of a tool's docstring."""
+    return (inspect.getdoc(method) or "").partition("\n")[0]
+
+
+def _function_schema(name: str, description: str, arguments: type[BaseModel]) -> dict[str, Any]:
+    parameters = arguments.model_json_schema(schema_generator=_WithoutTitles)
+    del parameters["title"]
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 @functools.cache

@@ -1,11 +1,19 @@
-"""Tools that return pictures."""
+"""Tools as JSON schemas, and tools that return pictures."""
 
+import json
+from typing import Literal
+
+import gymnasium
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 
+import envs
+from envs.support_desk import SupportDesk
 from envs.tools import ToolEnvironment, ToolError, call_text, tool
 from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.parsing import ParsedResponse
+from visual_envs.adapters.miniwob import MiniWoB
 
 MAP = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
 
@@ -54,3 +62,107 @@ def test_a_tool_shows_pictures_and_its_text_is_cut(manager):
     assert refused.observation.text == "error: no such page" and not refused.observation.images
     assert refused.valid and not refused.effective
     assert "returned an observation of type list" in turn(call_text("listing")).error
+
+
+SHIPPED = {
+    "ragen/Invoice-v0": ["decide", "open"],
+    "ragen/KnowledgeBase-v0": ["answer", "read", "search"],
+    "ragen/SupportDesk-v0": ["find", "move", "refund", "say"],
+    "ragen/WebShop-v0": ["back", "buy", "choose", "open", "search"],
+}
+
+
+def schema_of(tools, name):
+    (found,) = [each for each in tools.tool_schemas if each["function"]["name"] == name]
+    return found
+
+
+def names_of(tools):
+    return [each["function"]["name"] for each in tools.tool_schemas]
+
+
+def test_every_shipped_environment_with_tools_is_tested():
+    made = {id: gymnasium.make(id).unwrapped for id in envs.ENVIRONMENT_IDS}
+    assert {id for id, env in made.items() if isinstance(env, ToolEnvironment)} == SHIPPED.keys()
+
+
+def test_schema_of_a_tool():
+    assert schema_of(SupportDesk, "refund") == {
+        "type": "function",
+        "function": {
+            "name": "refund",
+            "description": "Pay an amount back for an order; this cannot be undone.",
+            "parameters": {
+                "type": "object",
+                "properties": {"order": {"type": "string"}, "amount": {"type": "integer"}},
+                "required": ["order", "amount"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def test_schema_of_an_optional_argument_and_of_a_choice():
+    class Shelf(ToolEnvironment):
+        @tool
+        def put(self, thing: str, place: Literal["top", "bottom"] = "top", careful: bool = False):
+            """Put a thing away.
+
+            This is not shown.
+            """
+
+    function = schema_of(Shelf, "put")["function"]
+    assert function["description"] == "Put a thing away."
+    assert function["parameters"]["required"] == ["thing"]
+    assert function["parameters"]["properties"] == {
+        "thing": {"type": "string"},
+        "place": {"type": "string", "enum": ["top", "bottom"], "default": "top"},
+        "careful": {"type": "boolean", "default": False},
+    }
+
+
+@pytest.mark.parametrize("env_id", SHIPPED)
+def test_schemas_accept_the_calls_that_the_environment_accepts(env_id):
+    env, rng = gymnasium.make(env_id).unwrapped, np.random.default_rng(0)
+    assert names_of(env) == SHIPPED[env_id]
+    drawn = set()
+    for seed in range(60):
+        env.reset(seed=seed)
+        call = json.loads(env.random_action(rng))
+        drawn.add(call["name"])
+        parameters = schema_of(env, call["name"])["function"]["parameters"]
+        Draft202012Validator.check_schema(parameters)
+        accepts = Draft202012Validator(parameters).is_valid
+        others = [call["arguments"] | {"more": 1}]
+        others += [
+            {key: other for key, other in call["arguments"].items() if key != name}
+            for name in call["arguments"]
+        ]
+        others += [call["arguments"] | {name: ["a list"]} for name in call["arguments"]]
+        for arguments in (call["arguments"], *others):
+            env.reset(seed=seed)
+            info = env.step(call_text(call["name"], **arguments))[-1]
+            assert info["action_is_valid"] == accepts(arguments) == (arguments is call["arguments"])
+    assert drawn == set(SHIPPED[env_id])
+
+
+@pytest.mark.parametrize("env_id", SHIPPED)
+def test_instructions_and_schemas_describe_the_same_tools(env_id):
+    env = gymnasium.make(env_id).unwrapped
+    lines = env.instructions.split("\n")[1:]
+    for line, schema in zip(lines, env.tool_schemas, strict=True):
+        function = schema["function"]
+        takes = line.removeprefix(f"{function['name']}(").removesuffix(
+            f"): {function['description']}"
+        )
+        names = [part.split(": ")[0] for part in takes.split(", ") if part]
+        assert names == list(function["parameters"]["properties"])
+
+
+def test_tools_of_web_pages_have_schemas():
+    assert names_of(MiniWoB) == ["click", "select", "type"]
+    parameters = schema_of(MiniWoB, "select")["function"]["parameters"]
+    assert parameters["properties"] == {
+        "element": {"type": "integer"},
+        "option": {"type": "string"},
+    }
