@@ -26,6 +26,7 @@ from ragen_pl.models.pretrained import (
     sees_images,
 )
 from ragen_pl.models.settings import Attention
+from ragen_pl.rollout.formats import PromptFormat
 
 if TYPE_CHECKING:
     from transformers import (
@@ -45,7 +46,7 @@ def build_small_vlm(
     vision: VisionSettings | None = None,
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
-    prompt_format: str = "free_think",
+    prompt_format: PromptFormat = PromptFormat.FREE_THINK,
     words: Sequence[str] | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> ModelBundle:
@@ -68,7 +69,7 @@ def build_small_vlm(
     )
     from ragen_pl.models.small_vlm.tokenizer import CHAT_TEMPLATE, IMAGE, load_tokenizer
 
-    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words or ())
+    tokenizer = load_tokenizer(prompt_format=PromptFormat(prompt_format), words=words or ())
     config = SmallVLMConfig(
         vision=dict(vision or {}),
         text_config=_ids(tokenizer) | dict(text or {}),
@@ -88,7 +89,7 @@ def build_small_lm(
     *,
     text: Annotated[DecoderSettings, Open()] | None = None,
     seed: Seed = 0,
-    prompt_format: str = "free_think",
+    prompt_format: PromptFormat = PromptFormat.FREE_THINK,
     words: Sequence[str] | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Annotated[ModelBundle, TextOnly()]:
@@ -110,7 +111,7 @@ def build_small_lm(
     from ragen_pl.models.small_vlm.configuration import TEXT
     from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(prompt_format=prompt_format, words=words or ())
+    tokenizer = load_tokenizer(prompt_format=PromptFormat(prompt_format), words=words or ())
     settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | dict(text or {})
     with _weights_from(seed):
         model = LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype))

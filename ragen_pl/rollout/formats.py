@@ -81,7 +81,14 @@ class PromptFormat(StrEnum):
         """All tag names of the format, outer ones first."""
         return (*((THINK,) if self.thinks else ()), *self.sections, ANSWER)
 
+    @property
+    def token_names(self) -> tuple[str, ...]:
+        """Names of the tags that are tokens of a small model, besides think and answer, in the order of their ids."""
+        return tuple(dict.fromkeys((*_VAGEN, *self.sections))) if self.sections else ()
 
+
+# sections of VAGEN's formats; a small model of one of these formats has tokens for all of them
+_VAGEN = (OBSERVATION, REASONING, PREDICTION)
 # blocks inside the think block; None for no think block
 _SECTIONS: dict[PromptFormat, tuple[str, ...] | None] = {
     PromptFormat.FREE_THINK: (),
@@ -142,5 +149,11 @@ def format_instructions(
     return " ".join(sentences)
 
 
+def both_tags(name: str) -> tuple[str, str]:
+    """Return the tags before and after a block."""
+    return f"<{name}>", f"</{name}>"
+
+
 def _tagged(name: str, text: str) -> str:
-    return f"<{name}>{text}</{name}>"
+    opening, closing = both_tags(name)
+    return f"{opening}{text}{closing}"

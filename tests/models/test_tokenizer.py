@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.models.small_vlm import tokenizer as module
+from ragen_pl.rollout.formats import PromptFormat, format_response
 
 TOKENIZER = module.load_tokenizer()
 
@@ -108,16 +109,38 @@ def test_a_turns_rendering_starts_with_that_of_the_turns_before():
     assert answered.startswith(asked) and render(CHAT, prompt=True).startswith(answered)
 
 
-def test_a_format_with_more_tags_adds_their_tokens_after_all_others():
-    """Models without these tags keep their ids."""
-    plain, more = (
-        TOKENIZER.get_vocab(),
-        module.load_tokenizer(prompt_format="grounding").get_vocab(),
-    )
-    assert {token: more[token] for token in plain} == plain and len(plain) == 512
-    assert sorted(set(more.values()) - set(plain.values())) == list(range(512, 518))
-    assert module.load_tokenizer(prompt_format="no_think").get_vocab() == plain
+def test_ids_of_the_tokens_that_all_formats_have():
+    plain = TOKENIZER.get_vocab()
+    assert module.load_tokenizer(prompt_format=PromptFormat.NO_THINK).get_vocab() == plain
     digest = hashlib.sha256(json.dumps(sorted(plain.items())).encode()).hexdigest()
-    assert digest.startswith("934aa6bcd3be3843")
-    text = "<think><observation>goal Up</observation></think>"
-    assert len(module.load_tokenizer(prompt_format="grounding")(text)["input_ids"]) == 6
+    assert len(plain) == 512 and digest.startswith("934aa6bcd3be3843")
+
+
+@pytest.mark.parametrize(
+    "prompt_format",
+    [
+        PromptFormat.GROUNDING,
+        PromptFormat.WORLDMODELING,
+        PromptFormat.GROUNDING_WORLDMODELING,
+    ],
+)
+def test_a_format_with_more_tags_adds_their_tokens_after_all_others(prompt_format):
+    """Models without these tags keep their ids."""
+    plain = TOKENIZER.get_vocab()
+    more = module.load_tokenizer(prompt_format=prompt_format).get_vocab()
+    assert {token: more[token] for token in plain} == plain
+    assert {token: id for token, id in more.items() if token not in plain} == {
+        "<observation>": 512,
+        "</observation>": 513,
+        "<reasoning>": 514,
+        "</reasoning>": 515,
+        "<prediction>": 516,
+        "</prediction>": 517,
+    }
+
+
+@pytest.mark.parametrize("prompt_format", list(PromptFormat))
+def test_each_tag_of_a_format_is_one_token(prompt_format):
+    tokenizer = module.load_tokenizer(prompt_format=prompt_format)
+    text = format_response(prompt_format, "Up", blocks={})
+    assert tokenizer.tokenize(text) == re.findall(r"<[^>]*>|Up", text)

@@ -12,7 +12,9 @@ BASE = {
     "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states", "seeding",
     "trajectory",
 }  # fmt: skip
-LEARNING = {"algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout"}
+LEARNING = {
+    "algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout", "rollout/formats",
+}  # fmt: skip
 # A part is a package or a module. A module of a package that is listed by its path is a part of its own.
 MAY_IMPORT = {
     "constraints": set(),
@@ -27,9 +29,10 @@ MAY_IMPORT = {
     "seeding": set(),
     "trajectory": set(),
     "algorithms": {"constraints", "trajectory"},
-    "models": {"constraints"},
-    "rollout": BASE | {"models"},
-    "rewards": BASE | {"rollout"},
+    "rollout/formats": {"trajectory"},
+    "models": {"constraints", "rollout/formats"},
+    "rollout": BASE | {"models", "rollout/formats"},
+    "rewards": BASE | {"rollout", "rollout/formats"},
     "metrics": BASE | {"algorithms"},
     "data": BASE | {"algorithms", "metrics", "models", "rewards", "rollout"},
     "modules": BASE | {"algorithms", "data", "metrics", "models", "optimizers", "rollout"},

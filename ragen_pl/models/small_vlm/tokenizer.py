@@ -12,15 +12,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from ragen_pl.models.small_vlm.corpus import texts
+from ragen_pl.rollout.formats import PromptFormat, both_tags
 
 ASSET = Path(__file__).parent / "assets" / "tokenizer.json"
 PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"
 CONTROL = (PAD, END, "<|user|>", "<|assistant|>", "<|system|>", IMAGE)
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# tokens in the prompt formats that have them; they follow all others, whose ids stay the same
-STATE_TAGS = tuple(
-    f"<{slash}{name}>" for name in ("observation", "reasoning", "prediction") for slash in ("", "/")
-)
+# those of other prompt formats follow all other tokens, whose ids stay the same
+TAGS = tuple(tag for name in PromptFormat.FREE_THINK.tags for tag in both_tags(name))
 # 6 control tokens, 4 tags, 256 bytes and merges of the corpus
 VOCAB_SIZE = 512
 
@@ -54,7 +52,7 @@ def train() -> Tokenizer:
 
 
 def load_tokenizer(
-    *, prompt_format: str = "free_think", words: Sequence[str] = ()
+    *, prompt_format: PromptFormat = PromptFormat.FREE_THINK, words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """Return the shipped tokenizer with its chat template, the tags of the prompt format and tokens for more words."""
     tokenizer = PreTrainedTokenizerFast(
@@ -65,10 +63,9 @@ def load_tokenizer(
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    if prompt_format not in ("free_think", "no_think"):
-        tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in STATE_TAGS])
+    tags = [tag for name in prompt_format.token_names for tag in both_tags(name)]
     spaced = [form for word in words for form in (f" {word}", word)]
-    tokenizer.add_tokens([AddedToken(form, normalized=False) for form in spaced])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *spaced)])
     return tokenizer
 
 
