@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Environment of `make test-vllm`.
 VLLM_VENV ?= .venv-vllm
-# Environment of `make test-worlds`, and the extras in it.
-WORLDS_VENV ?= .venv-worlds
-WORLDS := metaworld,minigrid,miniwob,miniworld,reasoning,textarena,textworld
+# Environment of `make test-environments`, and the extras in it.
+ENVIRONMENTS_VENV ?= .venv-environments
+ENVIRONMENTS := metaworld,minigrid,miniwob,miniworld,reasoning,textarena,textworld
 ARGS ?=
 PYTEST_ARGS ?=
 # Processes of the test run; each uses one thread. One more than two cores, since tests wait for the processes they start.
@@ -19,7 +19,7 @@ venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) 
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit vllm test soak test-gpu test-vllm test-worlds lint format constraints clean
+.PHONY: help fit vllm test soak test-gpu test-vllm test-environments lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -42,8 +42,8 @@ vllm: $(VENV)/.installed  ## Install vLLM beside the trainer: make vllm ARGS="--
 test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environment of its own, then run the tests of the engine on it
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
-test-worlds: $(WORLDS_VENV)/.installed  ## Install other libraries' environments into an environment of their own, then run the tests with them
-	$(ONE_THREAD) $(WORLDS_VENV)/bin/python -m pytest -m worlds tests/worlds tests/envs $(PYTEST_ARGS)
+test-environments: $(ENVIRONMENTS_VENV)/.installed  ## Install other libraries' environments into an environment of their own, then run the tests with them
+	$(ONE_THREAD) $(ENVIRONMENTS_VENV)/bin/python -m pytest -m environments tests/environments tests/envs $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .
@@ -60,7 +60,7 @@ constraints:  ## Renew the tested versions of all dependencies in .ci/constraint
 	mv .ci/constraints.new .ci/constraints.txt
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(WORLDS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -82,7 +82,7 @@ $(VLLM_VENV)/.installed: pyproject.toml .ci/constraints.txt ragen_pl/install_vll
 	$(VLLM_VENV)/bin/python -m ragen_pl.install_vllm --build cpu
 	@touch $@
 
-$(WORLDS_VENV)/.installed: pyproject.toml .ci/constraints.txt
-	$(call venv,$(WORLDS_VENV))
-	$(call install,$(WORLDS_VENV)/bin/python) -e '.[dev,$(WORLDS)]'
+$(ENVIRONMENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
+	$(call venv,$(ENVIRONMENTS_VENV))
+	$(call install,$(ENVIRONMENTS_VENV)/bin/python) -e '.[dev,$(ENVIRONMENTS)]'
 	@touch $@

@@ -584,7 +584,7 @@ def validation_rollouts() -> Iterator[list[dict[str, str]]]:
 # ---- recording
 
 
-# environments that need a server or a library of `make test-worlds`
+# environments that need a server or a library of `make test-environments`
 NEEDS_MORE = (
     *("arithmetic", "countdown", "mini_sudoku", "reasoning_gym", "word_problem"),
     *("metaworld", "miniwob", "miniworld", "openenv", "textarena", "textworld"),

@@ -33,7 +33,7 @@ _WAY = frozenset({"floor", "goal", "lava"})
 
 
 class MiniGrid(Environment):
-    """Complete a mission in a world of rooms, seen from the agent in words.
+    """Complete a mission in a grid of rooms, seen from the agent in words.
 
     ## Description
     A task of the library MiniGrid, such as the levels of BabyAI (Chevalier-Boisvert et al., 2019).
@@ -59,7 +59,7 @@ class MiniGrid(Environment):
     In the task of `env=babyai`, who goes Forward twice and turns Left again and again has success at most 0.35.
 
     ## Information
-    `success`: the mission is completed. `action_is_effective`: the action changed the world.
+    `success`: the mission is completed. `action_is_effective`: the action changed the state.
 
     ## Arguments
     - `id`: gymnasium id, such as `BabyAI-GoToLocal-v0`.
@@ -93,7 +93,7 @@ class MiniGrid(Environment):
         if id not in known:
             raise ValueError(f"id: found {id!r}, expected one of {', '.join(known)}")
         made = gymnasium.make(id, disable_env_checker=True, **dict(settings or {}))
-        self.world: Any = made.unwrapped
+        self.environment: Any = made.unwrapped
         self.action_names = tuple(actions)
         self.action_space = spaces.Discrete(len(self.action_names))
         self.observation_space = spaces.Text(10_000)
@@ -112,9 +112,9 @@ class MiniGrid(Environment):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a world."""
+        """Draw rooms and a mission."""
         self._begin(seed=seed, options=options)
-        view, _ = self.world.reset(seed=int(self.np_random.integers(2**31)))
+        view, _ = self.environment.reset(seed=int(self.np_random.integers(2**31)))
         self._view = view["image"]
         self._bot = self._planned = None
         self._key = self._state_key()
@@ -124,7 +124,7 @@ class MiniGrid(Environment):
         """Carry out an action."""
         taken = ACTIONS.index(self.action_names[self._take(action)])
         before = self._key
-        view, reward, terminated, truncated, _ = self.world.step(taken)
+        view, reward, terminated, truncated, _ = self.environment.step(taken)
         self._view = view["image"]
         self._over = terminated or truncated
         if self._bot is not None and not self._over:
@@ -141,11 +141,13 @@ class MiniGrid(Environment):
         return self._key
 
     def _state_key(self) -> str:
-        world = self.world
-        carried = world.carrying and f"{world.carrying.color} {world.carrying.type}"
-        digest = hashlib.sha256(world.grid.encode().tobytes()).hexdigest()[:24]
-        place = [int(number) for number in (*world.agent_pos, world.agent_dir)]
-        return json.dumps([world.mission, place, carried, digest])
+        environment = self.environment
+        carried = (
+            environment.carrying and f"{environment.carrying.color} {environment.carrying.type}"
+        )
+        digest = hashlib.sha256(environment.grid.encode().tobytes()).hexdigest()[:24]
+        place = [int(number) for number in (*environment.agent_pos, environment.agent_dir)]
+        return json.dumps([environment.mission, place, carried, digest])
 
     def describe(self) -> str:
         """Return what the agent sees: `red ball 2 ahead 1 left, free 3`."""
@@ -167,7 +169,7 @@ class MiniGrid(Environment):
             if not right and self._blocks(kind, state)
         ]
         free = min(blocks, default=rows) - 1
-        carried = self.world.carrying
+        carried = self.environment.carrying
         return ", ".join(
             [*things, f"free {free}"]
             + ([f"carrying {carried.color} {carried.type}"] if carried else [])
@@ -175,11 +177,11 @@ class MiniGrid(Environment):
 
     def difficulty(self) -> int:
         """Return the distance of the mission's nearest thing in cells, or 1 where the mission names no single thing."""
-        description = getattr(getattr(self.world, "instrs", None), "desc", None)
+        description = getattr(getattr(self.environment, "instrs", None), "desc", None)
         places = getattr(description, "obj_poss", None)
         if not places:
             return 1
-        row, column = self.world.agent_pos
+        row, column = self.environment.agent_pos
         return max(1, min(int(abs(row - place[0]) + abs(column - place[1])) for place in places))
 
     def optimal_action(self, rng: np.random.Generator) -> int:
@@ -188,8 +190,10 @@ class MiniGrid(Environment):
         Raises:
             NotImplementedError: the task is not one of BabyAI, or `actions` lacks what the bot does.
         """
-        if not hasattr(self.world, "instrs"):
-            raise NotImplementedError(f"id={self.world.spec.id}: only tasks of BabyAI have a bot")
+        if not hasattr(self.environment, "instrs"):
+            raise NotImplementedError(
+                f"id={self.environment.spec.id}: only tasks of BabyAI have a bot"
+            )
         if self._planned is None:
             self._plan(None)
         assert self._planned is not None
@@ -203,7 +207,7 @@ class MiniGrid(Environment):
         return self._observation()
 
     def _observation(self) -> Observation:
-        return f"{self.world.mission}: {self.describe()}"
+        return f"{self.environment.mission}: {self.describe()}"
 
     def _seen(self) -> str:
         return (
@@ -225,10 +229,10 @@ class MiniGrid(Environment):
             try:
                 self._planned = int(self._bot.replan(taken))
                 return
-            # its plan no longer fits the world, as after a random action
+            # its plan no longer fits the grid, as after a random action
             except Exception:
                 self._bot = None
-        self._bot = bot(self.world)
+        self._bot = bot(self.environment)
         self._planned = int(self._bot.replan(None))
 
 

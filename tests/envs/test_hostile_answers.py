@@ -148,7 +148,10 @@ def counts_of(name: str, *, random: int, adversarial: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.worlds] if name in HEAVY else []) for name in NAMES],
+    [
+        pytest.param(name, marks=[pytest.mark.environments] if name in HEAVY else [])
+        for name in NAMES
+    ],
 )
 def test_answers_are_judged_and_cost_no_episode(name: str) -> None:
     counts = counts_of(name, random=200, adversarial=200)

@@ -54,7 +54,7 @@ def test_random_player_and_standing_still_earn_less_than_the_bot() -> None:
     assert all(env.step(0)[1] == 0 for _ in range(12))
 
 
-def test_words_agree_with_the_world() -> None:
+def test_words_agree_with_the_state() -> None:
     env = MiniGrid(id="MiniGrid-Empty-5x5-v0", actions=MOVES)
     assert (
         env.reset(seed=0)[0] == "get to the green goal square: green goal 2 ahead 2 right, free 2"
@@ -72,10 +72,10 @@ def test_words_agree_with_the_world() -> None:
 def test_what_is_carried_is_named() -> None:
     env = MiniGrid(id="BabyAI-PickupLoc-v0")
     env.reset(seed=1)
-    env.world.carrying = next(
-        thing for thing in env.world.grid.grid if thing and thing.type == "ball"
+    env.environment.carrying = next(
+        thing for thing in env.environment.grid.grid if thing and thing.type == "ball"
     )
-    assert env.describe().endswith(f"carrying {env.world.carrying.color} ball")
+    assert env.describe().endswith(f"carrying {env.environment.carrying.color} ball")
 
 
 def test_tasks_without_a_bot_and_actions_that_it_lacks_say_so() -> None:
@@ -94,7 +94,7 @@ def test_tasks_without_a_bot_and_actions_that_it_lacks_say_so() -> None:
 
 
 @pytest.mark.parametrize(("view", "side"), [("agent", 7 * 16), ("map", 5 * 16)])
-def test_image_shows_the_world(view: str, side: int) -> None:
+def test_image_shows_the_grid(view: str, side: int) -> None:
     env = MiniGridVisual(actions=MOVES, view=view)
     seen = []
     for seed in range(5):

@@ -82,7 +82,7 @@ def played(cfg: DictConfig, policy: ScriptedPolicy, *, episodes: int) -> tuple[f
 
 
 @pytest.mark.parametrize(
-    "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.worlds) for n in NEED_A_LIBRARY)]
+    "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.environments) for n in NEED_A_LIBRARY)]
 )
 def test_no_player_without_skill_earns_more_than_its_bound(name: str) -> None:
     cfg = config(name)

@@ -21,8 +21,16 @@ IMPORTED_AS = {
 # Optional: imported in one file, behind an extra.
 OPTIONAL = {"peft", "vllm", "wandb"}
 # Extras with environments of other libraries.
-WORLDS = {"metaworld", "minigrid", "miniwob", "miniworld", "reasoning", "textarena", "textworld"}
-OPTIONAL |= WORLDS | {"reasoning_gym", "resvg_py"}
+ENVIRONMENTS = {
+    "metaworld",
+    "minigrid",
+    "miniwob",
+    "miniworld",
+    "reasoning",
+    "textarena",
+    "textworld",
+}
+OPTIONAL |= ENVIRONMENTS | {"reasoning_gym", "resvg_py"}
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +65,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
     ]
     assert [line for line in requirements if ">=" not in line] == []
     others = {"dev", "gguf", "gym", "lora", "svg", "tensorboard", "wandb"}
-    assert set(extras) == others | WORLDS
+    assert set(extras) == others | ENVIRONMENTS
 
 
 def test_top_level_import_is_light() -> None:

@@ -112,7 +112,7 @@ class MetaWorld(Environment):
         # the renderer is chosen on the import of mujoco
         os.environ.setdefault("MUJOCO_GL", "egl")
         library = optional_import("metaworld", extra="metaworld")
-        self._worlds = {task: _world(library, task, side=side) for task in self.tasks}
+        self.environments = {task: _environment(library, task, side=side) for task in self.tasks}
         self._policies = {task: _policy(task) for task in self.tasks}
         self._begin_task(self.tasks[0], np.random.default_rng(0))
 
@@ -132,7 +132,7 @@ class MetaWorld(Environment):
         control = np.array([*MOVES.get(name, (0.0, 0.0, 0.0)), self._grip], np.float32)
         success = False
         for _ in range(_GRIP_STEPS if name in _GRIPS else self.hold):
-            self._state, _, _, _, info = self._world.step(control)
+            self._state, _, _, _, info = self.environment.step(control)
             if info["success"]:
                 success = True
                 break
@@ -143,12 +143,12 @@ class MetaWorld(Environment):
 
     def state_key(self) -> str:
         """Return the task and the positions of all joints, the goal and the fingers."""
-        numbers = [*self._world.data.qpos, *self._world._target_pos, self._grip]
+        numbers = [*self.environment.data.qpos, *self.environment._target_pos, self._grip]
         return f"{self._task} {' '.join(f'{number:.4f}' for number in numbers)}"
 
     def describe(self) -> str:
         """Return the positions of the hand and of the target in centimetres."""
-        return f"hand {_centimetres(self._hand())}, target {_centimetres(self._world._target_pos)}"
+        return f"hand {_centimetres(self._hand())}, target {_centimetres(self.environment._target_pos)}"
 
     def difficulty(self) -> int:
         """Return 1 to reach a place and 2 to close a drawer."""
@@ -168,7 +168,7 @@ class MetaWorld(Environment):
 
     def render(self) -> NDArray[np.uint8]:
         """Return the picture (`render_mode="rgb_array"`)."""
-        renderer = self._world.mujoco_renderer
+        renderer = self.environment.mujoco_renderer
         # gymnasium's renderer makes its context current only once, and draws into that of another environment
         viewer = renderer._get_viewer("rgb_array")
         viewer.make_context_current()
@@ -178,22 +178,22 @@ class MetaWorld(Environment):
 
     def close(self) -> None:
         """Free the renderers."""
-        for world in self._worlds.values():
-            if world.mujoco_renderer.viewer is not None:
-                world.mujoco_renderer.viewer.make_context_current()
-                world.close()
+        for environment in self.environments.values():
+            if environment.mujoco_renderer.viewer is not None:
+                environment.mujoco_renderer.viewer.make_context_current()
+                environment.close()
                 _release_context()
 
     def _begin_task(self, task: str, rng: np.random.Generator) -> None:
-        self._task, self._world, self._grip = task, self._worlds[task], -1.0
+        self._task, self.environment, self._grip = task, self.environments[task], -1.0
         drawn = {
-            "rand_vec": _draw_places(self._world._random_reset_space, rng),
-            "env_cls": type(self._world),
+            "rand_vec": _draw_places(self.environment._random_reset_space, rng),
+            "env_cls": type(self.environment),
             "partially_observable": False,
         }
         metaworld = optional_import("metaworld", extra="metaworld")
-        self._world.set_task(metaworld.Task(env_name=f"{task}-v3", data=pickle.dumps(drawn)))
-        self._state, _ = self._world.reset()
+        self.environment.set_task(metaworld.Task(env_name=f"{task}-v3", data=pickle.dumps(drawn)))
+        self._state, _ = self.environment.reset()
 
     def _hand(self) -> NDArray[np.float64]:
         return np.array(self._state[:3])
@@ -217,17 +217,17 @@ def _centimetres(place: NDArray[np.float64]) -> str:
     return " ".join(str(round(100 * float(number))) for number in place)
 
 
-def _world(library: Any, task: str, *, side: int) -> Any:
+def _environment(library: Any, task: str, *, side: int) -> Any:
     """Return the library's environment of a task."""
-    worlds = optional_import("metaworld.env_dict", extra="metaworld").ALL_V3_ENVIRONMENTS
-    world = worlds[f"{task}-v3"](
+    classes = optional_import("metaworld.env_dict", extra="metaworld").ALL_V3_ENVIRONMENTS
+    environment = classes[f"{task}-v3"](
         render_mode="rgb_array", camera_name=_CAMERA, width=side, height=side
     )
     # shadows take ten times as long as the rest
-    world.model.vis.quality.shadowsize = world.model.vis.quality.offsamples = 0
+    environment.model.vis.quality.shadowsize = environment.model.vis.quality.offsamples = 0
     # the manager limits turns; the library would raise after 500 control steps
-    world.max_path_length = _NO_LIMIT
-    return world
+    environment.max_path_length = _NO_LIMIT
+    return environment
 
 
 def _policy(task: str) -> Any:

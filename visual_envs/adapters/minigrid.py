@@ -15,7 +15,7 @@ from envs.base import TEXT_CHARSET, Observation, checked_arguments
 
 
 class View(StrEnum):
-    """Picture of the world: as the agent sees it, or from above as a whole."""
+    """Image of the grid: as the agent sees it, or from above as a whole."""
 
     AGENT = "agent"
     MAP = "map"
@@ -34,10 +34,10 @@ _SEEN = {
 
 
 class MiniGridVisual(MiniGrid):
-    """Complete a mission in a world of rooms, shown as an image.
+    """Complete a mission in a grid of rooms, shown as an image.
 
     ## Description
-    `MiniGrid` whose world is visible only in the image.
+    `MiniGrid` whose state is visible only in the image.
 
     ## Action Space
     As in `MiniGrid`.
@@ -59,7 +59,7 @@ class MiniGridVisual(MiniGrid):
 
     ## Arguments
     Those of `MiniGrid`, and
-    - `view`: "agent" for its field of view, "map" for the whole world.
+    - `view`: "agent" for its field of view, "map" for the whole grid.
     - `tile`: pixels along a cell's side.
     """
 
@@ -78,9 +78,11 @@ class MiniGridVisual(MiniGrid):
     ) -> None:
         self.view, self.tile = View(view), tile
         super().__init__(id=id, actions=actions, settings=settings, render_mode=render_mode)
-        world = self.world
+        environment = self.environment
         sides = (
-            (world.agent_view_size,) * 2 if self.view is View.AGENT else (world.height, world.width)
+            (environment.agent_view_size,) * 2
+            if self.view is View.AGENT
+            else (environment.height, environment.width)
         )
         shape = (*(side * tile for side in sides), 3)
         self.observation_space = spaces.Dict(
@@ -90,10 +92,10 @@ class MiniGridVisual(MiniGrid):
     def render(self) -> Any:
         """Return the image (`render_mode="rgb_array"`)."""
         agent = self.view is View.AGENT
-        return self.world.get_frame(highlight=agent, tile_size=self.tile, agent_pov=agent)
+        return self.environment.get_frame(highlight=agent, tile_size=self.tile, agent_pov=agent)
 
     def _observation(self) -> Observation:
-        return {"text": self.world.mission, "image": self.render()}
+        return {"text": self.environment.mission, "image": self.render()}
 
     def _seen(self) -> str:
         return _SEEN[self.view]

@@ -104,7 +104,7 @@ class MiniWorld(Environment):
         )
         if _open:
             raise RuntimeError(f"a second MiniWorld in a process cannot draw; {_REMEDY}")
-        self._world = _world(room, size=size, width=width, height=height)
+        self.environment = _environment(room, size=size, width=width, height=height)
         _open.add(self)
         self._thread = threading.get_ident()
         self._picture = np.zeros((height, width, 3), np.uint8)
@@ -115,20 +115,20 @@ class MiniWorld(Environment):
         """Place walker and box."""
         self._begin(seed=seed, options=options)
         self._check_thread()
-        self._picture, _ = self._world.reset(seed=int(self.np_random.integers(2**31)))
+        self._picture, _ = self.environment.reset(seed=int(self.np_random.integers(2**31)))
         # a walker who begins next to the box has nothing to do
-        while self._world.near(self._world.box):
-            self._picture, _ = self._world.reset()
+        while self.environment.near(self.environment.box):
+            self._picture, _ = self.environment.reset()
         return self._observe(), {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Turn or walk."""
         name, before = self.action_names[self._take(action)], self.state_key()
         self._check_thread()
-        moves = self._world.actions
+        moves = self.environment.actions
         number = {"Left": moves.turn_left, "Right": moves.turn_right, "Forward": moves.move_forward}
         for _ in range(self.walk if name == "Forward" else self.turn):
-            self._picture, _, self._over, _, _ = self._world.step(number[name])
+            self._picture, _, self._over, _, _ = self.environment.step(number[name])
             if self._over:
                 break
         info = {"success": self._over, "action_is_effective": self.state_key() != before}
@@ -136,7 +136,7 @@ class MiniWorld(Environment):
 
     def state_key(self) -> str:
         """Return the places of walker and box and the heading in whole degrees."""
-        walker, box = self._world.agent, self._world.box
+        walker, box = self.environment.agent, self.environment.box
         places = (walker.pos[0], walker.pos[2], box.pos[0], box.pos[2])
         heading = round(math.degrees(walker.dir)) % 360
         return " ".join([*(f"{place:.3f}" for place in places), str(heading)])
@@ -168,7 +168,7 @@ class MiniWorld(Environment):
     def close(self) -> None:
         """Free the window."""
         _open.discard(self)
-        self._world.close()
+        self.environment.close()
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -183,24 +183,24 @@ class MiniWorld(Environment):
 
     def _to_box(self) -> tuple[float, float]:
         """Return the angle to the left in radians, from -pi to pi, and the distance in metres."""
-        walker, box = self._world.agent, self._world.box
+        walker, box = self.environment.agent, self.environment.box
         ahead, aside = box.pos[0] - walker.pos[0], walker.pos[2] - box.pos[2]
         angle = math.atan2(aside, ahead) - walker.dir
         return (angle + math.pi) % (2 * math.pi) - math.pi, math.hypot(ahead, aside)
 
 
-def _world(room: Room, *, size: int, width: int, height: int) -> Any:
+def _environment(room: Room, *, size: int, width: int, height: int) -> Any:
     """Return the library's environment."""
     # the library opens its window on import
     optional_import("pyglet", extra="miniworld").options["headless"] = True
     settings = {"obs_width": width, "obs_height": height}
     if room is Room.HALLWAY:
-        world = optional_import("miniworld.envs.hallway", extra="miniworld").Hallway(
+        environment = optional_import("miniworld.envs.hallway", extra="miniworld").Hallway(
             length=size, **settings
         )
     else:
-        world = optional_import("miniworld.envs.oneroom", extra="miniworld").OneRoom(
+        environment = optional_import("miniworld.envs.oneroom", extra="miniworld").OneRoom(
             size=size, **settings
         )
-    world.max_episode_steps = _NO_LIMIT
-    return world
+    environment.max_episode_steps = _NO_LIMIT
+    return environment

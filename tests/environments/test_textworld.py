@@ -11,7 +11,7 @@ from hostile import hostile_answers
 from envs.adapters.textworld import TextWorld
 from envs.policies import NoisyPolicy
 
-pytestmark = pytest.mark.worlds
+pytestmark = pytest.mark.environments
 
 
 @pytest.fixture(scope="module")

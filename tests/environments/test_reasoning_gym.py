@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from envs.adapters.reasoning_gym import RUN_BY_SCORER, ReasoningGym
 
-pytestmark = pytest.mark.worlds
+pytestmark = pytest.mark.environments
 CONF = Path(__file__).parents[2] / "conf" / "env"
 SHIPPED = ("countdown", "arithmetic", "mini_sudoku", "word_problem", "reasoning_gym")
 # of each category one, and those with judges or answers of their own

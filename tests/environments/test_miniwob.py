@@ -9,7 +9,7 @@ from envs.tools import call_text
 from visual_envs.adapters.miniwob import MiniWoB
 from visual_envs.adapters.miniwob_players import PLAYERS
 
-pytestmark = pytest.mark.worlds
+pytestmark = pytest.mark.environments
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from ragen_pl.rollout.environment_process import ProcessEnvironment
 from visual_envs.adapters.miniworld import MiniWorld, Room
 
-pytestmark = pytest.mark.worlds
+pytestmark = pytest.mark.environments
 SIZES = {Room.ONE_ROOM: 6, Room.HALLWAY: 12}
 
 
@@ -89,7 +89,7 @@ def test_a_second_environment_or_thread_is_refused(env):
 
 
 def test_processes_draw_what_one_draws(env):
-    if type(env._world).__name__ != "OneRoom":
+    if type(env.environment).__name__ != "OneRoom":
         pytest.skip("compared in one room")
     others = [
         ProcessEnvironment("visual_envs.adapters.miniworld.MiniWorld", {"size": size})

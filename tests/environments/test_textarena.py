@@ -13,7 +13,7 @@ from hostile import hostile_answers
 from envs.adapters.textarena import GAMES, TextArena
 from envs.policies import NoisyPolicy
 
-pytestmark = pytest.mark.worlds
+pytestmark = pytest.mark.environments
 
 
 def play(env: TextArena, *, seed: int, noise: float) -> list[Any]:

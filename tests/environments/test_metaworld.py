@@ -9,7 +9,7 @@ import pytest
 
 from visual_envs.adapters.metaworld import MetaWorld
 
-pytestmark = pytest.mark.worlds
+pytestmark = pytest.mark.environments
 LIMIT = 36
 
 
@@ -22,7 +22,7 @@ def shared():
 
 @pytest.fixture
 def env(shared):
-    shared.tasks = tuple(shared._worlds)
+    shared.tasks = tuple(shared.environments)
     return shared
 
 
@@ -62,7 +62,7 @@ def test_every_seed_begins_a_task(env):
     env.tasks = ("reach",)
     for seed in range(60):
         env.reset(seed=seed)
-        thing, goal = env._world.obj_init_pos, env._world._target_pos
+        thing, goal = env.environment.obj_init_pos, env.environment._target_pos
         assert np.linalg.norm(thing[:2] - goal[:2]) >= 0.15
 
 
