@@ -20,7 +20,7 @@ from envs.base import (
     Reward,
     checked_arguments,
 )
-from envs.sandbox import ENDINGS, SANDBOX, check_sandbox
+from envs.sandbox.client import ENDINGS, SANDBOX, check_sandbox
 from envs.specifications import Kind, Specification, Value, draw_specification, draw_task
 
 _FENCED = re.compile(r"\s*```(?:python)?\n(.*?)```\s*", re.DOTALL)

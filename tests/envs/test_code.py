@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs import sandbox_server
+from envs import sandbox as sandbox_package
 from envs.code import Code
-from envs.sandbox import MAX_OUTPUT, SANDBOX, Sandbox
+from envs.sandbox.client import MAX_OUTPUT, SANDBOX, Sandbox
+from envs.sandbox.server.output import address_space
 from envs.specifications import STEPS, Kind, draw_specification, draw_value
 
 LARGE = {"steps": 4, "examples": 4, "tests": 16, "described_share": 0.5}
@@ -229,10 +230,10 @@ def test_hostile_programs_neither_pass_nor_harm(env, tmp_path, name):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["other"]
     assert other.read_text() == "kept"
     # the server goes on, and the program does not
-    server = SANDBOX._idle[-1]
+    server = SANDBOX.idle[-1]
     wait_until(lambda: waiting(server) and not running(server))
     assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
-    assert SANDBOX._idle[-1] is server
+    assert SANDBOX.idle[-1] is server
 
 
 def test_nothing_but_inputs_is_in_the_process_of_the_program():
@@ -294,7 +295,7 @@ def test_a_player_hears_of_hidden_tests_how_the_program_ends_and_no_more(env, en
     ],
 )
 def test_a_program_that_waits_for_nothing_ends_long_before_its_time(monkeypatch, program):
-    monkeypatch.setattr("envs.sandbox.WALL_SECONDS", 3600)
+    monkeypatch.setattr("envs.sandbox.client.WALL_SECONDS", 3600)
     sandbox = Sandbox()
     assert sandbox.run(program, name="f", inputs=[1]).error == "takes too long"
     lock = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\n"
@@ -305,7 +306,7 @@ def test_a_program_that_waits_for_nothing_ends_long_before_its_time(monkeypatch,
 
 def test_a_process_has_no_capabilities_and_gives_no_unusual_advice_about_memory(sandbox):
     runs_identity(sandbox, times=1)
-    server = sandbox._idle[0]
+    server = sandbox.idle[0]
     wait_until(lambda: waiting(server) and not running(server))
     # of this process, if it is root's
     wanted = {"CapInh", "CapPrm", "CapEff", "CapAmb"}
@@ -345,13 +346,13 @@ def test_environments_of_a_process_share_a_server_and_a_copy_works():
     for env in (Code(), pickle.loads(pickle.dumps(Code()))):
         env.reset(seed=0)
         assert env.step(env.optimal_action(np.random.default_rng(0)))[4]["success"]
-        servers.append(SANDBOX._idle[-1])
+        servers.append(SANDBOX.idle[-1])
     assert servers[0] is servers[1] and servers[0].process.pid != os.getpid()
 
 
 def test_a_server_that_dies_costs_the_programs_that_it_runs(sandbox):
     runs_identity(sandbox, times=1)
-    server = sandbox._idle[0]
+    server = sandbox.idle[0]
     wait_until(lambda: waiting(server) and not running(server))
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(sandbox.run, "while True: pass", name="f", inputs=[5])
@@ -377,7 +378,7 @@ def test_programs_of_several_threads_run_at_the_same_time(sandbox):
             threads.map(lambda x: sandbox.run(program, name="f", inputs=[x]), range(8), timeout=60)
         )
     assert [run.calls for run in runs] == [[{"value": 1}]] * 8
-    assert 1 < len(sandbox._idle) <= 4
+    assert 1 < len(sandbox.idle) <= 4
 
 
 @pytest.mark.parametrize("how", ["killed", "closed"])
@@ -386,10 +387,10 @@ def test_processes_are_started_ahead_and_end_with_the_server(sandbox, how):
     def several_wait() -> bool:
         runs_identity(sandbox)
         time.sleep(0.2)
-        return waiting(sandbox._idle[0]) > 4
+        return waiting(sandbox.idle[0]) > 4
 
     wait_until(several_wait)
-    server = sandbox._idle[0]
+    server = sandbox.idle[0]
     wait_until(lambda: not running(server))
     waited = children(server)
     if how == "killed":
@@ -402,26 +403,26 @@ def test_processes_are_started_ahead_and_end_with_the_server(sandbox, how):
 
 def test_what_has_died_while_it_waited_costs_no_run(sandbox):
     runs_identity(sandbox)
-    server = sandbox._idle[0]
+    server = sandbox.idle[0]
     wait_until(lambda: waiting(server) and not running(server))
     waited = children(server)
     for child in waited:
         os.kill(child, signal.SIGKILL)
     wait_until(lambda: all(state(child) == "Z" for child in waited))
     runs_identity(sandbox)
-    sandbox._idle[0].process.kill()
-    sandbox._idle[0].process.wait()
+    sandbox.idle[0].process.kill()
+    sandbox.idle[0].process.wait()
     runs_identity(sandbox)
 
 
 def test_a_limit_of_descriptors_leaves_fewer_processes_ahead(sandbox):
     runs_identity(sandbox)
-    server = sandbox._idle[0]
+    server = sandbox.idle[0]
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (24, 24))
     for _ in range(20):
         runs_identity(sandbox, times=4)
         time.sleep(0.02)
-    assert sandbox._idle == [server]
+    assert sandbox.idle == (server,)
 
 
 def test_no_program_can_read_the_ones_before(sandbox):
@@ -441,16 +442,16 @@ def test_a_program_that_has_much_memory_ends_before_its_result_is_known(sandbox)
     program = "kept = 'a' * 100 * 2**20\ndef f(x): return x"
     for _ in range(10):
         assert sandbox.run(program, name="f", inputs=[5]).calls == [{"value": 5}]
-        for child in children(sandbox._idle[0]):
+        for child in children(sandbox.idle[0]):
             with suppress(OSError):
-                assert sandbox_server.address_space(child) < 64 * 2**20
+                assert address_space(child) < 64 * 2**20
 
 
 def test_a_machine_that_cannot_confine_programs_says_so():
-    server = Path(sandbox_server.__file__)
+    folder = Path(sandbox_package.__file__).parent
     code = (
-        "import platform, runpy\nplatform.machine = lambda: 'vax'\n"
-        f"runpy.run_path({str(server)!r}, run_name='__main__')"
+        "import platform, sys\nplatform.machine = lambda: 'vax'\n"
+        f"sys.path.insert(0, {str(folder)!r})\nfrom server.serving import main\nmain()"
     )
     limits = json.dumps(
         {"seconds": 1, "memory_mb": 256, "wall_seconds": 5, "waiting_seconds": 1, "max_output": 100}

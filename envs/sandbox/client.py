@@ -1,7 +1,7 @@
 """Runs a player's programs in another process without files, network, processes or more than a second of CPU time.
 
-`sandbox_server` says how. Neither expected results nor anything else worth reading is in that process. Hidden inputs
-enter it when nothing that it writes is shown any more.
+`envs.sandbox.server` says how. Neither expected results nor anything else worth reading is in that process. Hidden
+inputs enter it when nothing that it writes is shown any more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-_SERVER = Path(__file__).with_name("sandbox_server.py")
+# `-m` would import more, which each child would have in memory
+_PROGRAM = "from server.serving import main; main()"
 SECONDS, WALL_SECONDS, MEMORY_MB, MAX_OUTPUT = 1, 5, 256, 20_000
 WAITING_SECONDS = 1
 """Longest time that a program waits, such as for a lock, which does not count as CPU time."""
@@ -57,7 +58,7 @@ class Sandbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[_Server] = []
+        self._idle: list[ServerProcess] = []
 
     def __reduce__(self) -> tuple[type[Sandbox], tuple[()]]:
         return Sandbox, ()
@@ -85,6 +86,12 @@ class Sandbox:
         run = _outcome(first, count=len(inputs))
         return run if run.error else replace(run, hidden=_outcome(second, count=len(hidden)))
 
+    @property
+    def idle(self) -> tuple[ServerProcess, ...]:
+        """Servers that run no program, the one that is used next at the end."""
+        with self._lock:
+            return tuple(self._idle)
+
     def close(self) -> None:
         """End the servers that run no program."""
         with self._lock:
@@ -92,17 +99,17 @@ class Sandbox:
         for server in servers:
             server.close()
 
-    def _take(self) -> _Server:
-        """Return an idle server or a new one; none that has died or belongs to the process this one was forked from."""
+    def _take(self) -> ServerProcess:
+        """Return an idle server that lives and was started by this process, or a new one."""
         with self._lock:
             self._idle = [server for server in self._idle if server.serves()]
             if self._idle:
                 return self._idle.pop()
-        return _Server()
+        return ServerProcess()
 
 
-class _Server:
-    """A process of `sandbox_server`."""
+class ServerProcess:
+    """A process of `envs.sandbox.server`."""
 
     def __init__(self) -> None:
         limits = {
@@ -113,12 +120,12 @@ class _Server:
             "max_output": MAX_OUTPUT,
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-s", "-S", "-B", str(_SERVER), json.dumps(limits)],
+            [sys.executable, "-P", "-s", "-S", "-B", "-c", _PROGRAM, json.dumps(limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             # the order of a set is the same in every process
-            env={"PYTHONHASHSEED": "0"},
+            env={"PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parent)},
             cwd="/",
         )
         self.owner = os.getpid()

@@ -1,0 +1,1 @@
+"""Sandbox for programs that an agent writes: `client` runs them, in processes of `server`."""
