@@ -4,103 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
-from enum import StrEnum
+from dataclasses import astuple
 from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Interval
 
 from envs.base import Probability, Reward, checked_arguments
+from envs.support_desk_policy import (
+    CITIES,
+    CUSTOMERS,
+    ITEMS,
+    MAX_DAY,
+    MOVED,
+    REASONS,
+    REFUNDED,
+    REFUSED,
+    Change,
+    Order,
+    Request,
+    Rule,
+    Tables,
+    Wanted,
+    broken_rules,
+    policy_text,
+    refund_amount,
+    wanted_change,
+)
 from envs.tools import ToolEnvironment, ToolError, call_text, tool
 
-ITEMS = ("lamp", "desk", "chair", "book", "shirt", "food")
-CUSTOMERS = ("Kim", "Lee", "Ana", "Bob", "Eve", "Max")
-CITIES = ("Rome", "Oslo", "Bern", "Lima")
-REFUNDED, MOVED, REFUSED = "refunded", "moved", "refused"
-MAX_DAY = 9
 # draws of an order until its verdict is the wanted one, and of policies, of which some forbid nothing
 _DRAWS = 30
-
-
-class Rule(StrEnum):
-    """Rule of a policy, by the reason of a refusal."""
-
-    LATE = "late"
-    PRICE = "price"
-    KIND = "kind"
-    GIFT = "gift"
-    CODE = "code"
-    SENT = "sent"
-    USED = "used"
-
-
-_TEXTS = {
-    Rule.LATE: "Refund until day {}.",
-    Rule.PRICE: "Refund at most {}.",
-    Rule.KIND: "No refund of {}.",
-    Rule.GIFT: "No refund of gifts.",
-    Rule.CODE: "First ask for the code.",
-    Rule.SENT: "No move once sent.",
-    Rule.USED: "Half for used.",
-}
-# a reason that may be given; half the price is no refusal
-_REASONS = frozenset(Rule) - {Rule.USED}
-
-
-@dataclass(slots=True)
-class Order:
-    """Row of the orders. `day` counts from the delivery."""
-
-    id: str
-    customer: str
-    item: str
-    price: int
-    day: int
-    used: bool
-    sent: bool
-    gift: bool
-    code: int
-
-    def __str__(self) -> str:
-        words = [self.id, self.customer, self.item, str(self.price), f"day {self.day}"]
-        words += [word for word in ("used", "sent", "gift") if getattr(self, word)]
-        return " ".join([*words, f"code {self.code}"])
-
-
-@dataclass(slots=True)
-class Request:
-    """What the customer wants, and what has happened about it. `city` is None for a refund."""
-
-    item: str
-    city: str | None
-    code: int
-    insists: bool
-    day: int | None
-    found: bool = False
-    heard_code: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Request to draw: its item, its city or None for a refund, and whether the policy allows it."""
-
-    item: str
-    city: str | None
-    granted: bool
-
-
-@dataclass(slots=True)
-class Tables:
-    """Changes in the database: the amount of a refund and the new city, by order."""
-
-    refunds: dict[str, int] = field(default_factory=dict)
-    cities: dict[str, str] = field(default_factory=dict)
-
-    def entries(self) -> set[tuple[str, str, int | str]]:
-        """Return all changes."""
-        refunds = {("refund", order, amount) for order, amount in self.refunds.items()}
-        return refunds | {("city", order, city) for order, city in self.cities.items()}
 
 
 class SupportDesk(ToolEnvironment):
@@ -108,7 +42,7 @@ class SupportDesk(ToolEnvironment):
 
     ## Rewards
     A request is worth 1 / `requests`. `database`: half of it if the database is right when the customer has been told
-    an outcome, but for a refusal only with a true reason: who does nothing leaves the database right too. Minus
+    an outcome, but for a refusal only with a true reason: otherwise doing nothing would be rewarded. Minus
     `wrong_cost` of it for each wrong change, when it is made. `said`: half of it if the outcome told is the right one
     and true, minus `wrong_cost` of it if it is not.
 
@@ -198,8 +132,7 @@ class SupportDesk(ToolEnvironment):
             verdicts = [self._draw_request(each) for each in wanted]
             if all(verdicts):
                 break
-        policy = " ".join(_TEXTS[rule].format(value) for rule, value in self.policy.items())
-        return f"policy: {policy} {self._opening()}", {}
+        return f"policy: {policy_text(self.policy)} {self._opening()}", {}
 
     @tool
     def find(self, item: str) -> str:
@@ -258,8 +191,8 @@ class SupportDesk(ToolEnvironment):
         request = self._request
         if not request.found:
             return f"{'move' if request.city else 'refund'} {request.item}"
-        order = self._own(request)
-        if broken := self._broken(request, known=True):
+        order = self.order_of(request)
+        if broken := self.broken_rules(request, known=True):
             return f"{order.id} {broken[0]}"
         if Rule.CODE in self.policy and not request.heard_code:
             return f"{order.id} code unknown"
@@ -283,31 +216,40 @@ class SupportDesk(ToolEnvironment):
         request = self._request
         if not request.found:
             return call_text("find", item=request.item)
-        order = self._own(request)
-        if broken := self._broken(request, known=True):
+        order = self.order_of(request)
+        if broken := self.broken_rules(request, known=True):
             return call_text("say", text=f"{REFUSED} {broken[0]}")
         if Rule.CODE in self.policy and not request.heard_code:
             return call_text("say", text=str(Rule.CODE))
         amount = self._amount(order)
         if self._wanted(request) in self.tables.entries():
-            told = f"{MOVED} {request.city}" if request.city else f"{REFUNDED} {amount}"
-            return call_text("say", text=told)
+            outcome = f"{MOVED} {request.city}" if request.city else f"{REFUNDED} {amount}"
+            return call_text("say", text=outcome)
         if request.city:
             return call_text("move", order=order.id, city=request.city)
         return call_text("refund", order=order.id, amount=amount)
 
     def argument_values(self, argument: str) -> list[Any]:
         """Return items, orders, amounts, cities and things to say."""
-        told = [f"{REFUSED} {reason}" for reason in sorted(_REASONS)]
-        told += [f"{MOVED} {city}" for city in CITIES] + [f"{REFUNDED} 20", str(Rule.CODE)]
+        messages = [f"{REFUSED} {reason}" for reason in sorted(REASONS)]
+        messages += [f"{MOVED} {city}" for city in CITIES] + [f"{REFUNDED} 20", str(Rule.CODE)]
         values: dict[str, list[Any]] = {
             "item": list(ITEMS),
             "order": list(self.orders),
             "amount": [10, 20, 30, 40],
             "city": list(CITIES),
-            "text": told,
+            "text": messages,
         }
         return values[argument]
+
+    def order_of(self, request: Request) -> Order:
+        """Return the customer's order that a request is about."""
+        orders = self.orders.values()
+        return next(o for o in orders if o.item == request.item and o.customer == self.customer)
+
+    def broken_rules(self, request: Request, *, known: bool = False) -> list[Rule]:
+        """Return the rules that forbid a request; with `known` those that the clerk can know so far."""
+        return broken_rules(self.policy, request, self.order_of(request), known=known)
 
     @property
     def _request(self) -> Request:
@@ -325,61 +267,33 @@ class SupportDesk(ToolEnvironment):
             raise ToolError("no such order")
         return self.orders[name]
 
-    def _own(self, request: Request) -> Order:
-        """Return the customer's order that a request is about."""
-        orders = self.orders.values()
-        return next(o for o in orders if o.item == request.item and o.customer == self.customer)
-
     def _amount(self, order: Order) -> int:
-        half = Rule.USED in self.policy and order.used
-        return order.price // 2 if half else order.price
+        return refund_amount(self.policy, order)
 
-    def _wanted(self, request: Request) -> tuple[str, str, int | str]:
-        """Return the change that the customer asks for, with the amount that the policy allows."""
-        order = self._own(request)
-        if request.city:
-            return ("city", order.id, request.city)
-        return ("refund", order.id, self._amount(order))
-
-    def _broken(self, request: Request, *, known: bool = False) -> list[Rule]:
-        """Return the rules that forbid a request, of those the clerk can know so far or of all."""
-        order, policy = self._own(request), self.policy
-        broken = {Rule.CODE: request.code != order.code}
-        if request.city:
-            broken[Rule.SENT] = order.sent
-        else:
-            amount = self._amount(order)
-            # The default never forbids.
-            broken[Rule.LATE] = order.day > int(policy.get(Rule.LATE) or MAX_DAY)
-            broken[Rule.PRICE] = amount > int(policy.get(Rule.PRICE) or amount)
-            broken[Rule.KIND] = order.item == policy.get(Rule.KIND)
-            broken[Rule.GIFT] = order.gift
-        if known and not request.heard_code:
-            del broken[Rule.CODE]
-        if known and not request.found:
-            # only the item is in the request
-            broken = {Rule.KIND: broken.get(Rule.KIND, False)}
-        return [rule for rule in policy if broken.get(rule)]
+    def _wanted(self, request: Request) -> Change:
+        return wanted_change(self.policy, request, self.order_of(request))
 
     def _changed(self) -> None:
         """Charge for wrong changes as soon as they are made: a player who never ends pays too."""
         self._calls += 1
         if Rule.CODE in self.policy and not self._request.heard_code:
             self._unchecked.add(self.at)
-        allowed = {self._wanted(request) for request in self.requests if not self._broken(request)}
+        allowed = {
+            self._wanted(request) for request in self.requests if not self.broken_rules(request)
+        }
         harm = len(self.tables.entries() - allowed) + len(self._unchecked)
         self.reward(database=self.wrong_cost * (self._harm - harm) / self.request_count)
         self._harm = harm
 
     def _decide(self, outcomes: set[str], words: list[str]) -> str:
         request, half = self._request, 0.5 / self.request_count
-        broken, order = self._broken(request), self._own(request)
+        broken, order = self.broken_rules(request), self.order_of(request)
         done = {entry for entry in self.tables.entries() if entry[1] == order.id}
         right = done == (set() if broken else {self._wanted(request)})
         right = right and self.at not in self._unchecked
-        reasons = {word for word in words if word in _REASONS}
+        reasons = {word for word in words if word in REASONS}
         if broken:
-            known = set(self._broken(request, known=True))
+            known = set(self.broken_rules(request, known=True))
             true = outcomes == {REFUSED} and len(reasons) == 1 and reasons <= known
         elif request.city:
             cities = {city for city in CITIES if city.casefold() in words}
@@ -423,7 +337,7 @@ class SupportDesk(ToolEnvironment):
             self.orders[own] = order = self._draw_order(own, self.customer, item)
             code = order.code if draw.random() < 0.7 else int(draw.integers(1, 10))
             request = Request(item, wanted.city, code, False, None)
-            right = bool(self._broken(request)) != wanted.granted
+            right = bool(self.broken_rules(request)) != wanted.granted
             if right:
                 break
         request.insists = bool(draw.random() < self.insist_share)

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from envs.base import checked_arguments
-from envs.support_desk import MOVED, REFUNDED, REFUSED, Rule
+from envs.support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
 from envs.tools import call_text
 
 

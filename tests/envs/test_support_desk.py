@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tool_players import begin
 
-from envs.support_desk import Rule, SupportDesk
+from envs.support_desk import SupportDesk
+from envs.support_desk_policy import Rule
 from envs.tools import call_text
 
 LARGE = {
@@ -46,11 +47,11 @@ def calls(*texts: str) -> Callable[[SupportDesk], str]:
 def granted(desk: SupportDesk) -> bool:
     """Tell whether the episode is a plain refund of the full price without a code."""
     plain = not {Rule.CODE, Rule.USED} & set(desk.policy) and desk.requests[0].city is None
-    return plain and not desk._broken(desk.requests[0])
+    return plain and not desk.broken_rules(desk.requests[0])
 
 
 def late(desk: SupportDesk) -> bool:
-    return desk._broken(desk.requests[0]) == [Rule.LATE] and Rule.CODE not in desk.policy
+    return desk.broken_rules(desk.requests[0]) == [Rule.LATE] and Rule.CODE not in desk.policy
 
 
 @pytest.mark.parametrize("settings", [{}, LARGE], ids=["small", "large"])
@@ -70,7 +71,7 @@ def test_every_rule_forbids_something_and_half_is_granted():
     desk, reasons, moves = SupportDesk(rules=7), Counter(), 0
     for seed in range(600):
         desk.reset(seed=seed)
-        reasons.update(map(str, desk._broken(desk.requests[0])[:1] or ["none"]))
+        reasons.update(map(str, desk.broken_rules(desk.requests[0])[:1] or ["none"]))
         moves += desk.requests[0].city is not None
     assert set(reasons) == set(map(str, set(Rule) - {Rule.USED})) | {"none"}
     assert 0.4 < reasons["none"] / 600 < 0.6 and 0.2 < moves / 600 < 0.3
@@ -78,7 +79,7 @@ def test_every_rule_forbids_something_and_half_is_granted():
 
 def always_refund(desk: SupportDesk) -> str:
     """Pay the full price without a look at the policy."""
-    order = desk._own(desk.requests[0])
+    order = desk.order_of(desk.requests[0])
     if not desk.tables.refunds:
         return call_text("refund", order=order.id, amount=order.price)
     return call_text("say", text=f"refunded {order.price}")
@@ -121,7 +122,7 @@ def test_trivial_players_earn_little(choose, wrong_cost, most):
 
 def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
     desk = begin(SupportDesk(), late)
-    order = desk._own(desk.requests[0])
+    order = desk.order_of(desk.requests[0])
     _, reward, over, _, info = desk.step(call_text("refund", order=order.id, amount=order.price))
     assert (reward, over) == (-0.5, False) and info["reward_parts"] == {"database": -0.5}
     total, parts, success = play(desk, say("refused late"))
@@ -155,21 +156,21 @@ def test_half_of_a_price_may_be_within_the_limit():
     desk = SupportDesk(rules=7)
 
     def halved(desk):
-        order = desk._own(desk.requests[0])
+        order = desk.order_of(desk.requests[0])
         limit = int(desk.policy.get(Rule.PRICE) or 0)
         half = Rule.USED in desk.policy and order.used and not desk.requests[0].city
         return half and order.price // 2 <= limit < order.price
 
     begin(desk, halved)
-    assert Rule.PRICE not in desk._broken(desk.requests[0])
+    assert Rule.PRICE not in desk.broken_rules(desk.requests[0])
 
 
 def test_saying_that_money_was_paid_does_not_pay_it():
     desk = begin(SupportDesk(), granted)
-    amount = desk._own(desk.requests[0]).price
+    amount = desk.order_of(desk.requests[0]).price
     assert play(desk, say(f"refunded {amount}"))[0] == -0.5
     desk = begin(SupportDesk(), granted)
-    order = desk._own(desk.requests[0])
+    order = desk.order_of(desk.requests[0])
     pay = call_text("refund", order=order.id, amount=amount)
     for told, total in ((f"I refunded {amount}.", 1.0), ("refunded 7", 0.0), ("refunded", 0.0)):
         desk = begin(SupportDesk(), granted)
@@ -178,7 +179,7 @@ def test_saying_that_money_was_paid_does_not_pay_it():
 
 def test_changes_before_the_code_are_wrong():
     def coded(desk):
-        return Rule.CODE in desk.policy and not desk._broken(desk.requests[0])
+        return Rule.CODE in desk.policy and not desk.broken_rules(desk.requests[0])
 
     desk, rng = begin(SupportDesk(), coded), np.random.default_rng(0)
     desk.requests[0].heard_code = desk.requests[0].found = True
@@ -191,10 +192,14 @@ def test_changes_before_the_code_are_wrong():
 def test_a_wrong_address_can_be_corrected():
     def moves(desk):
         request = desk.requests[0]
-        return request.city == "Rome" and not desk._broken(request) and Rule.CODE not in desk.policy
+        return (
+            request.city == "Rome"
+            and not desk.broken_rules(request)
+            and Rule.CODE not in desk.policy
+        )
 
     desk = begin(SupportDesk(), moves)
-    order = desk._own(desk.requests[0]).id
+    order = desk.order_of(desk.requests[0]).id
     wrong, right = (call_text("move", order=order, city=city) for city in ("Oslo", "Rome"))
     rewards = [
         desk.step(call)[1] for call in (wrong, right, call_text("say", text="moved to Rome"))
@@ -211,7 +216,7 @@ def test_a_customer_who_insists_gets_the_same_answer():
 
 def test_calls_that_cannot_be_carried_out_change_nothing():
     desk = begin(SupportDesk(), granted)
-    order = desk._own(desk.requests[0])
+    order = desk.order_of(desk.requests[0])
     for call in (
         call_text("refund", order="A9", amount=1),
         call_text("refund", order=order.id, amount=order.price + 1),
