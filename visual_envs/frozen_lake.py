@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import TEXT_CHARSET, Count, Observation, Probability, Reward, bits, checked_arguments
+from envs.base import Count, Probability, Reward, bits, checked_arguments
 from envs.frozen_lake import FrozenLake, HoleShare, Size
 from visual_envs.frozen_lake_tiles import (
     WITH_PLAYER,
     FrozenLakeTile,
     frozen_lake_tiles,
 )
-from visual_envs.tiles import TILE, Theme, lay_out
+from visual_envs.tile_images import TileImages
+from visual_envs.tiles import Theme
 
-_TEXT = "reach the goal"
 _SEEN = {
     Theme.DAY: (
         "Each turn shows a picture of the lake from above: you are the figure in red, holes are dark "
@@ -31,7 +28,7 @@ _SEEN = {
 _SEEN_TRAIL = " Footprints mark the cells where you have been."
 
 
-class FrozenLakeVisual(FrozenLake):
+class FrozenLakeVisual(TileImages, FrozenLake):
     """Walk over a frozen lake, shown as an image from above.
 
     ## Description
@@ -69,7 +66,7 @@ class FrozenLakeVisual(FrozenLake):
     - v0: first version.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
+    task_text = "reach the goal"
 
     @checked_arguments
     def __init__(
@@ -100,10 +97,6 @@ class FrozenLakeVisual(FrozenLake):
         )
         self._arrive()
 
-    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
-        """Return the image (`render_mode="rgb_array"`)."""
-        return self._image()
-
     def _arrive(self) -> None:
         self._codes = np.zeros(self.size * self.size, dtype=np.intp)
         self._codes[bits(self.lake.holes)] = FrozenLakeTile.HOLE
@@ -113,26 +106,13 @@ class FrozenLakeVisual(FrozenLake):
         if self.trail:
             self._codes[before] = FrozenLakeTile.TRAIL
 
-    def _observe(self) -> Observation:
-        return {"text": _TEXT, "image": self._image()}
+    def _tiles(self) -> NDArray[np.int64]:
+        return frozen_lake_tiles(self.theme)
 
-    def _image(self) -> NDArray[np.uint8]:
-        self._codes[self.cell] += WITH_PLAYER
-        image = lay_out(
-            frozen_lake_tiles(self.theme),
-            self._codes,
-            size=self.size,
-            largest=self.largest,
-            scale=self.image_scale,
-        )
-        self._codes[self.cell] -= WITH_PLAYER
-        return image
+    def _tile_codes(self) -> NDArray[np.intp]:
+        codes = self._codes.copy()
+        codes[self.cell] += WITH_PLAYER
+        return codes
 
     def _observation_rule(self) -> str:
         return _SEEN[self.theme] + _SEEN_TRAIL * self.trail
-
-    def _observation_space(self) -> spaces.Space[Any]:
-        side = self.largest * TILE * self.image_scale
-        image = spaces.Box(0, 255, (side, side, 3), np.uint8)
-        text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
-        return spaces.Dict({"text": text, "image": image})

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import TEXT_CHARSET, Count, CountOrZero, Observation, Reward, checked_arguments
+from envs.base import Count, CountOrZero, Reward, checked_arguments
 from envs.sokoban import Size, Sokoban
 from envs.sokoban_text import tile_codes
 from visual_envs.sokoban_tiles import sokoban_tiles
-from visual_envs.tiles import TILE, Theme, lay_out
+from visual_envs.tile_images import TileImages
+from visual_envs.tiles import Theme
 
-_TEXT = "push the boxes onto the targets"
 _SEEN = {
     Theme.DAY: (
         "Each turn shows a picture of the room from above: you are the figure in blue, walls are "
@@ -27,7 +24,7 @@ _SEEN = {
 }
 
 
-class SokobanVisual(Sokoban):
+class SokobanVisual(TileImages, Sokoban):
     """Push every box onto a target, shown as an image from above.
 
     ## Description
@@ -62,7 +59,7 @@ class SokobanVisual(Sokoban):
     - v0: first version.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
+    task_text = "push the boxes onto the targets"
 
     @checked_arguments
     def __init__(
@@ -95,28 +92,11 @@ class SokobanVisual(Sokoban):
             render_mode=render_mode,
         )
 
-    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
-        """Return the image (`render_mode="rgb_array"`)."""
-        return self._image()
+    def _tiles(self) -> NDArray[np.int64]:
+        return sokoban_tiles(self.theme)
 
-    def _observe(self) -> Observation:
-        return {"text": _TEXT, "image": self._image()}
-
-    def _image(self) -> NDArray[np.uint8]:
-        codes = np.array(tile_codes(self.room, self.state), dtype=np.intp)
-        return lay_out(
-            sokoban_tiles(self.theme),
-            codes,
-            size=self.size,
-            largest=self.largest,
-            scale=self.image_scale,
-        )
+    def _tile_codes(self) -> NDArray[np.intp]:
+        return np.array(tile_codes(self.room, self.state), dtype=np.intp)
 
     def _observation_rule(self) -> str:
         return _SEEN[self.theme]
-
-    def _observation_space(self) -> spaces.Space[Any]:
-        side = self.largest * TILE * self.image_scale
-        image = spaces.Box(0, 255, (side, side, 3), np.uint8)
-        text = spaces.Text(max_length=len(_TEXT), charset=TEXT_CHARSET)
-        return spaces.Dict({"text": text, "image": image})
