@@ -37,7 +37,7 @@ class Verdict(StrEnum):
 
 
 class NoAnswer:
-    """Player whose responses have no valid action."""
+    """Policy whose responses have no valid action."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Return an empty answer."""
@@ -45,7 +45,7 @@ class NoAnswer:
 
 
 class Constant:
-    """Player who always gives the same answer.
+    """Policy that always gives the same answer.
 
     Args:
         action: name or index of an action, or a free text. Its fields in braces are numbers of the question: for
@@ -61,7 +61,7 @@ class Constant:
 
 
 class Cycle:
-    """Player who takes the same actions in turn, whatever the observation.
+    """Policy that takes the same actions in turn, whatever the observation.
 
     Args:
         actions: names of actions, or free texts.
@@ -192,7 +192,7 @@ class ReadOne:
 
 
 class CountUp:
-    """Player who guesses the numbers 1, 2, 3 and so on."""
+    """Policy that guesses the numbers 1, 2, 3 and so on."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Return the next number."""

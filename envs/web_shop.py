@@ -45,7 +45,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the customer wants; None where it does not matter. `prices` are the lowest and the highest one."""
+    """Conditions of the customer; None where there is none. `prices` are the lowest and the highest one."""
 
     kind: str
     prices: tuple[int, int]
@@ -278,7 +278,7 @@ class WebShop(ToolEnvironment):
         return inner[low], self._pick(inner[low : low + 3])
 
     def _draw_products(self) -> dict[str, Product]:
-        """Draw the product that fits, others that all but fit, and ones that lack a word of the request."""
+        """Draw the product that fits, near misses, and products that lack a word of the request."""
         request, numbers = self.request, range(1, self.product_count + 1)
         ids = [f"p{number}" for number in self._pick_some(numbers, len(numbers))]
         low, high = request.prices

@@ -1,4 +1,4 @@
-"""Reconstruction of a picture as SVG. The reading and rendering of SVG is in `visual_envs.svg_pictures`."""
+"""Reconstruction of an image as SVG. The reading and rendering of SVG is in `visual_envs.svg_images`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gymnasium import spaces
 
 from envs.adapters.optional import optional_import
 from envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
-from visual_envs.svg_pictures import (
+from visual_envs.svg_images import (
     Drawing,
-    Picture,
+    RGBImage,
     SvgError,
     color_match,
     outline_match,
@@ -26,7 +26,7 @@ COLORS = ("red", "lime", "blue", "purple")
 """Colours at nearly the same distance from white."""
 
 KINDS = ("square", "circle")
-# a shape drawn wrongly costs more than this of any picture of up to eight shapes
+# a shape drawn wrongly costs more than this of any image of up to eight shapes
 _SOLVED = 0.98
 _OUTLINE, _COLOR, _SOLVED_REWARD = 0.25, 0.25, 0.5
 _CELL = 16
@@ -56,11 +56,11 @@ class Shape:
 
 
 class Svg(Environment):
-    """Write the SVG of a picture.
+    """Write the SVG of an image.
 
     ## Description
-    A picture shows a few coloured shapes, each in a cell of a grid. The agent answers with SVG, sees the rendering
-    next to the picture and may answer again; each answer is a whole picture. The canvas is `0 0 size size`: a cell is
+    An image shows a few coloured shapes, each in a cell of a grid. The agent answers with SVG, sees the rendering
+    next to the image and may answer again; each answer is a whole image. The canvas is `0 0 size size`: a cell is
     one unit. An SVG document with a square `viewBox` of its own is accepted, too.
 
     ## Action Space
@@ -68,7 +68,7 @@ class Svg(Environment):
     line, polygon, polyline and path with numbers, fill, stroke and opacity. At most 64 elements are accepted.
 
     ## Observation Space
-    `Dict(text=Text, images=(picture, own rendering))`, each a square of `16 * size * image_scale` pixels. The text is
+    `Dict(text=Text, images=(image, own rendering))`, each a square of `16 * size * image_scale` pixels. The text is
     `match N`, with the similarity of colours in per cent. The first rendering is blank.
 
     ## Starting State
@@ -77,10 +77,10 @@ class Svg(Environment):
 
     ## Rewards
     The changes of two similarities above that of a blank page, a quarter each: `outline` (which pixels are drawn on)
-    and `color`. Their sum over an episode is the similarity of the last picture. `solved`: half.
+    and `color`. Their sum over an episode is the similarity of the last image. `solved`: half.
 
     ## Players Without Skill
-    A blank picture, or one that is the same for every task, has success at most 0.02 and return at most 0.05.
+    A blank image, or one that is the same for every task, has success at most 0.02 and return at most 0.05.
 
     ## Episode End
     Terminated when the similarity of colours is at least 0.98.
@@ -91,7 +91,7 @@ class Svg(Environment):
     ## Arguments
     - `size`: rows and columns of the grid.
     - `min_shapes`, `max_shapes`: fewest and most shapes.
-    - `image_scale`: factor of the pictures' height and width.
+    - `image_scale`: factor of the images' height and width.
 
     ## Version History
     - v0: first version.
@@ -121,11 +121,11 @@ class Svg(Environment):
         self.size, self.min_shapes, self.max_shapes = size, min_shapes, max_shapes
         self.side = size * _CELL * image_scale
         self.action_space = spaces.Text(_MAX_ACTION)
-        picture = spaces.Box(0, 255, (self.side, self.side, 3), np.uint8)
+        image = spaces.Box(0, 255, (self.side, self.side, 3), np.uint8)
         self.observation_space = spaces.Dict(
             {
                 "text": spaces.Text(max_length=_TEXT_LENGTH, charset=TEXT_CHARSET),
-                "images": spaces.Tuple((picture, picture)),
+                "images": spaces.Tuple((image, image)),
             }
         )
         self.instructions = self._rules(min_shapes, max_shapes)
@@ -147,7 +147,7 @@ class Svg(Environment):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a new picture."""
+        """Draw a new image."""
         chosen = self._begin(seed=seed, options=options)
         low = chosen.get("min_shapes", self.min_shapes)
         high = chosen.get("max_shapes", max(low, self.max_shapes))
@@ -160,7 +160,7 @@ class Svg(Environment):
         return self._observe(), {}
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Render an answer and compare it with the picture."""
+        """Render an answer and compare it with the image."""
         text = self._take_text(action)
         before = (self._drawing, self._outline, self._color)
         error = ""
@@ -186,12 +186,12 @@ class Svg(Environment):
         return self._observe(), float(sum(parts.values())), self._over, False, info
 
     def state_key(self) -> str:
-        """Return the shapes of the picture and the agent's drawing."""
+        """Return the shapes of the image and the agent's drawing."""
         own = f"{self._drawing.view_box} {self._drawing.body}" if self._drawing.body else "blank"
         return f"{_svg(self._shapes)} | {own}"
 
     def describe(self) -> str:
-        """Return the shapes of the picture row by row, each with its column and row."""
+        """Return the shapes of the image row by row, each with its column and row."""
         return ", ".join(
             f"{shape.color} {shape.kind} {shape.column} {shape.row}" for shape in self._shapes
         )
@@ -201,15 +201,15 @@ class Svg(Environment):
         return len(self._shapes)
 
     def optimal_action(self, rng: np.random.Generator) -> str:
-        """Return the SVG of the picture."""
+        """Return the SVG of the image."""
         return _svg(self._shapes)
 
     def random_action(self, rng: np.random.Generator) -> str:
-        """Return the SVG of any picture that the environment could show."""
+        """Return the SVG of any image that the environment could show."""
         return _svg(self._draw(rng, self.min_shapes, self.max_shapes))
 
-    def render(self) -> Picture:
-        """Return the picture and the agent's rendering side by side (`render_mode="rgb_array"`)."""
+    def render(self) -> RGBImage:
+        """Return the image and the agent's rendering side by side (`render_mode="rgb_array"`)."""
         return np.concatenate([self._target, self._own], axis=1)
 
     def _draw(self, rng: np.random.Generator, low: int, high: int) -> list[Shape]:
@@ -225,9 +225,9 @@ class Svg(Environment):
             for cell in cells
         )
 
-    def _show(self, drawing: Drawing, picture: Picture, *, target: Picture) -> None:
-        self._drawing, self._own, self._target = drawing, picture, target
-        self._outline, self._color = outline_match(picture, target), color_match(picture, target)
+    def _show(self, drawing: Drawing, image: RGBImage, *, target: RGBImage) -> None:
+        self._drawing, self._own, self._target = drawing, image, target
+        self._outline, self._color = outline_match(image, target), color_match(image, target)
 
     def _observe(self) -> Observation:
         return {"text": f"match {int(100 * self._color)}", "images": (self._target, self._own)}

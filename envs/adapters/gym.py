@@ -41,7 +41,7 @@ class Success(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is known about the ids of a family.
+    """Facts about the ids of a family.
 
     Attributes:
         actions: names of the actions.
@@ -49,7 +49,7 @@ class Family:
         rules: rules in full sentences.
         rendering: how the text rendering shows the game, in full sentences.
         fields: names of the numbers of an observation.
-        player: a good action for an observation.
+        policy: a good action for an observation.
     """
 
     actions: tuple[str, ...]
@@ -57,7 +57,7 @@ class Family:
     rules: str
     rendering: str = ""
     fields: tuple[str, ...] = ()
-    player: Callable[[Any], int] | None = None
+    policy: Callable[[Any], int] | None = None
 
 
 def _blackjack(hand: Any) -> int:
@@ -107,28 +107,28 @@ FAMILIES = {
             "pass 21, and is then called usable; the dealer's ace is shown as 1."
         ),
         fields=("sum", "dealer", "usable ace"),
-        player=_blackjack,
+        policy=_blackjack,
     ),
     "CartPole": Family(
         actions=("Left", "Right"),
         success=Success.THRESHOLD,
         rules="You push a cart to the left or to the right and keep the pole on it upright.",
         fields=("cart", "cart speed", "pole angle", "pole speed"),
-        player=lambda seen: int(seen[2] + 0.5 * seen[3] + 0.01 * seen[0] + 0.05 * seen[1] > 0),
+        policy=lambda seen: int(seen[2] + 0.5 * seen[3] + 0.01 * seen[0] + 0.05 * seen[1] > 0),
     ),
     "MountainCar": Family(
         actions=("Left", "Rest", "Right"),
         success=Success.TERMINATED,
         rules="You drive a weak car out of a valley. Swing to and fro to reach the flag on the right hill.",
         fields=("place", "speed"),
-        player=lambda seen: 2 if seen[1] > 0 else 0,
+        policy=lambda seen: 2 if seen[1] > 0 else 0,
     ),
     "Acrobot": Family(
         actions=("Minus", "Rest", "Plus"),
         success=Success.TERMINATED,
         rules="You apply a torque to the joint between two hanging links. Swing the lower end above the line.",
         fields=("cos 1", "sin 1", "cos 2", "sin 2", "speed 1", "speed 2"),
-        player=lambda seen: 2 if seen[4] < 0 else 0,
+        policy=lambda seen: 2 if seen[4] < 0 else 0,
     ),
 }
 
@@ -241,16 +241,16 @@ class Gym(Environment):
         """Return an optimal action where the game has a table of its transitions, otherwise a good one.
 
         Raises:
-            NotImplementedError: the game has no table, and no player of its family is known.
+            NotImplementedError: the game has no table, and no policy for its family is known.
         """
         game: Any = self.game.unwrapped
         if hasattr(game, "P") and isinstance(self._seen, int | np.integer):
             self._policy = self._policy or _optimal_actions(game.P)
             best = self._policy[int(self._seen)]
             return best[int(rng.integers(len(best)))]
-        if self.family is None or self.family.player is None:
-            raise NotImplementedError("id: no player of this game is known")
-        return self.family.player(self._seen)
+        if self.family is None or self.family.policy is None:
+            raise NotImplementedError("id: no policy for this game is known")
+        return self.family.policy(self._seen)
 
     def render(self) -> Any:
         """Return the current observation (`render_mode="ansi"`)."""

@@ -23,17 +23,17 @@ _WON = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Game:
-    """What is known about a game.
+    """Rules and policies of a game.
 
     Attributes:
         rules: rules in full sentences; they replace the library's prompt.
         random: a random valid move of a game.
-        player: the best moves of a game in its present state.
+        policy: the best moves of a game in its present state.
     """
 
     rules: str
     random: Callable[[Any, np.random.Generator], str]
-    player: Callable[[Any], list[str]]
+    policy: Callable[[Any], list[str]]
 
 
 def _random_guess(game: Any, rng: np.random.Generator) -> str:
@@ -116,7 +116,7 @@ GAMES = {
             "higher or lower. Write a guess in square brackets: [5]."
         ),
         random=_random_guess,
-        player=_bisect,
+        policy=_bisect,
     ),
     "Mastermind": Game(
         rules=(
@@ -125,7 +125,7 @@ GAMES = {
             " in a wrong place. Write a guess in square brackets: [2 1 4 5]."
         ),
         random=_random_code,
-        player=_consistent_codes,
+        policy=_consistent_codes,
     ),
     "TowerOfHanoi": Game(
         rules=(
@@ -133,7 +133,7 @@ GAMES = {
             "tower, never onto a smaller disk. Write the two towers in square brackets: [A C]."
         ),
         random=_random_hanoi_move,
-        player=_hanoi_best,
+        policy=_hanoi_best,
     ),
 }
 
@@ -270,11 +270,11 @@ class TextArena(Environment):
         """Return a best move of a known game.
 
         Raises:
-            NotImplementedError: no player of the game is known.
+            NotImplementedError: no policy for the game is known.
         """
         if self._known is None:
-            raise NotImplementedError(f"game: only {', '.join(GAMES)} have a player")
-        moves = self._known.player(self.game)
+            raise NotImplementedError(f"game: only {', '.join(GAMES)} have a policy")
+        moves = self._known.policy(self.game)
         return moves[int(rng.integers(len(moves)))]
 
     def random_action(self, rng: np.random.Generator) -> str:

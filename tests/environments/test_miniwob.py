@@ -7,7 +7,7 @@ import pytest
 
 from envs.tools import call_text
 from visual_envs.adapters.miniwob import MiniWoB
-from visual_envs.adapters.miniwob_players import PLAYERS
+from visual_envs.adapters.miniwob_policies import POLICIES
 
 pytestmark = pytest.mark.environments
 
@@ -21,7 +21,7 @@ def browser():
 
 @pytest.fixture
 def env(browser):
-    browser.tasks = tuple(PLAYERS)
+    browser.tasks = tuple(POLICIES)
     return browser
 
 
@@ -35,7 +35,7 @@ def play(env, *, seed, rng):
     return seen
 
 
-@pytest.mark.parametrize("task", PLAYERS)
+@pytest.mark.parametrize("task", POLICIES)
 def test_the_scripted_player_does_the_task(env, task):
     env.tasks, rng = (task,), np.random.default_rng(0)
     for seed in range(10):

@@ -89,7 +89,7 @@ def test_games_that_cannot_be_played_alone_are_refused() -> None:
     assert "between 1 and 5" in small.reset(seed=0)[0]
     env = TextArena(game="LightsOut")
     env.reset(seed=0)
-    with pytest.raises(NotImplementedError, match="have a player"):
+    with pytest.raises(NotImplementedError, match="have a policy"):
         env.optimal_action(np.random.default_rng(0))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from visual_envs.svg import COLORS, Svg
-from visual_envs.svg_pictures import SvgError, color_match, read_svg, render
+from visual_envs.svg_images import SvgError, color_match, read_svg, render
 
 FULL = '<rect width="4" height="4" fill="{}"/>'
 

@@ -39,7 +39,7 @@ _NO_LIMIT = 10**9
 
 
 class MetaWorld(Environment):
-    """Solve a task with a robot arm that is seen in a picture.
+    """Solve a task with a robot arm that is seen in an image.
 
     ## Description
     A robot arm stands behind a table, and the camera looks at it from a corner in front. Right, left, forward and back
@@ -66,9 +66,9 @@ class MetaWorld(Environment):
     `success`, `action_is_effective`.
 
     ## Arguments
-    - `tasks`: reach, drawer-close, or both. The scripted player solves these with named moves.
+    - `tasks`: reach, drawer-close, or both. The scripted policy solves these with named moves.
     - `hold`: control steps of a move.
-    - `side`: height and width of the picture in pixels.
+    - `side`: height and width of the image in pixels.
 
     ## Version History
     - v0: first version.

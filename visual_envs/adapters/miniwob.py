@@ -17,7 +17,7 @@ from envs.adapters.optional import optional_import
 from envs.base import Observation
 from envs.tools import ToolEnvironment, ToolError, tool
 from visual_envs.adapters.miniwob_pages import CLICK, READ, SELECT, TYPE, Page, read_page
-from visual_envs.adapters.miniwob_players import PLAYERS
+from visual_envs.adapters.miniwob_policies import POLICIES
 
 # a task ends after this many milliseconds of real time: never
 _NO_LIMIT = "core.EPISODE_MAX_TIME = 1e9;"
@@ -67,7 +67,7 @@ class MiniWoB(ToolEnvironment):
     `success`, `action_is_valid`, `action_is_effective`, `reward_parts`.
 
     ## Arguments
-    - `tasks`: names of the library's tasks; None for all that have a scripted player.
+    - `tasks`: names of the library's tasks; None for all that have a scripted policy.
     - `pictures`: whether the observation has a picture.
     - `max_observation_length`: largest number of characters of the text; the rest is cut.
 
@@ -97,9 +97,9 @@ class MiniWoB(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=max_observation_length, render_mode=render_mode)
-        self.tasks = tuple(tasks or PLAYERS)
-        if unknown := [task for task in self.tasks if task not in PLAYERS]:
-            raise ValueError(f"tasks: found {unknown}, expected some of {', '.join(PLAYERS)}")
+        self.tasks = tuple(tasks or POLICIES)
+        if unknown := [task for task in self.tasks if task not in POLICIES]:
+            raise ValueError(f"tasks: found {unknown}, expected some of {', '.join(POLICIES)}")
         self.pictures = pictures
         if pictures:
             image = spaces.Box(0, 255, (_HEIGHT, _WIDTH, 3), np.uint8)
@@ -168,11 +168,11 @@ class MiniWoB(ToolEnvironment):
 
     def difficulty(self) -> int:
         """Return about how many calls the task takes."""
-        return PLAYERS[self._task][0]
+        return POLICIES[self._task][0]
 
     def optimal_action(self, rng: np.random.Generator) -> str:
-        """Return the scripted player's next call."""
-        return PLAYERS[self._task][1](self._page, self._fields)
+        """Return the scripted policy's next call."""
+        return POLICIES[self._task][1](self._page, self._fields)
 
     def argument_values(self, argument: str) -> list[Any]:
         """Return numbers of elements, options of lists, or the words of the task."""

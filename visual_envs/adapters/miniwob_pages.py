@@ -115,7 +115,7 @@ class Element:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What the browser shows.
+    """Contents of the page that the browser shows.
 
     Attributes:
         task: the task in words.

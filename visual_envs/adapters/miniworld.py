@@ -1,4 +1,4 @@
-"""Navigation in first-person pictures: rooms of the library MiniWorld."""
+"""Navigation in first-person images: rooms of the library MiniWorld."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MiniWorld(Environment):
     """Walk to the red box, seen through the walker's eyes.
 
     ## Description
-    A walker stands in a room or hall with a red box. A picture shows what is in front, 60 degrees wide. The library
+    A walker stands in a room or hall with a red box. An image shows what is in front, 60 degrees wide. The library
     draws into the window that was opened last, and in its thread only: an environment needs a process of its own
     (`env.process=true`).
 
@@ -65,7 +65,7 @@ class MiniWorld(Environment):
     - `room`: "hallway" or "one_room".
     - `size`: length of the hallway, or of both sides of the room, in metres.
     - `turn`, `walk`: library's steps in a move.
-    - `width`, `height`: size of the picture in pixels.
+    - `width`, `height`: size of the image in pixels.
 
     ## Version History
     - v0: first version.
@@ -107,7 +107,7 @@ class MiniWorld(Environment):
         self.environment = _environment(room, size=size, width=width, height=height)
         _open.add(self)
         self._thread = threading.get_ident()
-        self._picture = np.zeros((height, width, 3), np.uint8)
+        self._image = np.zeros((height, width, 3), np.uint8)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -115,10 +115,10 @@ class MiniWorld(Environment):
         """Place walker and box."""
         self._begin(seed=seed, options=options)
         self._check_thread()
-        self._picture, _ = self.environment.reset(seed=int(self.np_random.integers(2**31)))
+        self._image, _ = self.environment.reset(seed=int(self.np_random.integers(2**31)))
         # a walker who begins next to the box has nothing to do
         while self.environment.near(self.environment.box):
-            self._picture, _ = self.environment.reset()
+            self._image, _ = self.environment.reset()
         return self._observe(), {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -128,7 +128,7 @@ class MiniWorld(Environment):
         moves = self.environment.actions
         number = {"Left": moves.turn_left, "Right": moves.turn_right, "Forward": moves.move_forward}
         for _ in range(self.walk if name == "Forward" else self.turn):
-            self._picture, _, self._over, _, _ = self.environment.step(number[name])
+            self._image, _, self._over, _, _ = self.environment.step(number[name])
             if self._over:
                 break
         info = {"success": self._over, "action_is_effective": self.state_key() != before}
@@ -149,7 +149,7 @@ class MiniWorld(Environment):
         return f"box {side} {round(distance)}"
 
     def difficulty(self) -> int:
-        """Return the number of moves that the scripted player needs without obstacles."""
+        """Return the number of moves that the scripted policy needs without obstacles."""
         angle, distance = self._to_box()
         turns = round(abs(angle) / math.radians(_TURN * self.turn))
         return 1 + turns + int(distance / (0.15 * self.walk))
@@ -162,8 +162,8 @@ class MiniWorld(Environment):
         return self.action_names.index("Left" if angle > 0 else "Right")
 
     def render(self) -> NDArray[np.uint8]:
-        """Return the picture (`render_mode="rgb_array"`)."""
-        return self._picture
+        """Return the image (`render_mode="rgb_array"`)."""
+        return self._image
 
     def close(self) -> None:
         """Free the window."""
@@ -175,7 +175,7 @@ class MiniWorld(Environment):
             raise RuntimeError(f"MiniWorld cannot draw in a second thread; {_REMEDY}")
 
     def _observe(self) -> Observation:
-        return {"text": _TEXT, "image": self._picture}
+        return {"text": _TEXT, "image": self._image}
 
     def _aim(self) -> float:
         """Return the largest angle in radians that no turn makes smaller."""

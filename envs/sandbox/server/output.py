@@ -1,4 +1,4 @@
-"""What a process writes, waited for within limits; and the state of a process."""
+"""Output of a process, read within limits; and the state of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripted players of MiniWoB's tasks: the next call of a tool, from the page and the fields of the task."""
+"""Scripted policies for MiniWoB's tasks: the next call of a tool, from the page and the fields of the task."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from envs.tools import call_text
 from visual_envs.adapters.miniwob_pages import Element, Page
 
 Fields = Mapping[str, str]
-Player = Callable[[Page, Fields], str]
+TaskPolicy = Callable[[Page, Fields], str]
 
 
 def _click(element: Element) -> str:
@@ -22,7 +22,7 @@ def _typed(element: Element, text: str) -> str | None:
     return call_text("type", element=element.number, text=text)
 
 
-def _click_text(tag: str) -> Player:
+def _click_text(tag: str) -> TaskPolicy:
     return lambda page, fields: _click(page.find(tag, text=fields["target"]))
 
 
@@ -48,8 +48,8 @@ def _choose(page: Page, fields: Fields) -> str:
     return _click(page.find("button"))
 
 
-def _enter(count: int, *, key: str = "target") -> Player:
-    """Return a player who types a text into the first fields and clicks the first button."""
+def _enter(count: int, *, key: str = "target") -> TaskPolicy:
+    """Return a policy that types a text into the first fields and clicks the first button."""
 
     def play(page: Page, fields: Fields) -> str:
         for nth in range(1, count + 1):
@@ -98,7 +98,7 @@ def _mail(page: Page, fields: Fields) -> str:
     return _click(sender)
 
 
-PLAYERS: dict[str, tuple[int, Player]] = {
+POLICIES: dict[str, tuple[int, TaskPolicy]] = {
     "click-button": (1, _click_text("button")),
     "click-link": (1, _click_text("span")),
     "enter-text": (2, _enter(1)),
@@ -112,4 +112,4 @@ PLAYERS: dict[str, tuple[int, Player]] = {
     "email-inbox-delete": (1, _mail),
     "email-inbox-noscroll": (4, _mail),
 }
-"""Tasks, each with about as many calls as it takes and its player."""
+"""Tasks, each with about as many calls as it takes and its policy."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-Picture = NDArray[np.uint8]
+RGBImage = NDArray[np.uint8]
 """RGB, `[side, side, 3]`."""
 
 MAX_SHAPES = 64
@@ -170,7 +170,7 @@ def _shown(text: str) -> str:
     return ascii(text[:20])
 
 
-def render(drawing: Drawing, *, side: int) -> Picture:
+def render(drawing: Drawing, *, side: int) -> RGBImage:
     """Render a drawing on white, `[side, side, 3]`. The array is read-only.
 
     Raises:
@@ -181,9 +181,9 @@ def render(drawing: Drawing, *, side: int) -> Picture:
     return _rendered(text, side)
 
 
-# the episodes of a group have the same picture to copy, and a right answer draws it once more
+# the episodes of a group have the same image to copy, and a right answer draws it once more
 @functools.lru_cache(maxsize=1024)
-def _rendered(text: str, side: int) -> Picture:
+def _rendered(text: str, side: int) -> RGBImage:
     import resvg_py
 
     try:
@@ -192,31 +192,31 @@ def _rendered(text: str, side: int) -> Picture:
         )
     except ValueError:
         raise SvgError("it cannot be drawn") from None
-    picture = np.array(Image.open(io.BytesIO(png)).convert("RGB"))
-    picture.setflags(write=False)  # it is shared
-    return picture
+    image = np.array(Image.open(io.BytesIO(png)).convert("RGB"))
+    image.setflags(write=False)  # it is shared
+    return image
 
 
-def color_match(picture: Picture, target: Picture) -> float:
+def color_match(image: RGBImage, target: RGBImage) -> float:
     """Return the similarity of colours above that of a blank page, from 0 to 1.
 
-    It is `1 - |picture - target| / |white - target|`, summed over pixels and channels. If less than half of the target
+    It is `1 - |image - target| / |white - target|`, summed over pixels and channels. If less than half of the target
     is drawn on, white is the median of each channel, and no page of one colour matches better than a blank one.
 
     >>> white, black = np.full((2, 2, 3), 255, np.uint8), np.zeros((2, 2, 3), np.uint8)
     >>> color_match(white, black), color_match(black, black)
     (0.0, 1.0)
     """
-    return _match(picture.astype(np.int64), target.astype(np.int64), blank=_WHITE)
+    return _match(image.astype(np.int64), target.astype(np.int64), blank=_WHITE)
 
 
-def outline_match(picture: Picture, target: Picture) -> float:
+def outline_match(image: RGBImage, target: RGBImage) -> float:
     """Return the similarity of the areas drawn on above that of a blank page, from 0 to 1."""
-    return _match(_drawn_on(picture), _drawn_on(target), blank=0)
+    return _match(_drawn_on(image), _drawn_on(target), blank=0)
 
 
-def _drawn_on(picture: Picture) -> NDArray[np.int64]:
-    red, green, blue = np.moveaxis(picture, -1, 0)
+def _drawn_on(image: RGBImage) -> NDArray[np.int64]:
+    red, green, blue = np.moveaxis(image, -1, 0)
     # a channel that is not white clears a bit; several times as fast as `any` over the last axis
     return ((red & green & blue) != _WHITE).astype(np.int64)
 
