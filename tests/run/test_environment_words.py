@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -17,6 +18,7 @@ from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.rollout.environment_class import frequent_words
 from ragen_pl.run.build import build_bundle, build_critic, with_words
 from ragen_pl.run.environment_calls import make_environment
+from ragen_pl.run.train import train
 
 # size of the vocabulary and digest of its tokens in the order of their ids, on which saved models depend
 VOCABULARIES = {
@@ -128,10 +130,17 @@ def test_words_of_the_config_replace_those_of_the_class() -> None:
     assert len(tokenizer("scorching")["input_ids"]) == 1 < len(tokenizer("freezing")["input_ids"])
 
 
-def test_a_runs_config_holds_the_words() -> None:
-    """A model is read with the tokens that it was trained with, in whatever environment."""
-    trained = OmegaConf.to_container(with_words(composed("env=blackjack")).model, resolve=True)
-    cfg = OmegaConf.merge(composed("env=web_shop"), {"model": trained})
+def test_a_run_keeps_the_words_of_its_model(tmp_path: Path) -> None:
+    """Its model is read with the tokens that it was trained with, in whatever environment."""
+    train(
+        composed(
+            "env=blackjack", "warm_start=none", "logger=none", "rollout.groups=2", "trainer.max_epochs=1",
+            "trainer.accelerator=cpu", "trainer.check_val_every_n_epoch=1", "validation.episodes=2",
+            "callbacks.progress=null", "callbacks.plots=null", f"paths.run_dir={tmp_path}",
+        )
+    )  # fmt: skip
+    trained = OmegaConf.load(tmp_path / "config.yaml")
+    cfg = OmegaConf.merge(composed("env=web_shop"), {"model": trained.model})
     assert isinstance(cfg, DictConfig)
     assert len(build_bundle(cfg).tokenizer) == VOCABULARIES["blackjack"][0]
 
