@@ -169,7 +169,7 @@ def _fsdp2(get: _Get) -> str | None:
             f"trainer.precision={get('trainer.precision')}: FSDP2 takes no scaled loss; set "
             "trainer.precision=bf16-mixed"
         )
-    if str(get("optimizer._target_")).startswith("bitsandbytes."):
+    if str(get("optimizer._target_")).startswith(("bitsandbytes.", "ragen_pl.muon.")):
         return (
             f"optimizer._target_={get('optimizer._target_')}: it can't step sharded weights; set "
             "optimizer._target_=torch.optim.AdamW or torchao.optim.AdamW8bit"

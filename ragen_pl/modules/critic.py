@@ -173,9 +173,7 @@ class LastValueReadout:
         for rows in microbatches:
             last_columns = samples.length[rows] - 1
             first = int(last_columns.min())
-            hidden = run_decoder(
-                bundle, sample_inputs(bundle, samples, shared, rows), first=first
-            )
+            hidden = run_decoder(bundle, sample_inputs(bundle, samples, shared, rows), first=first)
             last = torch.arange(len(rows), device=hidden.device), last_columns - first
             result[rows] = self.critic.read(hidden[last])
         return result

@@ -137,6 +137,10 @@ OF_THE_COMMAND = [
     (f"{SHARDED} trainer.precision=16-mixed", "takes no scaled loss; set .*bf16-mixed"),
     (f"{SHARDED} context.leave_out.patches=0.5", "leave_out: .* or trainer.strategy=ddp"),
     (
+        f"{SHARDED} optimizer._target_=ragen_pl.muon.MuonAdamW",
+        "MuonAdamW: it can't step sharded weights; set optimizer._target_=torch.optim.AdamW",
+    ),
+    (
         f"{SHARDED} optimizer._target_=bitsandbytes.optim.AdamW8bit",
         "can't step sharded weights|no package 'bitsandbytes'",
     ),

@@ -304,3 +304,31 @@ def test_placeholders_are_expanded_and_counted(bundle, images):
     for too_few in (list(images[:1]), None):
         with pytest.raises(ValueError, match=r"(?i)found .*2 "):
             bundle.processor(images=too_few, text=text)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("first", [0, 5, 16])
+def test_states_from_a_position_on_are_those_of_the_whole_sequence(inputs, attention, first):
+    """Gradients too, and those of the keys and values before it."""
+    model = build_small_vlm(seed=3).model.base_model
+    model.language_model.set_attn_implementation(attention)
+
+    def states_and_gradient(**settings: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        states = model(**inputs, **settings).last_hidden_state[:, -3:]
+        states.square().sum().backward()
+        return states.detach(), model.projector[0].weight.grad.clone()
+
+    whole, gradient = states_and_gradient()
+    part, same = states_and_gradient(first_read=first)
+    torch.testing.assert_close(part, whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(same, gradient, atol=1e-4, rtol=1e-4)
+
+
+def test_only_states_that_are_read_pass_the_last_layers_network(inputs):
+    model = build_small_vlm(seed=3).model.base_model
+    columns: list[int] = []
+    last = model.language_model.layers[-1].mlp
+    last.register_forward_pre_hook(lambda _, arguments: columns.append(arguments[0].shape[1]))
+    states = model(**inputs, first_read=12).last_hidden_state
+    assert columns == [states.shape[1]] == [inputs["input_ids"].shape[1] - 12]

@@ -91,7 +91,9 @@ def test_weights_in_bfloat16_are_stepped_as_float32_copies() -> None:
     for weight in module.parameters():
         weight.grad = torch.ones_like(weight, dtype=weight.grad_dtype)
     optimizer.step()
-    assert all(optimizer.state[weight]["master"].dtype is torch.float32 for weight in module.parameters())
+    assert all(
+        optimizer.state[weight]["master"].dtype is torch.float32 for weight in module.parameters()
+    )
 
 
 def test_a_group_of_vectors_is_no_hidden_group() -> None:

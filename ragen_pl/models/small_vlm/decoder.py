@@ -23,7 +23,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 class LastAttention(Qwen2Attention):
     """Attention whose queries are those of the last positions, and whose keys and values are those of all."""
 
-    def forward(  # type: ignore[override] # the positions that are read
+    def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
