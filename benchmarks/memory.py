@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from ragen_pl.algorithms.kl import full_kl
 from ragen_pl.data.batch import Episodes, Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import entropy
 from ragen_pl.modules.forward import sampled_states
@@ -170,7 +171,9 @@ class Steps:
     def __init__(self, size: Size, *, logits_mib: float, tokens_per_microbatch: int) -> None:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.batch = build_batch(size)
-        self.policy = PolicyModule(build_bundle(size.vocabulary), logits_mib=logits_mib)
+        self.policy = PolicyModule(
+            build_bundle(size.vocabulary), update=UpdateSettings(logits_mib=logits_mib)
+        )
         self.reference = FrozenCopy().build(self.policy)
         self.loss = UpdateLoss(kl=ReferenceKL(coefficient=0.1))
         generator = torch.Generator().manual_seed(2)

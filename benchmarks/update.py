@@ -100,7 +100,13 @@ def run(window: str, args: argparse.Namespace) -> None:
     )  # fmt: skip
     trainer.fit(agent, datamodule=datamodule)
     MinibatchLoader.minibatch = original  # type: ignore[method-assign]
-    report(window, timer.phases[1:], trained / args.iterations, lengths, datamodule.length_buckets)
+    report(
+        window,
+        timer.phases[1:],
+        trained / args.iterations,
+        lengths,
+        datamodule.update.length_buckets,
+    )
 
 
 def report(

@@ -20,6 +20,7 @@ from torch import Tensor
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.policy import PolicyModule
@@ -113,14 +114,19 @@ def main(*, iterations: int = 20) -> list[float]:
     }
     policy = PolicyModule(bundle, optimizer=partial(torch.optim.AdamW, lr=3e-3))
     demonstrations = DemonstrationDataModule(
-        AgentProxy(**rollout_settings), policy=PoorDemonstrator(),
-        episodes=512, batch_size=64, steps=120, gamma=1.0, seed=0,
-    )  # fmt: skip
+        AgentProxy(**rollout_settings),
+        policy=PoorDemonstrator(),
+        settings=WarmStartSettings(episodes=512, batch_size=64, steps=120, gamma=1.0),
+        seed=0,
+    )
     pl.Trainer(**QUIET, max_steps=120).fit(policy, datamodule=demonstrations)
 
     module = Reinforce(policy)
     datamodule = RolloutDataModule(
-        AgentProxy(**rollout_settings), groups=96, epochs=1, minibatches=4, held_out=False
+        AgentProxy(**rollout_settings),
+        iteration=IterationSettings(groups=96),
+        update=UpdateSettings(epochs=1, minibatches=4),
+        held_out=False,
     )
     trainer = pl.Trainer(**QUIET, max_epochs=iterations, callbacks=[RolloutUpdate()])
     trainer.fit(module, datamodule=datamodule)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import max_over_ranks, own_part, sum_over_ranks, whole
 from ragen_pl.models.adapters import choose_trained_weights, merge_adapters
 from ragen_pl.models.bundle import ModelBundle
@@ -136,7 +137,7 @@ def build(case: Case, models: list[Any] | None = None) -> AgentModule:
         change=change,
         loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **case.kl)),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-        tokens_per_forward=120,
+        update=UpdateSettings(tokens_per_forward=120),
         engine=engine,
         **case.agent,
     )

@@ -254,7 +254,7 @@ def _described(
 def _add_arguments(fields: Fields, arguments: Arguments) -> None:
     signature = read_signature(arguments.target)
     assert signature is not None
-    names = arguments.names or signature.keywords
+    names = signature.keywords
     fields.known = {name: signature.parameters[name] for name in names} | fields.known
     fields.closed = True
 

@@ -34,12 +34,10 @@ class Arguments:
     """Metadata of a node whose keys are arguments of a constructor.
 
     Args:
-        target: the constructor's class path.
-        names: arguments that are keys; empty for all keyword-only arguments.
+        target: the constructor's class path; its keyword-only arguments are keys.
     """
 
     target: str
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,16 +120,9 @@ class Memory(TypedDict, total=False):
 
 
 class Rollout(TypedDict, total=False):
-    """`rollout`: besides these keys arguments of the proxy and of the DataModule."""
+    """`rollout`: besides its engine the settings of episodes and of iterations."""
 
     engine: Component
-    adaptive_temperature: Component | None
-
-
-class Update(TypedDict, total=False):
-    """`update`: besides this key arguments of the DataModule, of the policy and of the agent."""
-
-    freeze_vision: bool
 
 
 class Validation(TypedDict, total=False):
@@ -145,14 +136,10 @@ class Validation(TypedDict, total=False):
 
 
 class WarmStart(TypedDict, total=False):
-    """`warm_start`: besides these keys arguments of its DataModule and of its module."""
+    """`warm_start`: besides these components its settings."""
 
-    enabled: bool
-    weights: str | None
     # an environment's file may set some of its keys where there is no warm start
     demonstrator: Annotated[dict[str, Any], Open()] | None
-    checkpoint_every_n_steps: Count | None
-    critic_lr: NonNegative | None
     optimizer: Annotated[Optimizer, Open()]
 
 
@@ -249,7 +236,7 @@ class Trainer(TypedDict, total=False):
     sync_batchnorm: bool
 
 
-class Settings(TypedDict, total=False):
+class _Settings(TypedDict, total=False):
     """The keys of `conf/fit.yaml`, and below them those of the other commands."""
 
     seed: Seed
@@ -262,48 +249,18 @@ class Settings(TypedDict, total=False):
     context: Annotated[dict[str, Any], Arguments("ragen_pl.rollout.context.ContextManager")]
     rollout: Annotated[
         Rollout,
-        Arguments(
-            "ragen_pl.rollout.proxy.AgentProxy",
-            ("temperature", "top_p", "top_k", "min_p", "max_response_tokens", "num_envs"),
-        ),
-        Arguments(
-            "ragen_pl.data.datamodule.RolloutDataModule",
-            ("groups", "group_size", "max_failed", "iterations_ahead"),
-        ),
+        Arguments("ragen_pl.rollout.settings.EpisodeSettings"),
+        Arguments("ragen_pl.data.settings.IterationSettings"),
     ]
-    update: Annotated[
-        Update,
-        Arguments(
-            "ragen_pl.data.datamodule.RolloutDataModule",
-            ("epochs", "minibatches", "tokens_per_microbatch", "length_buckets"),
-        ),
-        Arguments("ragen_pl.modules.policy.PolicyModule", ("gradient_checkpointing", "logits_mib")),
-        Arguments(
-            "ragen_pl.modules.agent.AgentModule", ("tokens_per_forward", "max_skipped_steps")
-        ),
-    ]
+    update: Annotated[dict[str, Any], Arguments("ragen_pl.data.settings.UpdateSettings")]
     optimizer: Annotated[Optimizer, Open()]
-    learning_rate_end: Fraction
-    learning_rate_warm_up: Annotated[int, Ge(0), Note("iterations")]
-    master_weights: bool
-    decay_vectors: bool
     critic: Critic
     memory: Memory
     curriculum: Component | None
     algorithm: Algorithm
     model: Model
     validation: Validation
-    warm_start: Annotated[
-        WarmStart,
-        Arguments(
-            "ragen_pl.data.demonstrations.DemonstrationDataModule",
-            ("episodes", "steps", "batch_size", "gamma"),
-        ),
-        Arguments(
-            "ragen_pl.modules.warm_start.WarmStartModule",
-            ("value_coefficient", "warm_up", "learning_rate_end"),
-        ),
-    ]
+    warm_start: Annotated[WarmStart, Arguments("ragen_pl.data.settings.WarmStartSettings")]
     callbacks: dict[str, Component | None] | None
     logger: Component | None
     trainer: Trainer
@@ -350,3 +307,6 @@ class Settings(TypedDict, total=False):
     ]
     title: str | None
     episodes: Annotated[int, Ge(1), Note("approximate number of episodes shown")]
+
+
+Settings = Annotated[_Settings, Arguments("ragen_pl.modules.settings.OptimizationSettings")]

@@ -7,12 +7,13 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.data.settings import IterationsAhead
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, sendable, world_size
 from ragen_pl.known_pickle import packed, unpacked
 from ragen_pl.rank_states import by_rank
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 # numpy's own pickles of arrays, which can break memory and are not read
 _OLD_ARRAYS = r"numpy(\._?core)?(\.\w+)?\.(_reconstruct|_frombuffer|scalar|dtype) is not known"
 
-IterationsAhead = Literal[0, 1]
 """Most updates between the weights that sample a rollout and those that are trained on it."""
 
 

@@ -10,13 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
-from ragen_pl.constraints import Count, Fraction, checked
-from ragen_pl.data.ahead import IterationsAhead, PlayedRollout, RolloutAhead
+from ragen_pl.constraints import checked
+from ragen_pl.data.ahead import PlayedRollout, RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
+from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
 from ragen_pl.distributed import (
     all_ranks_do,
@@ -86,15 +87,9 @@ class RolloutDataModule(MinibatchDataModule):
     Args:
         proxy: plays training episodes.
         validation_sets: validation sets, the main one first.
-        groups: number of groups of an iteration over all ranks.
-        group_size: number of episodes of a group, all from the same initial state.
-        max_failed: largest fraction of an iteration's episodes that may fail; more end the run.
-        iterations_ahead: 1 to sample an iteration's rollout while the iteration before it trains, with weights one
-            update older; 0 to sample it with present weights. The module has to follow `LendsEngine`.
-        epochs: passes over an iteration's samples in its update.
-        minibatches: optimizer steps of a pass.
-        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
-        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
+        iteration: episodes of an iteration; None for the defaults. With `iterations_ahead` the module has to follow
+            `LendsEngine`.
+        update: passes and minibatches of an iteration's update; None for the defaults.
         seed: seed of the run.
         held_out: keep the initial states of the first validation set out of training.
         curriculum: harder initial states later on, None for none.
@@ -109,14 +104,8 @@ class RolloutDataModule(MinibatchDataModule):
         proxy: AgentProxy[ContextManager],
         *,
         validation_sets: Sequence[ValidationSet] = (),
-        groups: Count = 128,
-        group_size: Count = 1,
-        max_failed: Fraction = 0.9,
-        iterations_ahead: IterationsAhead = 0,
-        epochs: Count = 2,
-        minibatches: Count = 4,
-        tokens_per_microbatch: Count | None = None,
-        length_buckets: Count = 2,
+        iteration: IterationSettings | None = None,
+        update: UpdateSettings | None = None,
         seed: int = 0,
         held_out: bool = True,
         curriculum: Curriculum | None = None,
@@ -124,16 +113,15 @@ class RolloutDataModule(MinibatchDataModule):
         group_filter: GroupFilter | None = None,
         observations: bool = False,
     ) -> None:
-        super().__init__(tokens_per_microbatch=tokens_per_microbatch, length_buckets=length_buckets)
-        if iterations_ahead and proxy.context.leave_out:
+        super().__init__(update or UpdateSettings())
+        self.settings = iteration or IterationSettings()
+        ahead = self.settings.iterations_ahead
+        if ahead and proxy.context.leave_out:
             raise ValueError(
-                f"iterations_ahead={iterations_ahead}: leave_out scores prompts with the weights that are trained; "
+                f"iterations_ahead={ahead}: leave_out scores prompts with the weights that are trained; "
                 "set iterations_ahead=0, or a context without leave_out"
             )
         self.proxy, self.validation_sets = proxy, list(validation_sets)
-        self.groups, self.group_size = groups, group_size
-        self.max_failed = max_failed
-        self.epochs, self.minibatches = epochs, minibatches
         self.seed = seed
         self.held_out = held_out
         self.curriculum = curriculum
@@ -143,7 +131,7 @@ class RolloutDataModule(MinibatchDataModule):
         self.buffer: TrajectoryBatch | None = None
         self.metrics: dict[str, float] = {}
         self._iteration = -1
-        self._ahead = RolloutAhead(iterations_ahead, self._reward)
+        self._ahead = RolloutAhead(ahead, self._reward)
 
     def setup(self, stage: str) -> None:
         """Exclude the initial states of the first validation set from training."""
@@ -166,16 +154,16 @@ class RolloutDataModule(MinibatchDataModule):
             attempt: number of earlier rollouts of the iteration; their groups have the lower numbers.
         """
         specs = []
-        for number in range(rank(), self.groups, world_size()):
-            options, group = None, attempt * self.groups + number
+        for number in range(rank(), self.settings.groups, world_size()):
+            options, group = None, attempt * self.settings.groups + number
             if self.curriculum is not None:
                 options = self.curriculum.options_for(
-                    number, groups=self.groups, iteration=iteration
+                    number, groups=self.settings.groups, iteration=iteration
                 )
             seed = derive_seed(self.seed, "environment", iteration, group)
             specs += [
                 EpisodeSpec(group=group, member=m, seed=seed, options=options, held_out=False)
-                for m in range(self.group_size)
+                for m in range(self.settings.group_size)
             ]
         return specs
 
@@ -205,9 +193,9 @@ class RolloutDataModule(MinibatchDataModule):
                 trajectories,
                 self.group_filter,
                 returns=lambda trajectory: trajectory.reward,
-                limit=self.groups,
+                limit=self.settings.groups,
             )
-            if selection.groups >= self.groups:
+            if selection.groups >= self.settings.groups:
                 break
         if self.group_filter != GroupFilter():
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
@@ -270,7 +258,9 @@ class RolloutDataModule(MinibatchDataModule):
             for trajectory in trajectories
             if trajectory.status is not EpisodeStatus.FAILED
             and curriculum.plays_present_stage(
-                trajectory.group % self.groups, groups=self.groups, iteration=iteration
+                trajectory.group % self.settings.groups,
+                groups=self.settings.groups,
+                iteration=iteration,
             )
         ]
         counts = torch.tensor([sum(successes), len(successes)], dtype=torch.float64)
@@ -304,7 +294,7 @@ class RolloutDataModule(MinibatchDataModule):
         trainer = self.trainer
         if trainer is None:
             return False
-        steps = trainer.global_step + self.epochs * self.minibatches
+        steps = trainer.global_step + self.update.epochs * self.update.minibatches
         by_steps = trainer.max_steps != -1 and steps >= trainer.max_steps
         by_iterations = trainer.max_epochs not in (None, -1) and iteration + 1 >= trainer.max_epochs
         return by_steps or by_iterations
@@ -342,13 +332,13 @@ class RolloutDataModule(MinibatchDataModule):
         self.metrics["redraws"] = environments.redraws / max(environments.resets, 1)
         failed, played = self.metrics["failed_episodes"], self.metrics["episodes"]
         # the same on every rank
-        if self.metrics["failed"] > self.max_failed or not played:
+        if self.metrics["failed"] > self.settings.max_failed or not played:
             errors = [
                 error for part in gather_over_ranks(errors_of(trajectories)) for error in part
             ]
             raise RolloutError(
                 f"iteration {iteration + 1}: {failed:.0f} of {failed + played:.0f} episodes failed, more than "
-                f"rollout.max_failed={self.max_failed:g} allows; most with {most_common(errors)}"
+                f"rollout.max_failed={self.settings.max_failed:g} allows; most with {most_common(errors)}"
             )
 
     def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
@@ -377,8 +367,8 @@ class RolloutDataModule(MinibatchDataModule):
             )
         return self.minibatches_of(
             self.buffer,
-            epochs=self.epochs,
-            minibatches=self.minibatches,
+            epochs=self.update.epochs,
+            minibatches=self.update.minibatches,
             seed_key=(self.seed, self._iteration),
         )
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ragen_pl.constraints import Count, Fraction, checked
+from ragen_pl.constraints import checked
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
+from ragen_pl.data.settings import UpdateSettings, WarmStartSettings
 from ragen_pl.distributed import rank, sum_over_ranks, world_size
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.phases import phase
@@ -32,12 +33,8 @@ class DemonstrationDataModule(MinibatchDataModule):
     Args:
         proxy: plays the demonstrations.
         policy: chooses their actions.
-        episodes: number of demonstrations over all ranks.
-        batch_size: number of samples of an optimizer step over all ranks.
-        steps: number of optimizer steps.
-        gamma: discount per turn of the critic's target.
-        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
-        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
+        settings: numbers of demonstrations and steps, and the discount; None for the defaults.
+        update: sizes of microbatches; None for the defaults.
         seed: seed of the run.
     """
 
@@ -47,18 +44,13 @@ class DemonstrationDataModule(MinibatchDataModule):
         proxy: AgentProxy[ContextManager],
         *,
         policy: ScriptedPolicy,
-        episodes: Count,
-        batch_size: Count,
-        steps: Count,
-        gamma: Fraction,
-        tokens_per_microbatch: Count | None = None,
-        length_buckets: Count = 2,
+        settings: WarmStartSettings | None = None,
+        update: UpdateSettings | None = None,
         seed: int,
     ) -> None:
-        super().__init__(tokens_per_microbatch=tokens_per_microbatch, length_buckets=length_buckets)
+        super().__init__(update or UpdateSettings())
         self.proxy, self.policy = proxy, policy
-        self.episodes, self.batch_size = episodes, batch_size
-        self.steps, self.gamma, self.seed = steps, gamma, seed
+        self.settings, self.seed = settings or WarmStartSettings(), seed
         self.batch: TrajectoryBatch | None = None
         self.statistics: dict[str, float] = {}
 
@@ -74,7 +66,7 @@ class DemonstrationDataModule(MinibatchDataModule):
                 seed=derive_seed(self.seed, "demonstration", number),
                 held_out=False,
             )
-            for number in range(rank(), self.episodes, world_size())
+            for number in range(rank(), self.settings.episodes, world_size())
         ]
         with phase("demonstrations of the warm start", len(specs), shown=rank() == 0) as progress:
             trajectories = self.proxy.rollout(
@@ -92,7 +84,7 @@ class DemonstrationDataModule(MinibatchDataModule):
             )
         self._report(trajectories)
         self.batch = collate(trajectories, self.proxy.context.bundle)
-        set_discounted_returns(self.batch, gamma=self.gamma)
+        set_discounted_returns(self.batch, gamma=self.settings.gamma)
 
     def _report(self, trajectories: Sequence[Trajectory]) -> None:
         """Warn of responses that a policy could not sample to their end."""
@@ -114,10 +106,10 @@ class DemonstrationDataModule(MinibatchDataModule):
         assert self.batch is not None
         # over all ranks: episodes differ in length, and all ranks take the same number of steps
         samples = int(sum_over_ranks(torch.tensor(len(self.batch.samples))))
-        minibatches = max(1, -(-samples // self.batch_size))
+        minibatches = max(1, -(-samples // self.settings.batch_size))
         return self.minibatches_of(
             self.batch,
-            epochs=math.ceil(self.steps / minibatches),
+            epochs=math.ceil(self.settings.steps / minibatches),
             minibatches=minibatches,
             seed_key=(self.seed, "demonstrations"),
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from ragen_pl.constraints import Count, checked
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_by_length, split_by_tokens, split_into
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import max_over_ranks, rank, sum_over_ranks, world_size
 from ragen_pl.seeding import derive_seed
 
@@ -186,13 +187,12 @@ class MinibatchDataModule(pl.LightningDataModule):
     """Serve a batch as minibatches, and have the Trainer accumulate the microbatches of each.
 
     Args:
-        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
-        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
+        update: sizes of minibatches and microbatches.
     """
 
-    def __init__(self, *, tokens_per_microbatch: int | None, length_buckets: int) -> None:
+    def __init__(self, update: UpdateSettings) -> None:
         super().__init__()
-        self.tokens_per_microbatch, self.length_buckets = tokens_per_microbatch, length_buckets
+        self.update = update
         self._accumulate = 1
 
     def setup(self, stage: str) -> None:
@@ -223,8 +223,8 @@ class MinibatchDataModule(pl.LightningDataModule):
             epochs=epochs,
             minibatches=minibatches,
             accumulate=self._accumulate,
-            tokens_per_microbatch=self.tokens_per_microbatch,
-            length_buckets=self.length_buckets,
+            tokens_per_microbatch=self.update.tokens_per_microbatch,
+            length_buckets=self.update.length_buckets,
             seed_key=(*seed_key, rank()),
             world_size=world_size(),
             sum_over_ranks=sum_over_ranks,
@@ -237,16 +237,16 @@ class MinibatchDataModule(pl.LightningDataModule):
 
     def _set_accumulation(self, microbatches: int) -> None:
         assert self.trainer is not None
-        strategy = self.trainer.strategy
+        strategy, tokens = self.trainer.strategy, self.update.tokens_per_microbatch
         if microbatches != self._accumulate and strategy.handles_gradient_accumulation:
             raise ValueError(
-                f"update.tokens_per_microbatch={self.tokens_per_microbatch}: {type(strategy).__name__} accumulates a "
+                f"update.tokens_per_microbatch={tokens}: {type(strategy).__name__} accumulates a "
                 "fixed number of microbatches; set null and trainer.accumulate_grad_batches, or another strategy"
             )
         self.trainer.accumulate_grad_batches = microbatches
 
     def _report_long_samples(self, samples: Samples) -> None:
-        limit = self.tokens_per_microbatch
+        limit = self.update.tokens_per_microbatch
         longer = 0 if limit is None else int((samples.length > limit).sum())
         if longer:
             log.warning(

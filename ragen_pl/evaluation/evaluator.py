@@ -35,15 +35,15 @@ from ragen_pl.rollout.conversation import Context, TextContext
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.failures import errors_of, most_common
-from ragen_pl.rollout.proxy import AgentProxy, Progress
+from ragen_pl.rollout.proxy import Progress, truncation_of
 from ragen_pl.run.build import (
     build_endpoint,
     build_engine,
     build_environments,
+    build_proxy,
     device_named,
+    episode_settings,
     plain,
-    rollout_settings,
-    truncation,
 )
 from ragen_pl.run.folder import Run, time_stamped
 from ragen_pl.run.weights import load_bundle, load_weights
@@ -115,17 +115,16 @@ class Evaluator:
             settings,
             context=self.context or TextContext(),
             blank=blank,
-            **rollout_settings(self.cfg),
         )
 
     def _validation_set(
-        self, settings: ValidationSettings, *, context: Context, blank: bool = False, **rollout: Any
+        self, settings: ValidationSettings, *, context: Context, blank: bool = False, **changes: Any
     ) -> ValidationSet:
         env = OmegaConf.create({"env": settings.env})
         environments = build_environments(env, blank_images=blank)
         return ValidationSet(
             settings.name,
-            AgentProxy(environments=environments, context=context, **rollout),
+            build_proxy(self.cfg, environments=environments, context=context, **changes),
             episodes=settings.episodes,
             key=settings.key,
             members=self.cfg.samples,
@@ -189,8 +188,9 @@ class Evaluator:
         self, settings: ValidationSettings, endpoint: ChatEndpoint, progress: Progress
     ) -> list[Trajectory]:
         """Return the episodes of the model behind an API."""
-        rollout = rollout_settings(self.cfg) | {"max_response_tokens": endpoint.max_tokens}
-        validation_set = self._validation_set(settings, context=endpoint.context, **rollout)
+        validation_set = self._validation_set(
+            settings, context=endpoint.context, max_response_tokens=endpoint.max_tokens
+        )
         return validation_set.play_endpoint(
             endpoint, seed_key=("evaluate", self.cfg.seed), progress=progress
         )
@@ -308,7 +308,7 @@ def evaluate(cfg: DictConfig) -> Evaluation:
 
 
 def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
-    kept = truncation(cfg)
+    kept = truncation_of(episode_settings(cfg))
     return {
         "checkpoint": cfg.source.checkpoint
         or ("untrained" if has_weights(cfg) else cfg.endpoint.model),

@@ -23,23 +23,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError, translated
 from ragen_pl.config.paths import config_dir, searched
+from ragen_pl.config.settings import keys_of
 from ragen_pl.evaluation.validation_sets import environment_key
+from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
 from ragen_pl.run.trust import check_settings, is_own
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
 _ENGINE, _PLAYERS = "rollout/engine", "validation/baselines"
 _RESOLVED = ("ckpt", "env", "model", _ENGINE, _PLAYERS)
-# Settings of `rollout` and of a pretrained model that a checkpoint is used with.
-_ROLLOUT = (
-    "engine",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_response_tokens",
-    "num_envs",
-)
+# Settings of a pretrained model that a checkpoint is used with.
 _LOADING = ("dtype", "attn_implementation")
 _PRETRAINED = {
     "_target_": "ragen_pl.models.build.load_pretrained",
@@ -151,7 +144,7 @@ def _default_settings(shipped: Settings) -> Settings:
         "env": shipped["env"],
         "model": shipped["model"],
         "context": shipped["context"],
-        "rollout": {key: shipped["rollout"][key] for key in _ROLLOUT},
+        "rollout": _of_episodes(shipped["rollout"]),
         "validation": {
             "episodes": validation["episodes"],
             "baselines": validation.get("baselines"),
@@ -204,12 +197,17 @@ def _apply_run(settings: Settings, trained: Settings, *, keep_env: bool) -> None
     kept = ("episodes", "warm_start")
     settings["validation"] |= {key: validation[key] for key in kept if key in validation}
     settings["context"] |= trained.get("context", {})
-    settings["rollout"] |= {key: rollout[key] for key in _ROLLOUT if key in rollout}
+    settings["rollout"] |= _of_episodes(rollout)
     if validation.get("held_out"):
         settings["source"] |= {
             "held_out": validation["episodes"],
             "environment": environment_key(trained["env"]),
         }
+
+
+def _of_episodes(rollout: Settings) -> Settings:
+    """Return the keys of `rollout` that episodes are played with."""
+    return {key: rollout[key] for key in ("engine", *keys_of(EpisodeSettings)) if key in rollout}
 
 
 def _shipped(overrides: list[str], *, args: argparse.Namespace) -> Settings:

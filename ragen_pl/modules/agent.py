@@ -19,8 +19,8 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction, TruncatedWeights
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.data.validation import ValidationChunk
 from ragen_pl.distributed import gather_over_ranks, rank
 from ragen_pl.metrics.importance import ImportanceStatistics
@@ -33,6 +33,7 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
+from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, is_sharded, load_engine
 from ragen_pl.optimizers import (
     MasterWeights,
@@ -55,8 +56,7 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 class IterationData(Protocol):
     """DataModule as the agent's metrics need it, such as a `RolloutDataModule`."""
 
-    epochs: int
-    minibatches: int
+    update: UpdateSettings
     metrics: Mapping[str, float]
 
 
@@ -72,13 +72,9 @@ class AgentModule(GuardedModule):
         optimizer: builds one optimizer from the named parameter groups `policy` and `critic`.
         engine: builds the rollout engine of the policy.
         normalizer: normalizer of the episodes' returns; None to leave them.
-        learning_rate_end: learning rate at the last iteration as a fraction of the highest, with a linear decay.
-        learning_rate_warm_up: number of first iterations over which the learning rate rises linearly.
+        optimization: learning rates over iterations, and precision of the weights; None for the defaults.
         critic_learning_rate: learning rate of the critic; None for the policy's.
-        master_weights: keep float32 copies of trained weights in bfloat16.
-        decay_vectors: apply the optimizer's weight decay to norms and biases too.
-        tokens_per_forward: positions of a forward pass before an update, padding included.
-        max_skipped_steps: see `GuardedModule`.
+        update: sizes of forward passes, and steps that may be skipped; None for the defaults.
         truncation: ids that the rollouts' sampling keeps; None for all.
     """
 
@@ -93,16 +89,13 @@ class AgentModule(GuardedModule):
         optimizer: OptimizerFactory,
         engine: EngineFactory,
         normalizer: RewardNormalizer | None = None,
-        learning_rate_end: float = 0.1,
-        learning_rate_warm_up: CountOrZero = 0,
+        optimization: OptimizationSettings | None = None,
         critic_learning_rate: float | None = None,
-        master_weights: bool = True,
-        decay_vectors: bool = False,
-        tokens_per_forward: Count = 16_384,
-        max_skipped_steps: Count = 3,
+        update: UpdateSettings | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        super().__init__(max_skipped_steps=max_skipped_steps)
+        update = update or UpdateSettings()
+        super().__init__(max_skipped_steps=update.max_skipped_steps)
         if estimator.needs_values and critic is None:
             raise ValueError(f"{type(estimator).__name__} needs a critic; set algorithm.critic")
         self.policy, self.critic = policy, critic if estimator.needs_values else None
@@ -110,11 +103,9 @@ class AgentModule(GuardedModule):
         self.normalizer = normalizer or RewardNormalizer()
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
-        self.learning_rate_end = learning_rate_end
-        self.learning_rate_warm_up = learning_rate_warm_up
+        self.optimization = optimization or OptimizationSettings()
         self.critic_learning_rate = critic_learning_rate
-        self.master_weights, self.decay_vectors = master_weights, decay_vectors
-        self.tokens_per_forward = tokens_per_forward
+        self.tokens_per_forward = update.tokens_per_forward
         self.truncation = truncation
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
@@ -305,14 +296,14 @@ class AgentModule(GuardedModule):
         optimizer = build_optimizer(
             self.optimizer_factory,
             groups,
-            master_weights=self.master_weights,
-            decay_vectors=self.decay_vectors,
+            master_weights=self.optimization.master_weights,
+            decay_vectors=self.optimization.decay_vectors,
         )
         schedule = schedule_by_iteration(
             optimizer,
             iterations=self.trainer.max_epochs,
-            warm_up=self.learning_rate_warm_up,
-            end=self.learning_rate_end,
+            warm_up=self.optimization.learning_rate_warm_up,
+            end=self.optimization.learning_rate_end,
         )
         return {
             "optimizer": optimizer,
@@ -324,7 +315,7 @@ class AgentModule(GuardedModule):
     def on_train_epoch_end(self) -> None:
         """Log the iteration's metrics."""
         datamodule: IterationData = self.trainer.datamodule  # type: ignore[attr-defined]
-        steps = datamodule.epochs * datamodule.minibatches
+        steps = datamodule.update.epochs * datamodule.update.minibatches
         metrics = _prefixed("rollout/", datamodule.metrics)
         metrics |= _prefixed("rollout/", self.preparation.compute())
         metrics |= _prefixed("update/", self.statistics.metrics(steps=steps))

@@ -14,8 +14,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.constraints import Positive, checked
 from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.vision_parts import vision_weights
@@ -68,26 +68,24 @@ class PolicyModule(pl.LightningModule):
     Args:
         bundle: Model, tokenizer and processor.
         optimizer: Builds the optimizer from parameters, for use in a plain `Trainer`; AdamW at 1e-4 by default.
-        gradient_checkpointing: Compute the activations of each layer again in the backward pass, in train mode.
-        logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
+        update: Memory of its forward and backward passes; None for the defaults.
     """
 
-    @checked
     def __init__(
         self,
         bundle: ModelBundle,
         *,
         optimizer: OptimizerFactory | None = None,
-        gradient_checkpointing: bool = False,
-        logits_mib: Positive = LOGITS_MIB,
+        update: UpdateSettings | None = None,
     ) -> None:
         super().__init__()
-        if gradient_checkpointing:
+        update = update or UpdateSettings()
+        if update.gradient_checkpointing:
             bundle.checkpoint_layers()
         self.bundle = bundle
         self.model = bundle.model
         self.optimizer_factory = optimizer
-        self.logits_mib = logits_mib
+        self.logits_mib = update.logits_mib
         self.frozen_later: set[str] = set()
         """Names of weights that were trained before they were frozen, so that checkpoints hold them."""
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
 from ragen_pl.constraints import FractionBelowOne, checked
 from ragen_pl.data.batch import Samples
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import sharded_like, whole
 from ragen_pl.models.adapters import (
     adapters_are_new,
@@ -95,7 +96,7 @@ class FrozenCopy:
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return a copy with frozen weights."""
-        frozen = PolicyModule(_copied(policy), logits_mib=policy.logits_mib)
+        frozen = PolicyModule(_copied(policy), update=UpdateSettings(logits_mib=policy.logits_mib))
         frozen.requires_grad_(False)
         return frozen.eval()
 
@@ -130,7 +131,7 @@ class AveragedPolicy(PolicyModule):
     """
 
     def __init__(self, policy: PolicyModule) -> None:
-        super().__init__(_copied(policy), logits_mib=policy.logits_mib)
+        super().__init__(_copied(policy), update=UpdateSettings(logits_mib=policy.logits_mib))
         pairs = zip(self.named_parameters(), policy.parameters(), strict=True)
         self.averaged = [name for (name, _), weight in pairs if weight.requires_grad]
         self.requires_grad_(False)

@@ -16,8 +16,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ragen_pl.algorithms.value_loss import value_loss
-from ragen_pl.constraints import Count, CountOrZero, Fraction, NonNegative, checked
+from ragen_pl.constraints import Count, checked
 from ragen_pl.data.batch import Minibatch
+from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.policy import PolicyModule
@@ -32,11 +33,7 @@ class WarmStartModule(GuardedModule):
         policy: policy that learns the responses.
         critic: critic that learns the returns; None to train the policy only.
         optimizer: builds the optimizer from the named parameter groups `policy` and `critic`.
-        steps: number of optimizer steps, the length of the cosine decay.
-        warm_up: number of first steps with a rising learning rate.
-        value_coefficient: weight of half the squared value error.
-        learning_rate_end: learning rate at the last step as a share of the highest.
-        critic_learning_rate: highest learning rate of the critic; None for the policy's.
+        settings: number of steps, weight of the value error and learning rates; None for the defaults.
         master_weights: keep float32 copies of trained weights in bfloat16.
         max_skipped_steps: see `GuardedModule`.
     """
@@ -51,20 +48,14 @@ class WarmStartModule(GuardedModule):
         critic: CriticModule | None,
         *,
         optimizer: OptimizerFactory,
-        steps: int,
-        warm_up: CountOrZero = 20,
-        value_coefficient: NonNegative = 2.0,
-        learning_rate_end: Fraction = 0.05,
-        critic_learning_rate: NonNegative | None = None,
+        settings: WarmStartSettings | None = None,
         master_weights: bool = True,
         max_skipped_steps: Count = 3,
     ) -> None:
         super().__init__(max_skipped_steps=max_skipped_steps)
         self.policy, self.critic = policy, critic
         self.optimizer_factory = optimizer
-        self.steps, self.warm_up, self.learning_rate_end = steps, warm_up, learning_rate_end
-        self.value_coefficient = value_coefficient
-        self.critic_learning_rate, self.master_weights = critic_learning_rate, master_weights
+        self.settings, self.master_weights = settings or WarmStartSettings(), master_weights
         self._shares: dict[str, Tensor | float] = {}
 
     def configure_model(self) -> None:
@@ -98,7 +89,7 @@ class WarmStartModule(GuardedModule):
                 value_loss(scores.values, samples.returns, mask).losses.sum() / batch.loss_tokens
             )
             terms["value_loss"] = error.detach()
-            loss = response_loss + self.value_coefficient * error
+            loss = response_loss + self.settings.value_coefficient * error
         return loss * batch.scale, terms
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
@@ -122,16 +113,18 @@ class WarmStartModule(GuardedModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and its schedule: a linear rise, then a cosine fall."""
         groups = parameter_groups(
-            self.policy, self.critic, critic_learning_rate=self.critic_learning_rate
+            self.policy, self.critic, critic_learning_rate=self.settings.critic_lr
         )
         optimizer = build_optimizer(
             self.optimizer_factory, groups, master_weights=self.master_weights
         )
 
+        settings = self.settings
+
         def share(step: int) -> float:
-            rise = min(1.0, (step + 1) / max(1, self.warm_up))
-            cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / self.steps)))
-            return rise * (self.learning_rate_end + (1.0 - self.learning_rate_end) * cosine)
+            rise = min(1.0, (step + 1) / max(1, settings.warm_up))
+            cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / settings.steps)))
+            return rise * (settings.learning_rate_end + (1.0 - settings.learning_rate_end) * cosine)
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ragen_pl.constraints import Count, FractionBelowOne, Positive, PositiveFraction, checked
+from ragen_pl.constraints import checked
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.conversation import Context, Conversation
 from ragen_pl.rollout.engine import Generation
@@ -27,7 +27,7 @@ from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.failures import FailureLog
 from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.responders import Episode, Responder
-from ragen_pl.rollout.temperature import AdaptiveTemperature
+from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn
 
 Progress = Callable[[int, int], None]
@@ -42,39 +42,30 @@ ContextT = TypeVar("ContextT", bound=Context)
 _SHORT_S = 0.001
 
 
+def truncation_of(settings: EpisodeSettings) -> Truncation | None:
+    """Return the ids that sampling keeps by these settings; None for all."""
+    return Truncation(top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p) or None
+
+
 @checked
 @dataclass(kw_only=True, slots=True)
-class AgentProxy(Generic[ContextT]):
-    """Play episodes with a responder.
+class AgentProxy(EpisodeSettings, Generic[ContextT]):
+    """Play episodes with a responder, by the keys of `EpisodeSettings`.
 
     Attributes:
         environments: creates, resets and steps the environments.
         context: turns observations and responses into prompts.
-        max_response_tokens: longest response.
-        temperature: sampling temperature.
-        top_p: smallest set of the most probable ids with at least this probability that sampling keeps; 1 for all.
-        top_k: number of the most probable ids that sampling keeps; None for all.
-        min_p: least probability of an id that sampling keeps, as a fraction of that of the most probable; 0 for all.
-        num_envs: number of environments played at once.
-        adaptive_temperature: temperature of a turn from the turns before it; None keeps it constant.
         failures: logs the errors of failed episodes.
     """
 
     environments: EnvironmentManager
     context: ContextT
-    max_response_tokens: Count = 64
-    temperature: Positive = 1.0
-    top_p: PositiveFraction = 1.0
-    top_k: Count | None = None
-    min_p: FractionBelowOne = 0.0
-    num_envs: Count = 256
-    adaptive_temperature: AdaptiveTemperature | None = None
     failures: FailureLog = field(default_factory=FailureLog)
 
     @property
     def truncation(self) -> Truncation | None:
         """Ids that sampling keeps; None for all."""
-        return Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p) or None
+        return truncation_of(self)
 
     def rollout(
         self,

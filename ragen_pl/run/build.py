@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -13,21 +13,25 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.data.validation import HELD_OUT, ValidationSet
-from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.context import ContextManager
+from ragen_pl.rollout.conversation import Context
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
 from ragen_pl.rollout.environment_class import frequent_words
 from ragen_pl.rollout.environments import EnvironmentManager
-from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.proxy import AgentProxy, truncation_of
+from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.run.environment_check import manager_settings
 from ragen_pl.run.start_check import checked_engine_factory, engine_factory, engine_is_in_place
 from ragen_pl.seeding import seeded
@@ -35,6 +39,9 @@ from ragen_pl.seeding import seeded
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.run.folder import Run
+
+
+ContextT = TypeVar("ContextT", bound=Context)
 
 
 @dataclass(slots=True)
@@ -54,10 +61,10 @@ def assemble(cfg: DictConfig) -> RunComponents:
     bundle = build_bundle(cfg)
     policy = build_policy(cfg, bundle)
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
-    proxy = AgentProxy(
+    proxy = build_proxy(
+        cfg,
         environments=build_environments(cfg, record_states=estimator.needs_states),
         context=ContextManager(bundle, **plain(cfg.context)),
-        **rollout_settings(cfg),
     )
     if engine_is_in_place(cfg):
         # the engine refuses here what it can't run, and not after a warm start
@@ -106,32 +113,20 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
 
 def build_policy(cfg: DictConfig, bundle: ModelBundle) -> PolicyModule:
     """Build the policy of a model."""
-    update = cfg["update"]
-    return PolicyModule(
-        bundle,
-        gradient_checkpointing=update.gradient_checkpointing,
-        logits_mib=update.logits_mib,
-    )
+    return PolicyModule(bundle, update=read_settings(UpdateSettings, cfg["update"]))
 
 
-def rollout_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return an AgentProxy's settings: lengths, number of environments and temperatures."""
-    rollout = cfg.rollout
-    return {
-        "max_response_tokens": rollout.max_response_tokens,
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "min_p": rollout.min_p,
-        "num_envs": rollout.num_envs,
-        "adaptive_temperature": instantiate(rollout.get("adaptive_temperature"), _convert_="all"),
-    }
+def build_proxy(
+    cfg: DictConfig, *, environments: EnvironmentManager, context: ContextT, **changes: Any
+) -> AgentProxy[ContextT]:
+    """Build the proxy that plays by the node `rollout`, with `changes` to its settings."""
+    settings = replace(episode_settings(cfg), **changes)
+    return AgentProxy(environments=environments, context=context, **vars(settings))
 
 
-def truncation(cfg: DictConfig) -> Truncation | None:
-    """Return the ids that sampling keeps; None for all."""
-    rollout = cfg.rollout
-    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) or None
+def episode_settings(cfg: DictConfig) -> EpisodeSettings:
+    """Return the settings of episodes, in training and in evaluation."""
+    return read_settings(EpisodeSettings, cfg.rollout)
 
 
 def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
@@ -242,7 +237,8 @@ def assemble_agent(
         engine: builds the rollout engine; the config's by default.
     """
     algorithm = cfg.algorithm
-    if cfg["update"].freeze_vision:
+    update = read_settings(UpdateSettings, cfg["update"])
+    if update.freeze_vision:
         policy.freeze_vision()
     return AgentModule(
         policy,
@@ -253,14 +249,10 @@ def assemble_agent(
         optimizer=instantiate(cfg.optimizer, _convert_="all"),
         engine=engine or engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
-        learning_rate_end=cfg.learning_rate_end,
-        learning_rate_warm_up=cfg.learning_rate_warm_up,
-        tokens_per_forward=cfg["update"].tokens_per_forward,
-        max_skipped_steps=cfg["update"].max_skipped_steps,
+        optimization=read_settings(OptimizationSettings, cfg),
         critic_learning_rate=cfg.critic.lr,
-        master_weights=cfg.master_weights,
-        decay_vectors=cfg.decay_vectors,
-        truncation=truncation(cfg),
+        update=update,
+        truncation=truncation_of(episode_settings(cfg)),
     )
 
 
@@ -270,13 +262,8 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
     return RolloutDataModule(
         components.proxy,
         validation_sets=components.validation_sets,
-        groups=cfg.rollout.groups,
-        group_size=cfg.rollout.group_size,
-        max_failed=cfg.rollout.max_failed,
-        iterations_ahead=cfg.rollout.iterations_ahead,
-        epochs=cfg["update"].epochs,
-        minibatches=cfg["update"].minibatches,
-        **_microbatches(cfg),
+        iteration=read_settings(IterationSettings, cfg.rollout),
+        update=read_settings(UpdateSettings, cfg["update"]),
         seed=cfg.seed,
         held_out=cfg.validation.held_out,
         curriculum=instantiate(cfg.curriculum, _convert_="all"),
@@ -297,17 +284,14 @@ def build_rewards(cfg: DictConfig) -> list[RewardFunction]:
 
 def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
     """Build the warm start's module and demonstrations."""
-    cfg = components.cfg.warm_start
-    module = assemble_warm_start(components.cfg, components.policy, components.critic)
+    cfg = components.cfg
+    module = assemble_warm_start(cfg, components.policy, components.critic)
     demonstrations = DemonstrationDataModule(
         proxy_with(components, held_out=frozenset(held_out_states(components))),
-        policy=instantiate(cfg.demonstrator),
-        episodes=cfg.episodes,
-        batch_size=cfg.batch_size,
-        steps=cfg.steps,
-        gamma=cfg.gamma,
-        **_microbatches(components.cfg),
-        seed=components.cfg.seed,
+        policy=instantiate(cfg.warm_start.demonstrator),
+        settings=read_settings(WarmStartSettings, cfg.warm_start),
+        update=read_settings(UpdateSettings, cfg["update"]),
+        seed=cfg.seed,
     )
     return module, demonstrations
 
@@ -316,22 +300,14 @@ def assemble_warm_start(
     cfg: DictConfig, policy: PolicyModule, critic: CriticModule | None
 ) -> WarmStartModule:
     """Build the warm start's module."""
-    settings = cfg.warm_start
-    names = ("steps", "warm_up", "value_coefficient", "learning_rate_end")
     return WarmStartModule(
         policy,
         critic,
-        optimizer=instantiate(settings.optimizer, _convert_="all"),
-        critic_learning_rate=settings.critic_lr,
+        optimizer=instantiate(cfg.warm_start.optimizer, _convert_="all"),
+        settings=read_settings(WarmStartSettings, cfg.warm_start),
         master_weights=cfg.master_weights,
         max_skipped_steps=cfg["update"].max_skipped_steps,
-        **{name: settings[name] for name in names},
     )
-
-
-def _microbatches(cfg: DictConfig) -> dict[str, Any]:
-    update = cfg["update"]
-    return {name: update[name] for name in ("tokens_per_microbatch", "length_buckets")}
 
 
 def proxy_with(components: RunComponents, **changes: Any) -> AgentProxy[ContextManager]:

@@ -26,9 +26,9 @@ from ragen_pl.run.build import (
     build_endpoint,
     build_engine,
     build_environments,
+    build_proxy,
     device_named,
     plain,
-    rollout_settings,
 )
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.film import save_episode
@@ -113,9 +113,7 @@ def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajector
 
     bundle = load_bundle(cfg).to(device_named(cfg.device))
     context = ContextManager(bundle, **plain(cfg.context))
-    proxy = AgentProxy(
-        environments=build_environments(cfg), context=context, **rollout_settings(cfg)
-    )
+    proxy = build_proxy(cfg, environments=build_environments(cfg), context=context)
     with closing(build_engine(cfg, bundle)) as engine:
         engine.load_weights(0)
         (trajectory,) = proxy.rollout(
@@ -131,11 +129,11 @@ def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajec
     """Play with a model behind an API."""
     endpoint = build_endpoint(cfg)
     assert endpoint is not None
-    proxy = AgentProxy(
+    proxy = build_proxy(
+        cfg,
         environments=build_environments(cfg),
         context=endpoint.context,
         max_response_tokens=endpoint.max_tokens,
-        temperature=cfg.rollout.temperature,
     )
     (trajectory,) = proxy.rollout(
         EndpointResponder(endpoint=endpoint, greedy=cfg.greedy),

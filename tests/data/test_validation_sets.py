@@ -17,6 +17,7 @@ from ragen_pl.config.paths import config_dir
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.settings import IterationSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.context import ContextManager
@@ -138,7 +139,10 @@ def test_training_never_starts_in_an_initial_state_of_the_validation_set(lm):
 
     def drawn(**settings):
         data = RolloutDataModule(
-            proxy_of(lm), validation_sets=[validation_set], groups=200, group_size=2, **settings
+            proxy_of(lm),
+            validation_sets=[validation_set],
+            iteration=IterationSettings(groups=200, group_size=2),
+            **settings,
         )
         data.setup("fit")
         slots = data.proxy.environments.open(data.episode_specs(0))
@@ -156,7 +160,7 @@ def test_training_never_starts_in_an_initial_state_of_the_validation_set(lm):
 def test_episode_specs_depend_on_seed_iteration_and_group(lm):
     def specs(iteration, seed=0, groups=4):
         return RolloutDataModule(
-            proxy_of(lm), groups=groups, group_size=3, seed=seed
+            proxy_of(lm), iteration=IterationSettings(groups=groups, group_size=3), seed=seed
         ).episode_specs(iteration)
 
     first = specs(0)
@@ -169,7 +173,7 @@ def test_episode_specs_depend_on_seed_iteration_and_group(lm):
 
 
 def test_ranks_play_whole_groups(lm, monkeypatch):
-    data = RolloutDataModule(proxy_of(lm), groups=5, group_size=2)
+    data = RolloutDataModule(proxy_of(lm), iteration=IterationSettings(groups=5, group_size=2))
     alone = data.episode_specs(3)
     monkeypatch.setattr("ragen_pl.data.datamodule.world_size", lambda: 2)
     shares = []
@@ -256,7 +260,9 @@ def test_a_stage_ends_by_its_own_success(lm, monkeypatch):
     monkeypatch.setattr(AgentProxy, "rollout", played)
     stages = [{"min_distance": 1}, {"min_distance": 2}, {}]
     curriculum = Curriculum(stages=stages, above=0.5, share=0.25, window=1)
-    data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=curriculum)
+    data = RolloutDataModule(
+        proxy_of(lm), iteration=IterationSettings(groups=4, group_size=2), curriculum=curriculum
+    )
     for iteration in range(3):
         data.collect(iteration, Module(lm))
     assert data.metrics["success"] == 0.75 and curriculum.starts == [1]
@@ -265,7 +271,9 @@ def test_a_stage_ends_by_its_own_success(lm, monkeypatch):
 def test_hard_groups_get_the_options(lm):
     curriculum = Curriculum(stages=FAR, above=0.5, share=0.5)
     curriculum.starts = [2]
-    data = RolloutDataModule(proxy_of(lm), groups=4, group_size=2, curriculum=curriculum)
+    data = RolloutDataModule(
+        proxy_of(lm), iteration=IterationSettings(groups=4, group_size=2), curriculum=curriculum
+    )
     assert all(spec.options is None for spec in data.episode_specs(1))
     assert [spec.options for spec in data.episode_specs(2)] == [{"min_distance": 3}] * 4 + [
         None
@@ -280,7 +288,9 @@ def test_hard_groups_get_the_options(lm):
 def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     def make():
         curriculum = Curriculum(stages=FAR, above=0.0, share=0.5, window=1)
-        return RolloutDataModule(proxy_of(lm), groups=3, group_size=2, curriculum=curriculum)
+        return RolloutDataModule(
+            proxy_of(lm), iteration=IterationSettings(groups=3, group_size=2), curriculum=curriculum
+        )
 
     data, module = make(), Module(lm)
     with pytest.raises(RuntimeError, match="RolloutUpdate"):
@@ -301,7 +311,9 @@ def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
 
 
 def test_iteration_of_failed_episodes_stops_the_run(lm):
-    data = RolloutDataModule(proxy_of(lm, held_out=_Everything()), groups=2)
+    data = RolloutDataModule(
+        proxy_of(lm, held_out=_Everything()), iteration=IterationSettings(groups=2)
+    )
     with pytest.raises(
         RolloutError,
         match=r"iteration 1: 2 of 2 episodes failed, more than rollout.max_failed=0.9 .*held out.*\(2 times",
@@ -320,8 +332,13 @@ class Breaking(FrozenLake):
 
 def test_failed_episodes_are_no_outcome_and_end_the_run_from_a_fraction_on(lm, caplog):
     gymnasium.register("test/Breaking-v0", entry_point=Breaking)
-    settings = {"groups": 16, "group_size": 2, "seed": 3}
-    data = RolloutDataModule(proxy_of(lm, target="test/Breaking-v0"), max_failed=1.0, **settings)
+
+    def limited(max_failed: float) -> RolloutDataModule:
+        proxy = proxy_of(lm, target="test/Breaking-v0")
+        iteration = IterationSettings(groups=16, group_size=2, max_failed=max_failed)
+        return RolloutDataModule(proxy, iteration=iteration, seed=3)
+
+    data = limited(1.0)
     played = data.collect(0, Module(lm))
     failed = sum(trajectory.error is not None for trajectory in played)
     assert 16 < failed < 32
@@ -333,10 +350,6 @@ def test_failed_episodes_are_no_outcome_and_end_the_run_from_a_fraction_on(lm, c
     assert f"{failed} of 32 episodes failed with OSError: no simulator for" in caplog.text
     data.collect(1, Module(lm))
     assert "episodes failed with errors that are named above" in caplog.text
-
-    def limited(max_failed: float) -> RolloutDataModule:
-        proxy = proxy_of(lm, target="test/Breaking-v0")
-        return RolloutDataModule(proxy, max_failed=max_failed, **settings)
 
     limited(failed / 32).collect(0, Module(lm))
     with pytest.raises(RolloutError, match=f"{failed} of 32 episodes failed, .*no simulator"):
@@ -361,7 +374,10 @@ def demonstrations(lm, *, policy=None, proxy=None, **changes) -> DemonstrationDa
     data = DemonstrationDataModule(
         AgentProxy(environments=environments, context=ContextManager(lm), **(proxy or {})),
         policy=policy or OptimalPolicy(),
-        **({"episodes": 12, "batch_size": 8, "steps": 20, "gamma": 0.5, "seed": 0} | changes),
+        settings=WarmStartSettings(
+            **({"episodes": 12, "batch_size": 8, "steps": 20, "gamma": 0.5} | changes)
+        ),
+        seed=0,
     )
     data.setup("fit")
     return data

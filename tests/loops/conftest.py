@@ -19,6 +19,7 @@ from ragen_pl.algorithms.masks import until_action
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.adapters import choose_trained_weights
@@ -28,6 +29,7 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rollout.context import ContextManager
 from ragen_pl.rollout.environments import EnvironmentManager
@@ -130,20 +132,20 @@ class Setup:
             optimizer=functools.partial(
                 torch.optim.AdamW, lr=self.learning_rate, weight_decay=self.weight_decay
             ),
-            learning_rate_warm_up=self.learning_rate_warm_up,
-            max_skipped_steps=self.max_skipped_steps,
+            optimization=OptimizationSettings(learning_rate_warm_up=self.learning_rate_warm_up),
+            update=UpdateSettings(max_skipped_steps=self.max_skipped_steps),
             engine=self.engine,
             truncation=proxy.truncation,
         )
         datamodule = RolloutDataModule(
             proxy,
             validation_sets=[ValidationSet("held_out", validation_proxy, episodes=4)],
-            groups=6,
-            group_size=self.group_size,
-            iterations_ahead=self.iterations_ahead,
-            epochs=2,
-            minibatches=2,
-            tokens_per_microbatch=self.tokens_per_microbatch,
+            iteration=IterationSettings(
+                groups=6, group_size=self.group_size, iterations_ahead=self.iterations_ahead
+            ),
+            update=UpdateSettings(
+                epochs=2, minibatches=2, tokens_per_microbatch=self.tokens_per_microbatch
+            ),
             curriculum=Curriculum(
                 stages=[{}, {"min_distance": 2}], above=0.01, share=0.5, window=1
             ),
@@ -183,20 +185,18 @@ def warm() -> dict[str, torch.Tensor]:
         context=ContextManager(bundle, window=1, system_prompt=None),
         max_response_tokens=16,
     )
+    settings = WarmStartSettings(episodes=64, batch_size=32, steps=80, gamma=0.9)
     demonstrations = DemonstrationDataModule(
         proxy,
         policy=NoisyPolicy(noise=0.3),
-        episodes=64,
-        batch_size=32,
-        steps=80,
-        gamma=0.9,
+        settings=settings,
         seed=0,
     )
     module = WarmStartModule(
         PolicyModule(bundle),
         None,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
-        steps=80,
+        settings=settings,
     )
     pl.Trainer(**QUIET, max_steps=80, max_epochs=-1, logger=False, enable_checkpointing=False).fit(
         module, datamodule=demonstrations

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ragen_pl.callbacks.checkpoint import RunCheckpoint
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.settings import IterationSettings
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.rollout.background import THREAD_NAME, BackgroundRollout
 from ragen_pl.rollout.errors import RolloutError
@@ -218,7 +219,7 @@ def test_a_context_that_reads_the_trained_weights_is_refused(ahead_of):
     _, datamodule = ahead_of().build()
     datamodule.proxy.context.leave_out = {"turns": 0.5}
     with pytest.raises(ValueError, match="iterations_ahead=1: leave_out scores prompts with the w"):
-        RolloutDataModule(datamodule.proxy, iterations_ahead=1)
+        RolloutDataModule(datamodule.proxy, iteration=IterationSettings(iterations_ahead=1))
 
 
 # ---- bounds and errors

@@ -259,7 +259,7 @@ def test_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path):
     agent, watch, trainer_of_whole = watched(epochs=5)
     assert agent.loss.policy.clip_high == 0.4 and agent.loss.kl.coefficient == 0.0
     assert 0.0 < agent.loss.entropy_coefficient <= 0.01
-    rate = 3e-3 * 0.5 * agent.learning_rate_end  # at the schedule's end
+    rate = 3e-3 * 0.5 * agent.optimization.learning_rate_end  # at the schedule's end
     assert trainer_of_whole.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
     (done,) = watch.events[0]["done"]
     assert "clip_high 0.2 -> 0.4" in done and "kl_coefficient 0.1 -> 0.0" in done

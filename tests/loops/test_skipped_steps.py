@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from envs.policies import NoisyPolicy
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.recorded_step import RecordedStep
+from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.finite import NonFiniteError
 from ragen_pl.modules.guard import SkippedSteps, SkippedStepsError
 from ragen_pl.modules.policy import PolicyModule
@@ -245,11 +246,12 @@ def test_a_warm_start_that_makes_nan_ends_and_names_the_layer(setup_of, tmp_path
         context=ContextManager(bundle, window=1, system_prompt=None),
         max_response_tokens=16,
     )
+    warm_start = WarmStartSettings(episodes=16, batch_size=16, steps=9, gamma=0.9)
     demonstrations = DemonstrationDataModule(
-        proxy, policy=NoisyPolicy(noise=0.3), episodes=16, batch_size=16, steps=9, gamma=0.9, seed=0
+        proxy, policy=NoisyPolicy(noise=0.3), settings=warm_start, seed=0
     )
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
-    module = WarmStartModule(PolicyModule(bundle), None, optimizer=optimizer, steps=9)
+    module = WarmStartModule(PolicyModule(bundle), None, optimizer=optimizer, settings=warm_start)
     memory, layer = InMemory(), "policy.model.model.layers.0.self_attn"
     settings = {"max_steps": 9, "max_epochs": -1, "enable_checkpointing": False}
     trainer = pl.Trainer(

@@ -10,6 +10,7 @@ from family_models import MODELS, tiny
 from three_ways import agree, play, trajectory_of
 
 from ragen_pl.data.collate import collate
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.modules.policy import PolicyModule
 
@@ -82,7 +83,9 @@ def test_layers_computed_again_give_the_same_gradient(name: str) -> None:
         return scores.logprobs.detach(), gradients, elements
 
     logprobs, gradients, elements = update(PolicyModule(bundle))
-    again, checkpointed, fewer = update(PolicyModule(bundle, gradient_checkpointing=True))
+    again, checkpointed, fewer = update(
+        PolicyModule(bundle, update=UpdateSettings(gradient_checkpointing=True))
+    )
     assert fewer < 0.6 * elements
     torch.testing.assert_close(again, logprobs, rtol=1e-6, atol=1e-6)
     assert checkpointed.keys() == gradients.keys()

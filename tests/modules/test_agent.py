@@ -15,6 +15,7 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
+from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 KL = UpdateLoss(kl=ReferenceKL(coefficient=0.1))
@@ -141,7 +142,9 @@ def test_penalty_without_a_reference_is_rejected(make):
 
 
 def test_optimizer_has_a_group_for_policy_and_critic(make):
-    agent = make.agent(loss=KL, critic_learning_rate=3e-3, learning_rate_end=0.5)
+    agent = make.agent(
+        loss=KL, critic_learning_rate=3e-3, optimization=OptimizationSettings(learning_rate_end=0.5)
+    )
     made = agent.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     groups = {group["name"]: group for group in optimizer.param_groups}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.models.adapters import choose_trained_weights
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import FINGERPRINTS, fingerprint, frozen_names
@@ -120,7 +121,10 @@ def test_fingerprint_is_of_the_weights_and_not_of_their_type(make):
 def test_warm_start_of_adapters_saves_them_alone(make):
     agent = agent_of(make)
     module = WarmStartModule(
-        agent.policy, agent.critic, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), steps=1
+        agent.policy,
+        agent.critic,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
+        settings=WarmStartSettings(steps=1),
     )
     assert (
         frozen_names(module)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.modules.warm_start import WarmStartModule
@@ -114,7 +115,10 @@ def test_warm_start_trains_policy_and_critic(make, own_critic):
     backbone = make.bundle(seed=5) if own_critic else None
     critic = None if own_critic is None else CriticModule(32, backbone=backbone)
     module = WarmStartModule(
-        PolicyModule(make.bundle(seed=4)), critic, optimizer=FAST, steps=40, warm_up=1
+        PolicyModule(make.bundle(seed=4)),
+        critic,
+        optimizer=FAST,
+        settings=WarmStartSettings(steps=40, warm_up=1),
     )
     curve = train(module, minibatch, metric="warm_start/loss", steps=40)
     assert curve.modes == {True}
@@ -129,8 +133,11 @@ def test_warm_start_trains_policy_and_critic(make, own_critic):
 
 def test_warm_start_learning_rate_rises_then_falls(make):
     module = WarmStartModule(
-        PolicyModule(make.bundle()), None, optimizer=FAST, steps=100, warm_up=10, learning_rate_end=0.1
-    )  # fmt: skip
+        PolicyModule(make.bundle()),
+        None,
+        optimizer=FAST,
+        settings=WarmStartSettings(steps=100, warm_up=10, learning_rate_end=0.1),
+    )
     made = module.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     rates = []

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from ragen_pl.config import ConfigError
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import max_over_ranks, sum_over_ranks
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
@@ -29,7 +30,7 @@ def count_forwards(rank: int, folder: str) -> None:
         own_critic=True,
         loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1)),
         masks=Masks(importance=Importance(loss=0.5)),
-        tokens_per_forward=120,
+        update=UpdateSettings(tokens_per_forward=120),
     )
     played = played_agents.play(agent, groups=(1, 5)[rank], window=(1, "all")[rank])
     if rank:  # the other rank has no episode that bootstraps

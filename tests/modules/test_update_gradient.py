@@ -11,6 +11,7 @@ from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.masks import action_span, until_action
 from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
@@ -155,7 +156,7 @@ def test_gradient_does_not_depend_on_gradient_checkpointing(make, images):
         layer = model.get_decoder().layers[0].mlp
         layer.register_forward_pre_hook(lambda *_: calls.append(1))
     whole, once = make.gradient(agent, [minibatch]), len(calls)
-    policy = PolicyModule(agent.policy.bundle, gradient_checkpointing=True)
+    policy = PolicyModule(agent.policy.bundle, update=UpdateSettings(gradient_checkpointing=True))
     CriticModule(32, backbone=agent.critic.backbone, gradient_checkpointing=True)
     assert_close(whole, make.gradient(agent, [minibatch]), tolerance=1e-6)
     assert len(calls) == 3 * once
@@ -169,7 +170,7 @@ def test_gradient_checkpointing_is_refused_where_a_model_has_none(make, monkeypa
     bundle = make.bundle()
     monkeypatch.setattr(type(bundle.model), "supports_gradient_checkpointing", False)
     with pytest.raises(ValueError, match=r"update\.gradient_checkpointing=true: .*set false"):
-        PolicyModule(bundle, gradient_checkpointing=True)
+        PolicyModule(bundle, update=UpdateSettings(gradient_checkpointing=True))
 
 
 def test_tokens_off_the_masks_have_no_influence(make):

@@ -1,0 +1,99 @@
+"""Settings of an iteration, its update and the warm start; read without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ragen_pl.constraints import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    checked,
+)
+
+IterationsAhead = Literal[0, 1]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class IterationSettings:
+    """Keys of `rollout` that a `RolloutDataModule` collects an iteration with.
+
+    Attributes:
+        groups: number of groups of an iteration over all ranks.
+        group_size: number of episodes of a group, all from the same initial state.
+        max_failed: largest fraction of an iteration's episodes that may fail; more end the run.
+        iterations_ahead: 1 to sample an iteration's rollout while the iteration before it trains, with weights one
+            update older; 0 to sample it with present weights.
+    """
+
+    groups: Count = 128
+    group_size: Count = 1
+    max_failed: Fraction = 0.9
+    iterations_ahead: IterationsAhead = 0
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """Keys of `update`.
+
+    Attributes:
+        epochs: passes over an iteration's samples in its update.
+        minibatches: optimizer steps of a pass.
+        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
+        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
+        gradient_checkpointing: compute the activations of each layer again in the backward pass, in train mode: less
+            memory, a third slower.
+        freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.
+        tokens_per_forward: positions of a forward pass that scores an iteration before its update, padding included.
+        max_skipped_steps: steps in a row with a gradient or loss that is not finite, which end the run; 1% of the last
+            1,000 do too.
+        logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
+    """
+
+    epochs: Count = 2
+    minibatches: Count = 4
+    tokens_per_microbatch: Count | None = None
+    length_buckets: Count = 6
+    gradient_checkpointing: bool = False
+    freeze_vision: bool = False
+    tokens_per_forward: Count = 16_384
+    max_skipped_steps: Count = 3
+    logits_mib: Positive = 512
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class WarmStartSettings:
+    """Keys of `warm_start`, without its demonstrator and its optimizer.
+
+    Attributes:
+        enabled: whether the policy learns from demonstrations first.
+        weights: initial weights instead of demonstrations: `warm_start.pt` or a checkpoint of another run; None for
+            demonstrations.
+        episodes: number of demonstrations over all ranks.
+        steps: number of optimizer steps, the length of the cosine decay.
+        batch_size: number of samples of an optimizer step over all ranks.
+        gamma: discount per turn of the critic's target.
+        value_coefficient: weight of half the squared value error.
+        warm_up: number of first steps with a rising learning rate.
+        checkpoint_every_n_steps: steps between checkpoints for resuming an interrupted warm start; None for none.
+        learning_rate_end: learning rate at the last step as a fraction of the highest.
+        critic_lr: highest learning rate of the critic; None for the policy's.
+    """
+
+    enabled: bool = True
+    weights: str | None = None
+    episodes: Count = 4096
+    steps: Count = 400
+    batch_size: Count = 64
+    gamma: Fraction = 0.9
+    value_coefficient: NonNegative = 2.0
+    warm_up: CountOrZero = 20
+    checkpoint_every_n_steps: Count | None = 100
+    learning_rate_end: Fraction = 0.05
+    critic_lr: NonNegative | None = None

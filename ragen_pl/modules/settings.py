@@ -1,0 +1,28 @@
+"""Settings of the optimization that stand at the top of the configuration; read without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+
+from ragen_pl.constraints import Fraction, Note, checked
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class OptimizationSettings:
+    """Learning rates over iterations, and what the optimizer is given; keys of the configuration itself.
+
+    Attributes:
+        learning_rate_end: learning rate at the last iteration as a fraction of the highest, with a linear decay.
+        learning_rate_warm_up: number of first iterations over which the learning rate rises linearly.
+        master_weights: keep float32 copies of trained weights in bfloat16; false where the optimizer keeps its own.
+        decay_vectors: apply the optimizer's weight decay to norms and biases too.
+    """
+
+    learning_rate_end: Fraction = 0.03
+    learning_rate_warm_up: Annotated[int, Ge(0), Note("iterations")] = 0
+    master_weights: bool = True
+    decay_vectors: bool = False
