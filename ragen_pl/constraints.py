@@ -327,9 +327,18 @@ def problem(annotation: Any, value: object, *, components: bool = True) -> str |
         return None
     words = [word for part in parts if part is not None for word in _suggestions(part)]
     words = [word for word in words if word != value]
-    expected = " or ".join(_expectation(part) for part in parts)
+    expected = expectation(annotation)
     close = get_close_matches(str(value), words, n=1)
     return f"expected {expected}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def expectation(annotation: Any) -> str:
+    """Return in words what an annotation accepts.
+
+    >>> expectation(Count | None)
+    'a whole number, at least 1 or null'
+    """
+    return " or ".join(_expectation(part) for part in options(annotation))
 
 
 def _suggestions(annotation: Any) -> tuple[str, ...]:
@@ -421,7 +430,7 @@ def _expectation(annotation: Any) -> str:
         text = "null"
     elif (get_origin(base) or base) in (list, tuple, Sequence):
         item = (get_args(base) or (Any,))[0]
-        text = "a list" if item is Any else f"a list of {_expectation(item).removeprefix('a ')}s"
+        text = "a list" + ("" if item is Any else f", each item {expectation(item)}")
     else:
         text = _KINDS.get(base, "a group of settings")
     bounds = [

@@ -108,7 +108,22 @@ class StopSignals:
 
 
 class CheckpointSettings(TypedDict, total=False):
-    """Keyword arguments of Lightning's ModelCheckpoint."""
+    """Keyword arguments of Lightning's ModelCheckpoint.
+
+    Attributes:
+        dirpath: folder of the checkpoints; the run's by default.
+        filename: name of a checkpoint, with fields such as `{epoch:04d}`.
+        monitor: metric by which the best are kept; null keeps the latest.
+        mode: whether low or high values of `monitor` are better.
+        auto_insert_metric_name: whether names of metrics are written before their values in the filename.
+        every_n_epochs: iterations between two checkpoints; 0 for none.
+        every_n_train_steps: optimizer steps between two checkpoints; 0 for none.
+        save_last: whether `last.ckpt` is kept.
+        save_top_k: number of checkpoints that are kept besides `last.ckpt`; -1 for all.
+        save_on_train_epoch_end: whether checkpoints are saved after the update, and not after the validation.
+        save_weights_only: whether states of optimizers and loops are left out.
+        enable_version_counter: whether a checkpoint of the same name gets a number instead of replacing it.
+    """
 
     dirpath: str | None
     filename: str | None

@@ -18,7 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import relation_problems
 from ragen_pl.config.schema import Arguments, ArgumentsOf, Settings
-from ragen_pl.config.signatures import SignatureError, fields_of, is_class, read_signature
+from ragen_pl.config.signatures import (
+    SignatureError,
+    descriptions_of,
+    fields_of,
+    is_class,
+    read_signature,
+)
 from ragen_pl.constraints import (
     Built,
     DivisorOf,
@@ -46,11 +52,15 @@ class Fields:
         known: annotations of the values by key.
         closed: whether no other keys are possible.
         owner: class whose arguments the keys are; empty for other nodes.
+        summary: first sentence on the class.
+        descriptions: meanings of the keys.
     """
 
     known: dict[str, Any] = field(default_factory=dict)
     closed: bool = True
     owner: str = ""
+    summary: str = ""
+    descriptions: dict[str, str] = field(default_factory=dict)
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -168,16 +178,12 @@ def _problems_of_group(
             ),
         )
         return
-    fields = Fields(closed=False)
-    if (target := node.get("_target_")) is not None:
-        try:
-            fields = fields_of_target(str(target))
-        except SignatureError as error:
-            yield f"{key}._target_", f"{key}._target_={target}: {error}"
-            return
-    described = _described(annotation, node, root=root)
-    known = fields.known | described.known
-    closed = (fields.closed if target is not None else described.closed) and bool(known or target)
+    try:
+        fields = fields_of_node(node, annotation, root=root)
+    except SignatureError as error:
+        yield f"{key}._target_", f"{key}._target_={node._target_}: {error}"
+        return
+    known = fields.known
     values = {str(name): node[name] for name in node}
     for name, value in values.items():
         place = f"{key}.{name}".removeprefix(".")
@@ -185,8 +191,8 @@ def _problems_of_group(
             continue
         child = _HYDRA.get(name) or known.get(name)
         if child is None:
-            if closed:
-                yield place, unknown_key(place, known, owner=fields.owner or described.owner)
+            if fields.closed:
+                yield place, unknown_key(place, known, owner=fields.owner)
             child = Any
         yield from _problems(value, child, key=place, root=root)
         for constraint in unwrapped(child)[1]:
@@ -196,6 +202,27 @@ def _problems_of_group(
             if expected is not None:
                 named = expected.replace(constraint.name, f"{key}.{constraint.name}")
                 yield place, f"{place}={shown(value)}: {named}"
+
+
+def fields_of_node(node: DictConfig, annotation: Any, *, root: DictConfig) -> Fields:
+    """Return the keys of a node: arguments of its class, if it names one, and what its annotation describes.
+
+    Raises:
+        SignatureError: there is no such class.
+    """
+    described = _described(annotation, node, root=root)
+    target = node.get("_target_")
+    if target is None:
+        described.closed &= bool(described.known)
+        return described
+    fields = fields_of_target(str(target))
+    return Fields(
+        fields.known | described.known,
+        fields.closed,
+        fields.owner or described.owner,
+        fields.summary,
+        fields.descriptions | described.descriptions,
+    )
 
 
 def needs_class(annotation: Any) -> bool:
@@ -223,7 +250,13 @@ def fields_of_target(target: str) -> Fields:
     signature = read_signature(target)
     if signature is None:
         return Fields(closed=False)
-    return Fields(signature.parameters, signature.closed, signature.name)
+    return Fields(
+        signature.parameters,
+        signature.closed,
+        signature.name,
+        signature.summary,
+        signature.descriptions,
+    )
 
 
 def _described(
@@ -235,7 +268,7 @@ def _described(
         base, metadata = unwrapped(option)
         keys = fields_of(base)
         if keys is not None:
-            fields = Fields(dict(keys))
+            fields = Fields(dict(keys), descriptions=dict(descriptions_of(base)))
         elif typing.get_origin(base) in (dict, Mapping):
             item = typing.get_args(base)[1]
             # the fields of another option say more
@@ -256,6 +289,7 @@ def _add_arguments(fields: Fields, arguments: Arguments) -> None:
     assert signature is not None
     names = signature.keywords
     fields.known = {name: signature.parameters[name] for name in names} | fields.known
+    fields.descriptions = signature.descriptions | fields.descriptions
     fields.closed = True
 
 

@@ -60,7 +60,14 @@ _MANAGER = Arguments("ragen_pl.rollout.environments.EnvironmentManager")
 
 
 class Environment(TypedDict, total=False):
-    """`env`: besides these keys the arguments of the environments' manager."""
+    """`env`: besides these keys the arguments of the environments' manager.
+
+    Attributes:
+        name: name of the environment, and of the folder of its runs.
+        visual: whether it shows images.
+        words: words of its texts that become tokens of a small model.
+        kwargs: arguments of the environment.
+    """
 
     name: str
     visual: bool
@@ -69,7 +76,18 @@ class Environment(TypedDict, total=False):
 
 
 class Algorithm(TypedDict, total=False):
-    """`algorithm`."""
+    """`algorithm`.
+
+    Attributes:
+        name: name of the algorithm.
+        critic: `shared` for a head on the policy's trunk, `own` for a separate model, or `none`.
+        rewards: reward functions, applied in order; null disables one.
+        normalize: normalization of the returns.
+        filter: selection of the groups for the update.
+        estimator: estimator of advantages.
+        masks: tokens that are trained on.
+        loss: loss of an update step.
+    """
 
     name: str
     critic: Literal["shared", "own", "none"]
@@ -84,8 +102,12 @@ class Algorithm(TypedDict, total=False):
 class Model(TypedDict, total=False):
     """`model`: how it is built; of a named model also its sizes, from which the memory is planned.
 
-    `sizes` has what a size changes in `config`, which is a transformers config. `processor` has settings of the image
-    processor.
+    Attributes:
+        build: function that builds or loads the model.
+        size: size of a named model.
+        config: its transformers config.
+        sizes: changes to `config` by size.
+        processor: settings of its image processor.
     """
 
     build: Component
@@ -96,7 +118,14 @@ class Model(TypedDict, total=False):
 
 
 class Optimizer(TypedDict, total=False):
-    """An optimizer of torch; its other arguments are its own."""
+    """An optimizer of torch; its other arguments are its own.
+
+    Attributes:
+        lr: highest learning rate.
+        betas: decay rates of the running averages of the gradient and of its square.
+        eps: term added to the divisor, for numerical stability.
+        weight_decay: decay of matrices per step, as a multiple of the learning rate.
+    """
 
     lr: NonNegative
     betas: Sequence[FractionBelowOne]
@@ -105,38 +134,44 @@ class Optimizer(TypedDict, total=False):
 
 
 class Critic(TypedDict, total=False):
-    """`critic`: settings of the critic that `algorithm.critic` chooses."""
+    """`critic`: besides this model its settings.
 
-    lr: NonNegative | None
-    detach: bool
+    Attributes:
+        build: another model for `algorithm.critic=own`, with the keys of `model.build`; null for the policy's.
+    """
+
     build: Component | None
 
 
-class Memory(TypedDict, total=False):
-    """`memory`: the plan of a run's memory."""
-
-    check: bool
-    device_gb: Positive | None
-
-
 class Rollout(TypedDict, total=False):
-    """`rollout`: besides its engine the settings of episodes and of iterations."""
+    """`rollout`: besides its engine the settings of episodes and of iterations.
+
+    Attributes:
+        engine: engine that samples the responses.
+    """
 
     engine: Component
 
 
 class Validation(TypedDict, total=False):
-    """`validation`."""
+    """`validation`: besides these keys its settings.
 
-    episodes: Count
-    held_out: bool
-    blank: bool
+    Attributes:
+        warm_start: evaluate the policy after its warm start too.
+        baselines: scripted players that the policy is compared with, by name.
+    """
+
     warm_start: bool
     baselines: dict[str, Component | None] | None
 
 
 class WarmStart(TypedDict, total=False):
-    """`warm_start`: besides these components its settings."""
+    """`warm_start`: besides these components its settings.
+
+    Attributes:
+        demonstrator: policy that plays the demonstrations.
+        optimizer: optimizer of the warm start.
+    """
 
     # an environment's file may set some of its keys where there is no warm start
     demonstrator: Annotated[dict[str, Any], Open()] | None
@@ -150,13 +185,6 @@ class ValidationSet(TypedDict, total=False):
     key: str
     options: dict[str, Any] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target", "env.target")]
-
-
-class Paths(TypedDict, total=False):
-    """`paths`."""
-
-    root: str
-    run_dir: str | None
 
 
 class Source(TypedDict, total=False):
@@ -182,6 +210,19 @@ class Trainer(TypedDict, total=False):
     Arguments that the run sets itself are left out: logger, callbacks, num_sanity_val_steps, enable_model_summary,
     log_every_n_steps, default_root_dir. The precisions leave out the true half precisions, which would round
     log-probs, advantages and counts as well; `model.build.dtype=bfloat16` does not.
+
+    Attributes:
+        accelerator: `auto` for a CUDA GPU if torch finds one, else the CPU.
+        devices: number of GPUs or processes on each machine, or their indices.
+        num_nodes: number of machines.
+        strategy: how ranks work together; `auto` for one device or DDP.
+        timeout_s: longest wait of a rank for another one, which may roll out for longer.
+        precision: precision of the forward passes.
+        max_epochs: number of iterations; -1 for no limit.
+        gradient_clip_val: largest norm of the gradient of the policy, and of the critic; null for no limit.
+        accumulate_grad_batches: forward and backward passes that an optimizer step adds up.
+        check_val_every_n_epoch: iterations between two validations.
+        limit_val_batches: batches, or fraction of the batches, of a validation.
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda"]
@@ -237,14 +278,25 @@ class Trainer(TypedDict, total=False):
 
 
 class _Settings(TypedDict, total=False):
-    """The keys of `conf/fit.yaml`, and below them those of the other commands."""
+    """The keys of `conf/fit.yaml`, and below them those of the other commands.
+
+    Attributes:
+        seed: seed of the run.
+        debug: show tracebacks instead of one-line errors.
+        trust: whether the checkpoint that is continued may run any code (docs/security.md).
+        ckpt_path: checkpoint to continue: `last` for the newest run of the environment, `auto` for that or a new run,
+            or a path; null for a new run.
+        curriculum: harder initial states later on; null for none.
+        logger: logger of the metrics; null for none.
+        callbacks: callbacks by name; null disables one.
+    """
 
     seed: Seed
     debug: bool
     trust: bool
     ckpt_path: Annotated[str, ExistingPath()] | Literal["last", "auto"] | None
     experiment: dict[str, Any] | None
-    paths: Paths
+    paths: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.PathSettings")]
     env: Annotated[Environment, _MANAGER]
     context: Annotated[dict[str, Any], Arguments("ragen_pl.rollout.context.ContextManager")]
     rollout: Annotated[
@@ -254,12 +306,12 @@ class _Settings(TypedDict, total=False):
     ]
     update: Annotated[dict[str, Any], Arguments("ragen_pl.data.settings.UpdateSettings")]
     optimizer: Annotated[Optimizer, Open()]
-    critic: Critic
-    memory: Memory
+    critic: Annotated[Critic, Arguments("ragen_pl.modules.settings.CriticSettings")]
+    memory: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.MemorySettings")]
     curriculum: Component | None
     algorithm: Algorithm
     model: Model
-    validation: Validation
+    validation: Annotated[Validation, Arguments("ragen_pl.run.settings.ValidationSettings")]
     warm_start: Annotated[WarmStart, Arguments("ragen_pl.data.settings.WarmStartSettings")]
     callbacks: dict[str, Component | None] | None
     logger: Component | None

@@ -11,6 +11,7 @@ import ast
 import builtins
 import collections.abc
 import functools
+import inspect
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from typing import Any
 import annotated_types
 
 from ragen_pl import constraints
+from ragen_pl.config.docstrings import described_names, first_sentence
 
 _LIGHT = {
     "typing": typing,
@@ -50,6 +52,8 @@ class Signature:
         keywords: arguments that can only be given by name.
         closed: whether no other arguments are possible.
         returns: return annotation.
+        summary: first sentence of the docstring.
+        descriptions: the docstring's descriptions of arguments, those of base classes included.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Signature:
     keywords: tuple[str, ...] = ()
     closed: bool = True
     returns: Any = Any
+    summary: str = ""
+    descriptions: dict[str, str] = field(default_factory=dict)
 
 
 class ClassInSource:
@@ -95,9 +101,26 @@ def read_signature(target: str) -> Signature | None:
             f"{module_name} has no {name}; "
             + (f"did you mean {close[0]}?" if close else "give package.module.Class")
         )
-    if isinstance(definition, ast.ClassDef):
-        return _of_class(module, definition)
-    return _of_function(module, definition, skip=0)
+    if isinstance(definition, ast.FunctionDef):
+        return _documented(_of_function(module, definition, skip=0), module, definition)
+    signature = _of_class(module, definition)
+    return None if signature is None else _documented(signature, module, definition)
+
+
+def _documented(
+    signature: Signature, module: _Module, node: ast.ClassDef | ast.FunctionDef
+) -> Signature:
+    """Return a signature with what the docstrings of its class and of base classes say."""
+    inherited: dict[str, str] = {}
+    for base in node.bases if isinstance(node, ast.ClassDef) else ():
+        parent = _of_base(module, base)
+        inherited |= parent.descriptions if parent is not None else {}
+    text = ast.get_docstring(node) or ""
+    return replace(
+        signature,
+        summary=first_sentence(text),
+        descriptions=inherited | signature.descriptions | described_names(text),
+    )
 
 
 @functools.cache
@@ -148,17 +171,24 @@ def _of_function(module: _Module, node: ast.FunctionDef, *, skip: int) -> Signat
     }
     keywords = [argument.arg for argument in node.args.kwonlyargs]
     closed = node.args.kwarg is None
+    descriptions: dict[str, str] = {}
     if node.args.kwarg is not None:
         annotation = scope.evaluate(node.args.kwarg.annotation)
         if typing.get_origin(annotation) is typing.Unpack:
             (settings,) = typing.get_args(annotation)
             fields = _fields(settings)
             parameters |= fields
+            descriptions = dict(descriptions_of(settings))
             keywords += fields
             closed = True
     wrapped = any("checked" not in ast.unparse(mark) for mark in node.decorator_list)
     return Signature(
-        node.name, parameters, tuple(keywords), closed and not wrapped, scope.evaluate(node.returns)
+        node.name,
+        parameters,
+        tuple(keywords),
+        closed and not wrapped,
+        scope.evaluate(node.returns),
+        descriptions=descriptions,
     )
 
 
@@ -314,3 +344,13 @@ def fields_of(annotation: Any) -> Mapping[str, Any] | None:
     if typing.is_typeddict(annotation):
         return typing.get_type_hints(annotation, include_extras=True)
     return _fields(annotation) or None
+
+
+def descriptions_of(annotation: Any) -> Mapping[str, str]:
+    """Return the descriptions of a type's fields, empty for a type without fields."""
+    if typing.is_typeddict(annotation):
+        return described_names(inspect.cleandoc(annotation.__doc__ or ""))
+    if isinstance(annotation, type) and issubclass(annotation, ClassInSource):
+        signature = read_signature(annotation.target)
+        return {} if signature is None else signature.descriptions
+    return {}

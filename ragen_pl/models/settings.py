@@ -29,8 +29,13 @@ Attention = (
 class VisionSettings(TypedDict, total=False):
     """Settings of the image encoder.
 
-    `patch_size` is in pixels, `width` is the size of its features, `depth` counts timm blocks, and `max_cells` is
-    the number of patches along a side that images may have.
+    Attributes:
+        patch_size: side of a patch in pixels.
+        width: size of the features.
+        depth: number of timm blocks.
+        heads: number of attention heads.
+        mlp_ratio: hidden size of a block's MLP as a multiple of `width`.
+        max_cells: number of patches along a side that images may have.
     """
 
     patch_size: Count
@@ -42,7 +47,16 @@ class VisionSettings(TypedDict, total=False):
 
 
 class DecoderSettings(TypedDict, total=False):
-    """Settings of the decoder that are checked early; others are those of its transformers config."""
+    """Settings of the decoder that are checked early; others are those of its transformers config.
+
+    Attributes:
+        hidden_size: size of the hidden states.
+        intermediate_size: hidden size of a layer's MLP.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of attention heads.
+        num_key_value_heads: number of heads of keys and values.
+        max_position_embeddings: longest sequence.
+    """
 
     hidden_size: Count
     intermediate_size: Count

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from ragen_pl.constraints import Fraction, Note, checked
+from ragen_pl.constraints import Fraction, NonNegative, Note, checked
 
 
 @checked
@@ -26,3 +26,17 @@ class OptimizationSettings:
     learning_rate_warm_up: Annotated[int, Ge(0), Note("iterations")] = 0
     master_weights: bool = True
     decay_vectors: bool = False
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """Keys of `critic`, the critic that `algorithm.critic` chooses, without the model of its own.
+
+    Attributes:
+        lr: learning rate of the critic; null for the policy's.
+        detach: whether the value loss leaves the trunk that it shares with the policy unchanged.
+    """
+
+    lr: NonNegative | None = None
+    detach: bool = False

@@ -21,7 +21,7 @@ from ragen_pl.data.validation import HELD_OUT, ValidationSet
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.settings import OptimizationSettings
+from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.context import ContextManager
@@ -176,7 +176,7 @@ def build_critic(
         return CriticModule(
             (backbone or bundle).hidden_size,
             backbone=backbone,
-            detach=cfg.critic.detach,
+            detach=read_settings(CriticSettings, cfg.critic).detach,
             gradient_checkpointing=cfg["update"].gradient_checkpointing,
         )
 
@@ -250,7 +250,7 @@ def assemble_agent(
         engine=engine or engine_factory(cfg),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         optimization=read_settings(OptimizationSettings, cfg),
-        critic_learning_rate=cfg.critic.lr,
+        critic_learning_rate=read_settings(CriticSettings, cfg.critic).lr,
         update=update,
         truncation=truncation_of(episode_settings(cfg)),
     )

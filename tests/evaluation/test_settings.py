@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,13 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config.settings import keys_of
 from ragen_pl.evaluation.checks import check_evaluation, check_export, is_greedy, pass_ks
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.evaluation.validation_sets import validation_settings
+from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.rollout.temperature import AdaptiveTemperature
+from ragen_pl.run.build import episode_settings
 from ragen_pl.run.checkpoints import find_checkpoint
 from ragen_pl.run.replaying import read_settings
 
@@ -154,6 +159,34 @@ def test_responses_are_sampled_as_in_training(root: Path) -> None:
     (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     cfg = composed(f"ckpt={run}", "rollout.top_p=1.0")
     assert sampling | {"top_p": 1.0} == {name: cfg.rollout[name] for name in sampling}
+
+
+def test_no_key_of_episodes_is_dropped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is added to the settings of episodes reaches the proxy of an evaluation."""
+
+    @dataclass(kw_only=True)
+    class More(EpisodeSettings):
+        added: int = 1
+
+    monkeypatch.setattr("ragen_pl.evaluation.settings.EpisodeSettings", More)
+    monkeypatch.setattr("ragen_pl.run.build.EpisodeSettings", More)
+    given = {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_response_tokens": 31, "num_envs": 7,
+        "adaptive_temperature": {"_target_": "ragen_pl.rollout.temperature.AdaptiveTemperature", "low": 0.5},
+        "added": 2,
+    }  # fmt: skip
+    assert given.keys() == set(keys_of(More))
+    run = root / "frozenlake" / "2026-01-02_10-00-00"
+    cfg = OmegaConf.load(run / "config.yaml")
+    cfg.rollout.update(given)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    overrides = resolve_settings(get_args_parser().parse_args([f"ckpt={run}", "trust=true"]))
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        evaluated = compose("evaluate", overrides=overrides)
+    assert given == {name: evaluated.rollout[name] for name in given}
+    settings = vars(episode_settings(evaluated))
+    adaptive = AdaptiveTemperature(low=0.5)
+    assert settings == given | {"adaptive_temperature": adaptive}
 
 
 def test_code_of_a_models_repository_is_run_for_the_command_line_only(root: Path) -> None:

@@ -132,7 +132,9 @@ class Setup:
             optimizer=functools.partial(
                 torch.optim.AdamW, lr=self.learning_rate, weight_decay=self.weight_decay
             ),
-            optimization=OptimizationSettings(learning_rate_warm_up=self.learning_rate_warm_up),
+            optimization=OptimizationSettings(
+                learning_rate_warm_up=self.learning_rate_warm_up, learning_rate_end=0.1
+            ),
             update=UpdateSettings(max_skipped_steps=self.max_skipped_steps),
             engine=self.engine,
             truncation=proxy.truncation,

@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "evaluate": {"config", "evaluation"},
     "export": {"config", "evaluation"},
     "fit": {"api", "config", "run"},
+    "keys": {"config"},
     "import_gguf": {"config", "models", "run"},
     "install_vllm": set(),
     "page": {"config", "viewing"},

@@ -78,6 +78,12 @@ class BilevelGAE(Estimator):
     """GAE across turns, then inside each turn (VAGEN; TRICO).
 
     `gamma_turn` defaults below 1: with all four at 1 this is `MaskedGAE`.
+
+    Attributes:
+        gamma_turn: discount across turns.
+        gamma_token: discount inside a turn.
+        lam_turn: lambda of GAE across turns.
+        lam_token: lambda of GAE inside a turn.
     """
 
     needs_values: ClassVar[bool] = True

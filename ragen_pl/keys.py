@@ -1,0 +1,44 @@
+"""Print the keys of a training configuration as Markdown: python -m ragen_pl.keys > docs/keys.md."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from hydra import initialize_config_dir
+
+from ragen_pl.config.composition import compose_overrides
+from ragen_pl.config.errors import ConfigError, ending_of
+from ragen_pl.config.keys import page_of
+from ragen_pl.config.paths import config_dir
+
+
+def page(overrides: Sequence[str] = ()) -> str:
+    """Return the page of a configuration.
+
+    Args:
+        overrides: as `ragen_pl.fit` takes them, such as `env=bandit`.
+
+    Raises:
+        ConfigError: they cannot be composed.
+    """
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose_overrides("fit", list(overrides), folder=config_dir())
+    return page_of(cfg, command=" ".join(["python -m ragen_pl.fit", *overrides]))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the page of the configuration of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m ragen_pl.keys", description=__doc__)
+    parser.add_argument("overrides", nargs="*", help="of the configuration, such as env=bandit")
+    try:
+        text = page(parser.parse_args(arguments).overrides)
+    except ConfigError as error:
+        ending = ending_of(error)
+        ending.show()
+        raise SystemExit(ending.code) from error
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
