@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 # numpy's own pickles of arrays, which can break memory and are not read
 _OLD_ARRAYS = r"numpy(\._?core)?(\.\w+)?\.(_reconstruct|_frombuffer|scalar|dtype) is not known"
 
-"""Most updates between the weights that sample a rollout and those that are trained on it."""
-
 
 @dataclass(kw_only=True, slots=True)
 class PlayedRollout:

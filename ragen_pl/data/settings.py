@@ -15,6 +15,7 @@ from ragen_pl.constraints import (
 )
 
 IterationsAhead = Literal[0, 1]
+"""Most updates between the weights that sample a rollout and those that are trained on it."""
 
 
 @checked
