@@ -1,8 +1,8 @@
 """Muon for hidden matrices beside AdamW for the other weights, as one optimizer.
 
-Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest semi-orthogonal matrix: a step changes all its
-directions alike. With the scale of Liu et al. (2025, Muon is Scalable for LLM Training, section 2.2) a step is as large
-as one of AdamW, and both share a learning rate. Embeddings, heads, norms, biases and convolutions keep AdamW.
+Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest semi-orthogonal matrix: a step changes all
+its directions alike. With the scale of Liu et al. (2025, Muon is Scalable for LLM Training, section 2.2) a step is as
+large as one of AdamW, and both share a learning rate. Embeddings, heads, norms, biases and convolutions keep AdamW.
 """
 
 from __future__ import annotations
