@@ -48,7 +48,7 @@ class ModelFacts:
     takes_features: bool = True
     """Whether the model takes encoded images."""
     reads_end: bool = False
-    """Whether the decoder computes the states from a position `first_read` on only, if asked to."""
+    """Whether the decoder computes only the states from a position `first_read` on, if asked to: it cuts its mask."""
     keeps_logits: bool = False
     """Whether the model's forward computes the logits of the last tokens only, if asked to."""
     vision_arguments: frozenset[str] = frozenset()
@@ -100,7 +100,7 @@ class ModelFacts:
             bidirectional_layers=_bidirectional_layers(model, text),
             attends_both_ways=getattr(text, "use_bidirectional_attention", None) is True,
             takes_features="mm_encoder_outputs" in arguments,
-            reads_end="first_read" in arguments,
+            reads_end="first_read" in arguments and attention in ("eager", "sdpa"),
             keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
             vision_arguments=frozenset(
                 () if encode is None else inspect.signature(encode).parameters

@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
 from ragen_pl.models.build import build_small_vlm
+from ragen_pl.models.facts import ModelFacts
 from ragen_pl.models.small_vlm.configuration import SmallVLMConfig
 
 PROMPT = "<|user|><|image|>reach the goal<|assistant|>"
@@ -332,3 +333,10 @@ def test_only_states_that_are_read_pass_the_last_layers_network(inputs):
     last.register_forward_pre_hook(lambda _, arguments: columns.append(arguments[0].shape[1]))
     states = model(**inputs, first_read=12).last_hidden_state
     assert columns == [states.shape[1]] == [inputs["input_ids"].shape[1] - 12]
+
+
+@pytest.mark.parametrize(("attention", "reads_end"), [("sdpa", True), ("flex_attention", False)])
+def test_attention_without_a_mask_to_cut_computes_all_states(attention, reads_end):
+    model = build_small_vlm(seed=3).model
+    model.base_model.language_model.set_attn_implementation(attention)
+    assert ModelFacts.of(model).reads_end is reads_end
