@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
@@ -70,19 +69,17 @@ class MuonAdamW(Optimizer):
         joined = [group for inner in self._inner.values() for group in inner.param_groups]
         super().__init__(joined, settings | {"weight_decay": weight_decay})
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all weights; return the closure's result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        results = []
         for hidden, inner in self._inner.items():
             # a loaded state dict has replaced both
             inner.param_groups = [group for group in self.param_groups if group[HIDDEN] is hidden]
             inner.state = self.state
-            inner.step()
-        return loss
+            results.append(inner.step(closure))
+            # the first part has computed all gradients
+            closure = None
+        return results[0]
 
 
 def hidden_matrices(module: nn.Module) -> set[Tensor]:
