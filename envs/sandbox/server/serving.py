@@ -110,7 +110,7 @@ class Server:
             return start_child(self.confinement)
 
     def _run(self, child: Child) -> list[bytes]:
-        """Return what the next program writes as its results, or why there are none. Its child ends, now or later."""
+        """Return the results of the next program, or the reason that there are none. Its child ends, now or later."""
         output = Output(child, **self.limits)
         replies = []
         for _ in range(2):
