@@ -24,7 +24,7 @@ from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import load_bundle
 
 log = logging.getLogger(__name__)
-CODE_MODULES = ("configuration", "modeling", "vision", "processing")
+CODE_MODULES = ("configuration", "decoder", "modeling", "vision", "processing")
 PACKAGE = "ragen_pl.models.small_vlm"
 
 # The `auto_map` entries that name the classes, by file and by the key in it ("" for its top level).

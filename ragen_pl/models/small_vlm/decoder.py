@@ -88,8 +88,16 @@ class SmallDecoder(Qwen2Model):
 
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__(config)
-        self.layers[-1] = LastLayer(config, config.num_hidden_layers - 1)
-        self.post_init()
+        drawn = self.layers[-1]
+        assert isinstance(drawn, Qwen2DecoderLayer)
+        # drawing weights again would change those of the layers that are drawn later
+        with torch.device("meta"):
+            last = LastLayer(config, config.num_hidden_layers - 1)
+        for part, source in ((last.self_attn, drawn.self_attn), (last, drawn)):
+            for name, child in source.named_children():
+                if child is not drawn.self_attn:
+                    setattr(part, name, child)
+        self.layers[-1] = last
 
 
 def _rows_of_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
