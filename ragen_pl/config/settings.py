@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Settings = TypeVar("Settings", bound=DataclassInstance)
+Settings = TypeVar("Settings")
 
 
 def read_settings(cls: type[Settings], node: DictConfig) -> Settings:
@@ -29,7 +26,7 @@ def read_settings(cls: type[Settings], node: DictConfig) -> Settings:
     return cls(**{name: _value(node[name]) for name in keys_of(cls) if name in node})
 
 
-def keys_of(cls: type[DataclassInstance]) -> tuple[str, ...]:
+def keys_of(cls: type[Any]) -> tuple[str, ...]:
     """Return the keys of a settings class."""
     return tuple(field.name for field in fields(cls))
 

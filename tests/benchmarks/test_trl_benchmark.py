@@ -122,6 +122,10 @@ def test_wrong_start_ends_in_one_line(monkeypatch, arguments, missing, line):
     assert ended.value.code == line
 
 
+def numbers(cells: list[str]) -> list[float]:
+    return [float(cell.replace(",", "")) for cell in cells]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_both_sides_take_the_same_steps(monkeypatch, capsys):
@@ -135,8 +139,8 @@ def test_both_sides_take_the_same_steps(monkeypatch, capsys):
     rows = [line.split() for line in printed.splitlines() if line.strip().startswith("8 ")]
     assert [row[1] for row in rows[:2]] == ["wall", "cpu"]
     for row in rows[:2]:
-        step, rollout, _, their_step, their_rollout, _, *ratios = map(float, row[2:])
+        step, rollout, _, their_step, their_rollout, _, *ratios = numbers(row[2:])
         assert 0 < rollout < step and 0 < their_rollout < their_step and min(ratios) > 0
-    tokens, their_tokens, turns, their_turns = map(float, rows[2][1:])
+    tokens, their_tokens, turns, their_turns = numbers(rows[2][1:])
     assert turns == their_turns == 8 * 3
     assert 0.8 < tokens / their_tokens < 1.25

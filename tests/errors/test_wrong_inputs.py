@@ -22,7 +22,7 @@ from ragen_pl.run.environment_check import check_environment
 HERE = Path(__file__).parent
 
 PRETRAINED = "model=pretrained model.build.path=."
-SHARDED = "trainer.devices=2 trainer.strategy=fsdp2"
+SHARDED = "trainer.devices=2 trainer.strategy=fsdp2 optimizer._target_=torch.optim.AdamW"
 LORA = f"{PRETRAINED} model.build.lora={{r:4}}"
 
 OF_THE_COMMAND = [
@@ -59,7 +59,10 @@ OF_THE_COMMAND = [
     ("seed", "seed: expected key=value"),
     ("trainer.max_epochs=many", "trainer.max_epochs=many: expected a whole number"),
     ("optimizer.lr=-1", "optimizer.lr=-1: expected a number, at least 0"),
-    ("+optimizer.momentm=3", r"optimizer: AdamW.__init__\(\) got an unexpected keyword argument"),
+    (
+        "optimizer._target_=torch.optim.AdamW +optimizer.momentm=3",
+        r"optimizer: AdamW.__init__\(\) got an unexpected keyword argument",
+    ),
     (
         "optimizer._target_=torch.optim.AdamX",
         "optimizer._target_=torch.optim.AdamX: torch.optim has no AdamX; did you mean",
