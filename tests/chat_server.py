@@ -35,6 +35,8 @@ class ChatServer(ThreadingHTTPServer):
         self.error = f"no, {KEY}"
         self.delay = 0.0
         self.sent = self.under_way = self.most_under_way = 0
+        # answers wait until so many requests have been under way at once
+        self.together = 0
         self.lock = threading.Lock()
 
     @property
@@ -61,13 +63,16 @@ class Handler(BaseHTTPRequestHandler):
                 fault = 400
             server.under_way += 1
             server.most_under_way = max(server.most_under_way, server.under_way)
-        try:
-            time.sleep(server.delay)
-            with suppress(OSError):  # the client has given up
-                self.answer(request, fault)
-        finally:
-            with server.lock:
-                server.under_way -= 1
+        time.sleep(server.delay)
+        while server.most_under_way < server.together:
+            time.sleep(0.005)
+        if fault == "late":
+            time.sleep(1.0)
+        # before the answer: its client sends the next request as soon as it has it
+        with server.lock:
+            server.under_way -= 1
+        with suppress(OSError):  # the client has given up
+            self.answer(request, fault)
 
     def answer(self, request: dict, fault: int | str | None) -> None:
         if fault == "close":
@@ -75,9 +80,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         status = 200
         body: object = completion(self.server, request)
-        if fault == "late":
-            time.sleep(1.0)
-        elif fault in UNUSABLE:
+        if fault in UNUSABLE:
             body = UNUSABLE[fault]
         elif fault == "quota":
             status = 429

@@ -68,6 +68,8 @@ class Server(ThreadingHTTPServer):
         self.samples.set()
         self.runs.set()
         self.under_way = self.most_under_way = 0
+        # responses wait until so many requests have been under way at once
+        self.together = 0
         self.lock = threading.Lock()
         self.thread = threading.Thread(target=self.serve_forever, args=(0.005,))
         self.thread.start()
@@ -204,13 +206,14 @@ class Handler(BaseHTTPRequestHandler):
             server.asked_at.append(time.monotonic())
             server.under_way += 1
             server.most_under_way = max(server.most_under_way, server.under_way)
-        try:
-            time.sleep(server.delay)
-            server.samples.wait()
-            self.respond(body, "close" if server.is_dead else fault)
-        finally:
-            with server.lock:
-                server.under_way -= 1
+        time.sleep(server.delay)
+        while server.most_under_way < server.together:
+            time.sleep(0.005)
+        server.samples.wait()
+        # before the response: its client sends the next request as soon as it has it
+        with server.lock:
+            server.under_way -= 1
+        self.respond(body, "close" if server.is_dead else fault)
 
     def respond(self, body: dict, fault: Fault | None) -> None:
         status, answer = self.inference_v1_generate(body)

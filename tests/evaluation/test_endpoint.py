@@ -105,7 +105,7 @@ def test_there_is_none_by_default(tmp_path: Path) -> None:
 
 
 def test_answers_come_in_any_order_a_few_at_a_time(server: ChatServer, tmp_path: Path) -> None:
-    server.delay = 0.02
+    server.delay, server.together = 0.02, 3
     first = evaluated(server, tmp_path / "a", "endpoint.concurrency=3", "samples=2")
     assert server.most_under_way == 3
     assert {request["temperature"] for request in server.requests} == {1.0}

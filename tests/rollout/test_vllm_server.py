@@ -149,7 +149,7 @@ def test_members_of_a_group_are_together(start, connect) -> None:
 
 def test_no_more_requests_are_under_way_than_allowed(start, connect) -> None:
     server = start()
-    server.delay = 0.02
+    server.delay, server.together = 0.02, 3
     assert sampled(connect(server, concurrency=3), 12) == expected(12)
     assert server.most_under_way == 3
 
