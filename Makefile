@@ -43,7 +43,7 @@ test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environm
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
 test-environments: $(ENVIRONMENTS_VENV)/.installed  ## Install other libraries' environments into an environment of their own, then run the tests with them
-	$(ONE_THREAD) $(ENVIRONMENTS_VENV)/bin/python -m pytest -m environments tests/environments tests/envs $(PYTEST_ARGS)
+	$(ONE_THREAD) $(ENVIRONMENTS_VENV)/bin/python -m pytest -m environments tests/adapters tests/envs $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .

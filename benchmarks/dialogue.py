@@ -21,12 +21,12 @@ from timing import Stopwatch
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
+from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import GenerationRequest, Prompt, RolloutEngine, generate
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.rollout.vllm_engine import VLLMEngine
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Observation
 

@@ -27,15 +27,15 @@ from rich.progress import track
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.paths import config_dir
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
+from ragen_pl.environments.calls import make_environment
+from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.metrics.proportions import wilson
-from ragen_pl.rollout.conversation import TextContext
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.playing.film import save_episode
+from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.environment_calls import make_environment
-from ragen_pl.run.environment_check import manager_settings
 from ragen_pl.trajectory import Trajectory
-from ragen_pl.viewing.film import save_episode
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "environment_catalog.md"

@@ -24,8 +24,8 @@ import envs
 import visual_envs
 from envs.frozen_lake import FrozenLake
 from envs.policies import RandomPolicy
-from ragen_pl.rollout.conversation import TextContext
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
 

@@ -37,20 +37,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ragen_pl.config.paths import config_dir
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.models.abstract import FakeKernels
+from ragen_pl.memory.abstract import FakeKernels
+from ragen_pl.memory.dry_run import abstract_agent, minibatch_of
+from ragen_pl.memory.named import named_config
+from ragen_pl.memory.plan import MemoryPlan, plan_memory
+from ragen_pl.memory.workload import workload_of
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.named import named_config
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.build import assemble, build_agent, build_datamodule, plain
-from ragen_pl.run.dry_run import abstract_agent, minibatch_of
-from ragen_pl.run.memory_plan import MemoryPlan, plan_memory
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
-from ragen_pl.run.workload import workload_of
 
 CASES = {
     "text": ("env=frozenlake", "experiment=gpu_80gb", "model=qwen2_5", "model.size=0.5B"),

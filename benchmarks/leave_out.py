@@ -16,11 +16,11 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from timing import use_threads
 
+from ragen_pl.engines.occlusion import LeaveOut
+from ragen_pl.engines.protocol import Prompt
 from ragen_pl.metrics.proportions import wilson
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout import responders
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import Prompt
-from ragen_pl.rollout.leave_out import LeaveOut
 from ragen_pl.run.build import assemble
 from ragen_pl.run.start_check import engine_factory
 from ragen_pl.run.train import quieten

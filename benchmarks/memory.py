@@ -33,6 +33,7 @@ from ragen_pl.algorithms.kl import full_kl
 from ragen_pl.data.batch import Episodes, Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import entropy
 from ragen_pl.modules.forward import sampled_states
@@ -40,7 +41,6 @@ from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenScores
 from ragen_pl.modules.preparation import Scorer
 from ragen_pl.modules.reference import FrozenCopy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 TARGET = 5.0
 Result = TypeVar("Result")

@@ -37,22 +37,22 @@ from dialogue import (
 )
 from timing import CLOCKS, Stopwatch, use_threads
 
-from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
-from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, RolloutEngine
-from ragen_pl.rollout.environments import (
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import Generation, GenerationRequest, Prompt, RolloutEngine
+from ragen_pl.engines.vllm.engine import VLLMEngine
+from ragen_pl.environments.manager import (
     EnvironmentManager,
     EnvironmentSlot,
     EpisodeSpec,
     TurnResult,
 )
-from ragen_pl.rollout.parsing import ParsedResponse
+from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.rollout.vllm_engine import VLLMEngine
 
 LARGER = {
     "hidden_size": 512,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from alternation import Meter
 
-from ragen_pl.rollout.engine import Generation, GenerationRequest
+from ragen_pl.engines.protocol import Generation, GenerationRequest
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.run.build import RunComponents, build_datamodule
 from ragen_pl.trajectory import Trajectory

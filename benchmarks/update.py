@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.microbatches import split_by_length
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, proxy_with
 from ragen_pl.trajectory import Trajectory

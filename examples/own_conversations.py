@@ -15,7 +15,7 @@ from ragen_pl.data.conversations import conversation_batch
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
+from ragen_pl.prompts.context import ContextManager
 
 CONVERSATIONS = [
     [

@@ -21,13 +21,13 @@ from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 QUIET = {
     "accelerator": "cpu",

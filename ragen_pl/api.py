@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from ragen_pl.config.composition import composed
+from ragen_pl.run.folder import is_launched
 from ragen_pl.run.ranks import ranks_end_together
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def train_config(cfg: DictConfig) -> TrainedRun:
     devices, nodes = cfg.trainer.devices, cfg.trainer.num_nodes
     with ranks_end_together(devices=devices if isinstance(devices, int) else 1, nodes=nodes):
         check_run(cfg)
+        from ragen_pl.memory.report import check_memory
         from ragen_pl.run.train import train
 
-        return train(cfg)
+        # a process that another rank has launched runs what that rank has planned
+        plan = None if is_launched() else check_memory(cfg)
+        return train(cfg, checkpoint_bytes=None if plan is None else plan.checkpoint)

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from ragen_pl.config import hydra_main
 from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.config.paths import check_packages, config_dir
-from ragen_pl.run.machine import free_host_memory
+from ragen_pl.machine import free_host_memory
 from ragen_pl.run.tracking import check_reachable, tracking_uri
 
 # use and remedy of each distribution
@@ -167,7 +167,7 @@ def _optional() -> Iterator[Finding]:
 @hydra_main("fit")
 def plan(cfg: DictConfig) -> None:
     """Print the memory plan of a run. The exit code is 1 if it does not fit."""
-    from ragen_pl.run.memory_report import show_plan
+    from ragen_pl.memory.report import show_plan
     from ragen_pl.run.train import quieten
 
     quieten()

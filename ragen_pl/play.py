@@ -14,10 +14,10 @@ from ragen_pl.evaluation.settings import resolve_settings
 @hydra_main("play", prepare=resolve_settings)
 def main(cfg: DictConfig) -> float:
     """Play one episode and return its return."""
-    from ragen_pl.viewing.checks import check_play
+    from ragen_pl.playing.checks import check_play
 
     check_play(cfg)
-    from ragen_pl.viewing.play import play
+    from ragen_pl.playing.play import play
 
     return play(cfg).reward
 

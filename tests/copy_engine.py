@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
 class CopyEngine(TransformersEngine):

@@ -17,6 +17,8 @@ from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.agent import AgentModule
@@ -24,11 +26,9 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 torch.set_num_threads(1)

@@ -21,6 +21,8 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import max_over_ranks, own_part, sum_over_ranks, whole
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import EnginePolicy
 from ragen_pl.models.adapters import choose_trained_weights, merge_adapters
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
@@ -30,10 +32,8 @@ from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import FrozenCopy, MovingAverage
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import EnginePolicy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
 @dataclass(kw_only=True)

@@ -11,12 +11,12 @@ import torch
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_tokens
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import Generation, GenerationRequest, Prompt, generate
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import Generation, GenerationRequest, Prompt, generate
-from ragen_pl.rollout.transformers_engine import TransformersEngine
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 TOLERANCE = 1e-4

@@ -23,15 +23,15 @@ from transformers import (
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from ragen_pl.data.collate import collate
+from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate, taking_part
+from ragen_pl.engines.vllm.engine import VLLMEngine
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import GenerationRequest, Prompt, generate, taking_part
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.rollout.vllm_engine import VLLMEngine
 from ragen_pl.seeding import derive_seed
 
 TEXT = {

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from ragen_pl.rollout.sampling import Responses, SamplingParameters
+from ragen_pl.engines.in_process.sampling import Responses, SamplingParameters
 
 
 class Draw(LogitsProcessor):

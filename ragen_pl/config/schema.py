@@ -56,7 +56,7 @@ class ArgumentsOf:
 Component = Annotated[dict[str, Any], Open(), Built()]
 """A node with `_target_`, described by the signature of its class."""
 
-_MANAGER = Arguments("ragen_pl.rollout.environments.EnvironmentManager")
+_MANAGER = Arguments("ragen_pl.environments.manager.EnvironmentManager")
 
 
 class Environment(TypedDict, total=False):
@@ -298,7 +298,7 @@ class _Settings(TypedDict, total=False):
     experiment: dict[str, Any] | None
     paths: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.PathSettings")]
     env: Annotated[Environment, _MANAGER]
-    context: Annotated[dict[str, Any], Arguments("ragen_pl.rollout.context.ContextManager")]
+    context: Annotated[dict[str, Any], Arguments("ragen_pl.prompts.context.ContextManager")]
     rollout: Annotated[
         Rollout,
         Arguments("ragen_pl.rollout.settings.EpisodeSettings"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
-from ragen_pl.rollout.context import ContextManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 Conversation = Sequence[Mapping[str, str]]

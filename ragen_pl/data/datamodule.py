@@ -26,14 +26,14 @@ from ragen_pl.distributed import (
     sum_over_ranks,
     world_size,
 )
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import RolloutEngine
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rank_states import RankStatesError, by_rank
 from ragen_pl.rewards.shaping import RewardFunction, check_terms
 from ragen_pl.rollout.background import BackgroundRollout
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import RolloutEngine
-from ragen_pl.rollout.environments import EpisodeSpec
-from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder

@@ -14,11 +14,11 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings, WarmStartSettings
 from ragen_pl.distributed import rank, sum_over_ranks, world_size
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.phases import phase
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EpisodeSpec
-from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.seeding import derive_seed

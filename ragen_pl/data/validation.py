@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ragen_pl.distributed import rank, world_size
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import RolloutEngine
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.phases import phase
 from ragen_pl.rollout.endpoint import ChatEndpoint, EndpointResponder
-from ragen_pl.rollout.engine import RolloutEngine
-from ragen_pl.rollout.environments import EpisodeSpec
-from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder

@@ -8,9 +8,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.environments.calls import check_made
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.run.checks import check_folder, check_new_folder
-from ragen_pl.run.environment_calls import check_made
 from ragen_pl.run.tracking import check_reachable, known_run, tracking_uri
 from ragen_pl.run.trust import is_own
 

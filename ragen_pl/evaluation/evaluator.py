@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.validation import ValidationSet
+from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.evaluation.checks import has_weights, is_greedy, pass_ks, tracked_run
 from ragen_pl.evaluation.mlflow_log import log_evaluation
 from ragen_pl.evaluation.report import (
@@ -30,10 +31,9 @@ from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_s
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.phases import phase
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.conversation import Context, TextContext
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.conversation import Context, TextContext
 from ragen_pl.rollout.endpoint import ChatEndpoint
-from ragen_pl.rollout.engine import RolloutEngine
 from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.proxy import Progress, truncation_of
 from ragen_pl.run.build import (

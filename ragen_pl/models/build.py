@@ -26,7 +26,7 @@ from ragen_pl.models.pretrained import (
     sees_images,
 )
 from ragen_pl.models.settings import Attention
-from ragen_pl.rollout.formats import PromptFormat
+from ragen_pl.prompt_formats import PromptFormat
 
 if TYPE_CHECKING:
     from transformers import (

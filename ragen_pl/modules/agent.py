@@ -23,6 +23,8 @@ from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.data.validation import ValidationChunk
 from ragen_pl.distributed import gather_over_ranks, rank
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import EngineFactory, RolloutEngine, check_asynchronous, is_shared
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
@@ -42,8 +44,6 @@ from ragen_pl.optimizers import (
     parameter_groups,
     schedule_by_iteration,
 )
-from ragen_pl.rollout.engine import EngineFactory, RolloutEngine, check_asynchronous, is_shared
-from ragen_pl.rollout.errors import RolloutError
 
 log = logging.getLogger(__name__)
 _CORRECTED = (

@@ -16,6 +16,7 @@ from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_by_tokens, with_equal_count
 from ragen_pl.distributed import rank, sum_over_ranks
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.finite import class_path, require_finite
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
@@ -36,7 +37,6 @@ from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenReadout, To
 from ragen_pl.modules.reference import ReferencePolicy
 from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.modules.sharding import gradients_inside
-from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Span
 
 if TYPE_CHECKING:

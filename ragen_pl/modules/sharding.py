@@ -21,9 +21,9 @@ from ragen_pl.distributed import all_ranks_do, whole
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 
 if TYPE_CHECKING:
+    from ragen_pl.engines.protocol import EnginePolicy, RolloutEngine
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.modules.policy import PolicyModule
-    from ragen_pl.rollout.engine import EnginePolicy, RolloutEngine
 
 T = TypeVar("T")
 

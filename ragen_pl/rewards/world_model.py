@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from ragen_pl.constraints import NonNegative, PositiveFraction, RunFacts, checked
+from ragen_pl.prompt_formats import OBSERVATION, PREDICTION
+from ragen_pl.prompts.spatial_relations import Claim, Claims, read_claims, true_claims
 from ragen_pl.rewards.shaping import Gather, turns_of
-from ragen_pl.rollout.formats import OBSERVATION, PREDICTION
-from ragen_pl.rollout.spatial_relations import Claim, Claims, read_claims, true_claims
 from ragen_pl.trajectory import Relation, Statement, Trajectory
 
 

@@ -1,1 +1,1 @@
-"""The rollout phase: environments, contexts and the turn loop that joins them to an engine."""
+"""The rollout: policies answer turns of many environments at once, until each episode has ended."""

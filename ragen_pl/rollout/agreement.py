@@ -18,24 +18,24 @@ import torch
 from torch import Tensor
 
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
-from ragen_pl.models.distribution import log_distribution
-from ragen_pl.models.inputs import run_decoder, whole_inputs
-from ragen_pl.models.truncation import Truncation
-from ragen_pl.rollout.check_conversations import CheckedResponse, converse
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import (
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import (
     EnginePolicy,
     GenerationRequest,
     RolloutEngine,
     generate,
     taking_part,
 )
-from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.models.distribution import log_distribution
+from ragen_pl.models.inputs import run_decoder, whole_inputs
+from ragen_pl.models.truncation import Truncation
+from ragen_pl.prompts.check_conversations import CheckedResponse, converse
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
+    from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.rollout.vllm_server.engine import VLLMServerEngine
 
 # nats: the largest difference of a token in float32, and the mean difference in types of 16 bits
 _LARGEST, _MEAN = 1e-3, 0.05

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ragen_pl.rollout.environments import EpisodeSpec
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import Episode, Responder, Response
 from ragen_pl.trajectory import Trajectory

@@ -7,8 +7,6 @@ that it sampled from, so nothing is trained on its responses.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import queue
 import threading
 from collections.abc import Sequence
@@ -20,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge
-from PIL import Image
 
 from ragen_pl.constraints import (
     Count,
@@ -33,10 +30,11 @@ from ragen_pl.constraints import (
     TurnTemplate,
     checked,
 )
+from ragen_pl.data_url import data_url
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import Generation, Prompt
 from ragen_pl.models.truncation import Truncation
-from ragen_pl.rollout.chat_answers import Answer, AnswerFile, Usage
-from ragen_pl.rollout.chat_client import ChatClient, Effect, RequestError
-from ragen_pl.rollout.conversation import (
+from ragen_pl.prompts.conversation import (
     Conversation,
     Exchange,
     TextContext,
@@ -44,8 +42,8 @@ from ragen_pl.rollout.conversation import (
     fill_template,
     system_text,
 )
-from ragen_pl.rollout.engine import Generation, Prompt
-from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.rollout.chat_answers import Answer, AnswerFile, Usage
+from ragen_pl.rollout.chat_client import ChatClient, Effect, RequestError
 from ragen_pl.rollout.responders import Episode, Response
 from ragen_pl.trajectory import Observation
 
@@ -110,13 +108,6 @@ def _content(exchange: Exchange) -> str | list[Message]:
     urls = [{"url": data_url(image)} for image in exchange.images]
     images: list[Message] = [{"type": "image_url", "image_url": url} for url in urls]
     return [*images, {"type": "text", "text": exchange.text}]
-
-
-def data_url(image: np.ndarray) -> str:
-    """Return an image, uint8 `[height, width, 3]`, as the URL of a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

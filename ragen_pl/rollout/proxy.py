@@ -14,18 +14,18 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ragen_pl.constraints import checked
-from ragen_pl.models.truncation import Truncation
-from ragen_pl.rollout.conversation import Context, Conversation
-from ragen_pl.rollout.engine import Generation
-from ragen_pl.rollout.environments import (
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import Generation
+from ragen_pl.environments.manager import (
     EnvironmentManager,
     EnvironmentSlot,
     EpisodeSpec,
     TurnResult,
 )
-from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.models.truncation import Truncation
+from ragen_pl.prompts.conversation import Context, Conversation
+from ragen_pl.prompts.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.failures import FailureLog
-from ragen_pl.rollout.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.responders import Episode, Responder
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn

@@ -13,21 +13,21 @@ from typing import Protocol
 
 import numpy as np
 
-from ragen_pl.models.truncation import Truncation
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.conversation import Conversation
-from ragen_pl.rollout.engine import (
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
+from ragen_pl.engines.occlusion import occlusion_scores
+from ragen_pl.engines.protocol import (
     Generation,
     GenerationRequest,
     Prompt,
     RolloutEngine,
     taking_part,
 )
-from ragen_pl.rollout.environments import EnvironmentSlot
-from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.formats import PromptFormat
-from ragen_pl.rollout.generation_check import GenerationCheck, InvalidGeneration
-from ragen_pl.rollout.leave_out import occlusion_scores
+from ragen_pl.environments.manager import EnvironmentSlot
+from ragen_pl.models.truncation import Truncation
+from ragen_pl.prompt_formats import PromptFormat
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.conversation import Conversation
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 

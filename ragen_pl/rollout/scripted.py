@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
-from ragen_pl.rollout.environment_members import EnvironmentMembers
-from ragen_pl.rollout.formats import BLOCKS, REASONING, format_response
+from ragen_pl.environments.members import EnvironmentMembers
+from ragen_pl.prompt_formats import BLOCKS, REASONING, format_response
+from ragen_pl.prompts.spatial_relations import relations_text
 from ragen_pl.rollout.responders import Episode, TextResponder
-from ragen_pl.rollout.spatial_relations import relations_text
 
 
 class ScriptedPolicy(Protocol):

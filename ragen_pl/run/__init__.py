@@ -1,1 +1,1 @@
-"""One training run: its checks, folder, components, training, checkpoints and tracking."""
+"""The job: components, folder, checkpoints, loggers and ranks of a training run."""

@@ -10,11 +10,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from ragen_pl.config.errors import in_one_line
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.phases import phase
-from ragen_pl.rollout.engine import RolloutEngine
-from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.run.build import RunComponents, build_validation_set
 from ragen_pl.trajectory import Trajectory

@@ -18,21 +18,21 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.data.validation import HELD_OUT, ValidationSet
+from ragen_pl.engines.protocol import EngineFactory, RolloutEngine
+from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.classes import frequent_words
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.conversation import Context
 from ragen_pl.rewards.shaping import RewardFunction
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.conversation import Context
 from ragen_pl.rollout.endpoint import ChatEndpoint
-from ragen_pl.rollout.engine import EngineFactory, RolloutEngine
-from ragen_pl.rollout.environment_class import frequent_words
-from ragen_pl.rollout.environments import EnvironmentManager
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.run.environment_check import manager_settings
 from ragen_pl.run.start_check import checked_engine_factory, engine_factory, engine_is_in_place
 from ragen_pl.seeding import seeded
 

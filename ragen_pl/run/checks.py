@@ -11,8 +11,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.environments.check import check_environment
 from ragen_pl.run.checkpoint_check import problem_of
-from ragen_pl.run.environment_check import check_environment
 from ragen_pl.run.folder import RUN_DIR, Run, configured_run, is_launched
 from ragen_pl.run.ranks import outside_processes
 from ragen_pl.run.tracking import known_run

@@ -19,11 +19,11 @@ from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.constraints import ChecksRun, ChecksSettings, RunFacts
+from ragen_pl.engines.protocol import check_asynchronous
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
+from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.rewards.shaping import RewardFunction
-from ragen_pl.rollout.engine import check_asynchronous
-from ragen_pl.rollout.formats import PromptFormat
 from ragen_pl.run.build import build_callbacks, build_rewards
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.run.lock import hold
+from ragen_pl.lock import hold
 from ragen_pl.run.logged_points import LoggedPoints
 from ragen_pl.run.outbox import Outbox, calls_in
 from ragen_pl.run.tracking import (

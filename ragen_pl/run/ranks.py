@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ragen_pl.config.errors import ConfigError, Ending, ending_of
-from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.run.folder import is_launched
 from ragen_pl.run.rank_watch import RankFailedError, RankWatch
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.data.recorded_step import RecordedStep
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import FINGERPRINTS, Fingerprint, fingerprints, with_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.recording import UPDATE, Finding, Recordable, find, repeat
 from ragen_pl.modules.tracing import StepTrace
 from ragen_pl.rank_states import resolved
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.build import (
     assemble_agent,
     assemble_warm_start,

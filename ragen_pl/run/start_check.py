@@ -15,15 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import config_errors
 from ragen_pl.distributed import all_ranks_do, rank
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import EngineFactory, EnginePolicy, RolloutEngine
+from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded, load_engine
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement, check_servers, check_trainer
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import EngineFactory, EnginePolicy, RolloutEngine
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.rollout.vllm_server.engine import VLLMServerEngine
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
 

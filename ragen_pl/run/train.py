@@ -26,9 +26,12 @@ from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import errors_told, on_first_rank
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import taking_part
 from ragen_pl.files import atomic_write
 from ragen_pl.finite import NonFiniteError
 from ragen_pl.json_text import json_text
+from ragen_pl.lock import hold
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 from ragen_pl.modules.agent import AgentModule
@@ -36,8 +39,6 @@ from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.rank_states import RankStatesError
-from ragen_pl.rollout.engine import taking_part
-from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.run import ranks
 from ragen_pl.run.baselines import baseline_metrics, warn_of_garbage
 from ragen_pl.run.build import (
@@ -56,8 +57,6 @@ from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.checks import check_space
 from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
 from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
-from ragen_pl.run.lock import hold
-from ragen_pl.run.memory_report import check_memory
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.run.start_check import TrainerCheck
@@ -97,8 +96,13 @@ class TrainedRun:
         return Run(self.folder).last
 
 
-def train(cfg: DictConfig) -> TrainedRun:
-    """Run the whole job."""
+def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun:
+    """Run the whole job.
+
+    Args:
+        cfg: Its checked configuration.
+        checkpoint_bytes: Planned size of a checkpoint, if known. The disk must have room for those that are kept.
+    """
     start = time.perf_counter()
     # the folder keeps the words: later commands may use another environment, or a class with other words
     cfg = with_words(cfg)
@@ -113,9 +117,9 @@ def train(cfg: DictConfig) -> TrainedRun:
             check_optimizer(cfg.optimizer, key="optimizer")
             if cfg.warm_start.enabled:
                 check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
-            if not launched and (plan := check_memory(cfg)) is not None and first:
+            if checkpoint_bytes is not None and first:
                 kept = kept_checkpoints(build_callbacks(cfg))
-                check_space(run.folder, checkpoint=plan.checkpoint, kept=kept)
+                check_space(run.folder, checkpoint=checkpoint_bytes, kept=kept)
             if first:
                 log.info("building the model")
             with config_errors("model, context or validation set"):

@@ -1,1 +1,1 @@
-"""Views of a run for people: episode records, the trajectory page, films, plots and the terminal display."""
+"""Recorded episodes and curves of runs, as files and pages."""

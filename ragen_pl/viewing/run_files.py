@@ -22,8 +22,8 @@ try:
 except ImportError:  # PyYAML without libyaml
     from yaml import SafeLoader as PlainLoader
 
+from ragen_pl import lock
 from ragen_pl.metrics.proportions import Z, wilson
-from ragen_pl.run import lock
 from ragen_pl.viewing.page import page_html
 from ragen_pl.viewing.plots import EVENTS, FOLDER, ROWS, Row, stage_starts
 from ragen_pl.viewing.records import FILE, read_records

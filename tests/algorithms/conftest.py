@@ -13,10 +13,10 @@ from hydra import compose, initialize_config_dir
 
 import envs  # noqa: F401
 from ragen_pl.config import check_config, config_dir
+from ragen_pl.environments.check import check_environment
 from ragen_pl.rewards.shaping import Gather
 from ragen_pl.run.build import assemble, build_agent, build_datamodule
 from ragen_pl.run.component_checks import check_components
-from ragen_pl.run.environment_check import check_environment
 from ragen_pl.trajectory import Span, Trajectory
 
 torch.set_num_threads(1)

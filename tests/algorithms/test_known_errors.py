@@ -17,11 +17,11 @@ from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.algorithms.whitening import whiten
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.build import build_small_lm
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.rewards.shaping import ActionEfficiency, RewardPlacement, WeightTerms
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
-from ragen_pl.rollout.parsing import ParsedResponse
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 TURNS = torch.tensor([[0, 0, 1, 1, 2, 2]])

@@ -13,9 +13,9 @@ import torch
 from tiny_models import TEXT
 
 from ragen_pl.callbacks.collapse import Alarm
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 torch.set_num_threads(1)

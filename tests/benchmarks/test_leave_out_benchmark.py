@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ragen_pl.rollout.engine import Prompt
+from ragen_pl.engines.protocol import Prompt
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 alternation, timing, trl_grpo, trl_side = map(

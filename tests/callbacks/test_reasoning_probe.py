@@ -18,10 +18,10 @@ from ragen_pl.callbacks.reasoning_probe import (
     first_thoughts,
     probe_reasoning,
 )
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
 

@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.environments.calls import make_environment
+from ragen_pl.environments.check import check_environment
 from ragen_pl.run.checks import check_run, check_space
-from ragen_pl.run.environment_calls import make_environment
-from ragen_pl.run.environment_check import check_environment
 
 FROZEN_LAKE = "envs:ragen/FrozenLake-v0"
 
@@ -119,7 +119,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(tmp_path, monkeypatc
 
 def test_environment_check_imports_no_torch() -> None:
     code = (
-        "import sys, ragen_pl.run.checks, ragen_pl.run.environment_calls as p\n"
+        "import sys, ragen_pl.run.checks, ragen_pl.environments.calls as p\n"
         "from omegaconf import OmegaConf\n"
         f"p.make_environment(OmegaConf.create({{'target': {FROZEN_LAKE!r}, 'kwargs': {{}}}}))\n"
         "print(sorted({'torch', 'lightning', 'transformers', 'mlflow'} & set(sys.modules)))"

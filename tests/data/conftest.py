@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ragen_pl.rollout.context import ContextManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 torch.set_num_threads(1)

@@ -19,13 +19,13 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.settings import IterationSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec, is_held_out
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec, is_held_out
-from ragen_pl.rollout.errors import RolloutError
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.run.environment_check import manager_settings
 from ragen_pl.seeding import derive_seed
 
 # a small environment: initial states recur under many seeds

@@ -19,9 +19,9 @@ from hostile import hostile_answers, random_answers
 from omegaconf import DictConfig, OmegaConf
 
 from envs.tools import ToolEnvironment
-from ragen_pl.rollout.environments import EnvironmentManager, EnvironmentSlot, EpisodeSpec
-from ragen_pl.rollout.parsing import parse_response
-from ragen_pl.run.environment_check import manager_settings
+from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
+from ragen_pl.prompts.parsing import parse_response
 
 CONF = Path(__file__).parents[2] / "conf" / "env"
 NEED_A_TARGET = {"custom", "openenv"}

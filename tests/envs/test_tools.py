@@ -11,8 +11,8 @@ from jsonschema import Draft202012Validator
 import envs
 from envs.support_desk import SupportDesk
 from envs.tools import ToolEnvironment, ToolError, call_text, tool
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
-from ragen_pl.rollout.parsing import ParsedResponse
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.parsing import ParsedResponse
 from visual_envs.adapters.miniwob import MiniWoB
 
 MAP = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)

@@ -18,11 +18,11 @@ from envs.policies import ScriptedPolicy
 from envs.trivial_policies import Buy, Constant, Cycle, Decide
 from ragen_pl.config.paths import config_dir
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
-from ragen_pl.rollout.conversation import TextContext
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.environment_check import manager_settings
 
 EPISODES = 96
 # fewer where a turn is dear, more where chance decides

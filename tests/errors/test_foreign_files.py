@@ -153,7 +153,7 @@ CODE = [
     ("model.build.text", {"a": {"_target_": "mine.build", "_partial_": True}}, "model.build.text.a._target_=mine"),
     ("model.build.text", {"a": [{"_target_": ["mine"]}]}, "model.build.text.a.0._target_="),
     ("validation.baselines", {"b": {"_target_": "mine.Player"}}, "validation.baselines.b._target_=mine.Player"),
-    ("rollout.engine._target_", "ragen_pl.rollout.vllm_engine.VLLMEngine", "rollout.engine._target_=ragen_pl"),
+    ("rollout.engine._target_", "ragen_pl.engines.vllm.engine.VLLMEngine", "rollout.engine._target_=ragen_pl"),
     ("rollout.engine.settings", {"worker_cls": "mine.Worker"}, "rollout.engine.settings.worker_cls=mine.Worker"),
     ("context.system_prompt", "key ${oc.env:HOME}", "context.system_prompt=key ${oc.env:HOME}: refers"),
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.environments.check import check_environment
 from ragen_pl.run.baselines import warn_of_garbage
-from ragen_pl.run.environment_check import check_environment
 
 HERE = Path(__file__).parent
 

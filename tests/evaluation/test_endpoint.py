@@ -28,8 +28,8 @@ from ragen_pl.evaluation.checks import check_evaluation
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.report import notes
 from ragen_pl.evaluation.settings import resolve_settings
-from ragen_pl.viewing.checks import check_play
-from ragen_pl.viewing.play import play
+from ragen_pl.playing.checks import check_play
+from ragen_pl.playing.play import play
 from ragen_pl.viewing.records import read_records
 
 

@@ -15,9 +15,9 @@ import pytest
 from family_models import tiny
 from vllm_models import gap, play, request
 
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import generate
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.engine import generate
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN_ENGINE = EXAMPLES / "own_engine"

@@ -16,14 +16,14 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.utilities import move_data_to_device
 
 from ragen_pl.config.paths import config_dir
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.memory.dry_run import minibatch_of
+from ragen_pl.memory.plan import plan_memory
+from ragen_pl.memory.workload import workload_of
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
-from ragen_pl.run.dry_run import minibatch_of
-from ragen_pl.run.memory_plan import plan_memory
-from ragen_pl.run.workload import workload_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]

@@ -21,6 +21,8 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.adapters import choose_trained_weights
 from ragen_pl.models.build import build_small_lm
@@ -31,10 +33,8 @@ from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 torch.set_num_threads(1)
 FROZENLAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}

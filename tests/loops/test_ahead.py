@@ -20,9 +20,9 @@ from ragen_pl.callbacks.checkpoint import RunCheckpoint
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.rollout.background import THREAD_NAME, BackgroundRollout
-from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.rollout.responders import TextResponder
 
 

@@ -14,9 +14,9 @@ from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.constraints import declared_names
 from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.loggers import RunLogger
 
 FORM = {"form": Alarm(reading="valid_actions", below=0.05)}

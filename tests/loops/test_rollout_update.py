@@ -11,11 +11,11 @@ from envs.policies import RandomPolicy
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.validation import ValidationSet
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.loops import rollout_update
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
 class HookRecorder(RolloutCallback):

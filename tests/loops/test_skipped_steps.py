@@ -18,13 +18,13 @@ from envs.policies import NoisyPolicy
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.data.settings import WarmStartSettings
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.finite import NonFiniteError
 from ragen_pl.modules.guard import SkippedSteps, SkippedStepsError
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import MovingAverage
 from ragen_pl.modules.warm_start import WarmStartModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 
 FROZENLAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}

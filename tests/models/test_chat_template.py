@@ -16,9 +16,9 @@ from transformers.utils import chat_template_utils
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.chat_template import ChatTemplate, History, user_message
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.formats import PromptFormat
-from ragen_pl.rollout.parsing import parse_response
+from ragen_pl.prompt_formats import PromptFormat
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.parsing import parse_response
 from ragen_pl.trajectory import Observation
 
 HISTORIES = {

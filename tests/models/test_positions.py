@@ -22,13 +22,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.models import build
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.positions import fix_rotary_scaling
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 TOKENIZER = FAMILIES["smollm2"].tokenizer()
 SIZES = {

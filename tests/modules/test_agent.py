@@ -10,13 +10,13 @@ import torch
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.collate import collate
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.modules.settings import OptimizationSettings
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 KL = UpdateLoss(kl=ReferenceKL(coefficient=0.1))
 

@@ -22,7 +22,7 @@ from ragen_pl.finite import NonFiniteError
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
-from ragen_pl.rollout.context import ContextManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 ESTIMATORS = [

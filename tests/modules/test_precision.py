@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ragen_pl.algorithms.mismatch import MaskedWeights, TruncatedWeights
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 
 def agent_in(make, precision: str, *, dtype: torch.dtype = torch.float32, **changes):

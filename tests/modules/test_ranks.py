@@ -16,10 +16,10 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import max_over_ranks, sum_over_ranks
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.run.start_check import checked_engine_factory
 
 

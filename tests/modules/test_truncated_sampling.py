@@ -11,12 +11,12 @@ from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate, label_shown_text
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.losses import KLPlace, ReferenceKL, UpdateLoss
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 KINDS = {
     "top_p": Truncation(top_p=0.8),

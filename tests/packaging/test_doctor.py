@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragen_pl import doctor
-from ragen_pl.run.machine import free_host_memory
+from ragen_pl.machine import free_host_memory
 
 
 def report(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:

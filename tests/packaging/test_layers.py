@@ -12,66 +12,72 @@ BASE = {
     "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states", "seeding",
     "trajectory",
 }  # fmt: skip
-LEARNING = {
-    "algorithms", "data", "loops", "metrics", "models", "modules", "rewards", "rollout", "rollout/formats",
-}  # fmt: skip
-# A part is a package or a module. A module of a package that is listed by its path is a part of its own.
+# of a rollout, from below
+ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
+LEARNING = ROLLOUT | {"algorithms", "data", "loops", "metrics", "modules", "rewards"}
+# A part is a folder of the package or a module beside the folders.
 MAY_IMPORT = {
     "constraints": set(),
+    "data_url": set(),
     "distributed": set(),
     "files": set(),
     "finite": set(),
     "json_text": set(),
     "known_pickle": set(),
+    "machine": set(),
     "muon": set(),
-    "optimizers": {"distributed", "muon"},
     "phases": set(),
-    "rank_states": {"distributed", "files"},
     "seeding": set(),
     "trajectory": set(),
+    "optimizers": {"distributed", "muon"},
+    "prompt_formats": {"trajectory"},
+    "rank_states": {"distributed", "files"},
     "algorithms": {"constraints", "trajectory"},
-    "rollout/formats": {"trajectory"},
-    "models": {"constraints", "rollout/formats"},
-    "rollout": BASE | {"models", "rollout/formats"},
-    "rewards": BASE | {"rollout", "rollout/formats"},
-    "metrics": BASE | {"algorithms"},
-    "data": BASE | {"algorithms", "metrics", "models", "rewards", "rollout"},
-    "modules": BASE | {"algorithms", "data", "metrics", "models", "optimizers", "rollout"},
-    "loops": BASE,
-    "viewing": BASE | {"data", "metrics"},
-    "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "modules", "viewing"},
-    "api": {"config", "run"},
     "config": {"constraints"},
-    "run": BASE | LEARNING | {"callbacks", "config", "optimizers", "viewing"},
+    "lock": {"config"},
+    "models": {"constraints", "prompt_formats"},
+    "engines": BASE | {"data_url", "models"},
+    "prompts": BASE | {"engines", "models", "prompt_formats"},
+    "environments": BASE | {"config", "machine", "prompt_formats", "prompts"},
+    "rollout": BASE | ROLLOUT - {"rollout"} | {"data_url"},
+    "rewards": BASE | ROLLOUT,
+    "metrics": BASE | {"algorithms"},
+    "data": BASE | ROLLOUT | {"algorithms", "metrics", "rewards"},
+    "modules": BASE | ROLLOUT | {"algorithms", "data", "metrics", "optimizers"},
+    "loops": BASE,
+    "viewing": BASE | {"data", "lock", "metrics"},
+    "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "modules", "viewing"},
+    "run": BASE | LEARNING | {"callbacks", "config", "lock", "optimizers", "viewing"},
+    "memory": BASE | LEARNING | {"callbacks", "config", "machine", "optimizers", "run"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
-    "viewing/checks": {"config", "evaluation", "run"},
-    "viewing/run_files": BASE | {"metrics", "run", "viewing"},
-    "viewing/watch": {"viewing", "viewing/run_files"},
-    "viewing/play": BASE | LEARNING | {"config", "run", "viewing"},
-    "doctor": {"config", "run"},
+    "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
+    "api": {"config", "memory", "run"},
+    "doctor": {"config", "machine", "memory", "run"},
     "evaluate": {"config", "evaluation"},
     "export": {"config", "evaluation"},
     "fit": {"api", "config", "run"},
-    "keys": {"config"},
     "import_gguf": {"config", "models", "run"},
     "install_vllm": set(),
+    "keys": {"config"},
     "page": {"config", "viewing"},
+    "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
-    "play": {"config", "evaluation", "viewing/checks", "viewing/play"},
     "sync": {"config", "run"},
-    "watch": {"config", "viewing/watch"},
+    "watch": {"config", "viewing"},
 }
 
 
 def part_of(path):
     """Return the part of a module, given by its path below the package without suffix."""
-    return path if path in MAY_IMPORT else path.split("/")[0]
+    return path.split("/")[0]
 
 
 def imported(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "ragen_pl":
+            yield from (f"ragen_pl.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
 

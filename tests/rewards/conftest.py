@@ -10,8 +10,8 @@ import torch
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
-from ragen_pl.rollout.conversation import TextContext
-from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.environments.manager import EnvironmentManager
+from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import Episode, TextResponder
 

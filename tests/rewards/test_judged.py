@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.rewards.judged import (
     EndpointJudge,
     JudgedReward,
@@ -19,7 +20,6 @@ from ragen_pl.rewards.judged import (
     read_verdict,
 )
 from ragen_pl.rollout.endpoint import ChatEndpoint
-from ragen_pl.rollout.environments import EpisodeSpec
 
 DESK = "test/Talk-v0"
 

@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 
 from envs.policies import RandomPolicy
 from ragen_pl.data.collate import collate
-from ragen_pl.rewards.world_model import RelationJudge, WorldModelReward
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
-from ragen_pl.rollout.formats import PromptFormat, format_response
-from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.rollout.spatial_relations import (
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompt_formats import PromptFormat, format_response
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.spatial_relations import (
     f1_score,
     read_claims,
     relations_text,
     true_claims,
 )
+from ragen_pl.rewards.world_model import RelationJudge, WorldModelReward
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import Statement
 
 FROZEN_LAKE, SOKOBAN = "ragen/FrozenLake-v0", "ragen/Sokoban-v0"

@@ -11,13 +11,13 @@ from family_models import tiny
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import GatheredPolicy
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout import agreement
 from ragen_pl.rollout.agreement import check_agreement, check_trainer
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 
 LONGEST = 400
 

@@ -17,10 +17,10 @@ from chat_server import KEY, UNUSABLE, ChatServer, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.chat_answers import Answer, AnswerFile
 from ragen_pl.rollout.chat_client import _pause
 from ragen_pl.rollout.endpoint import ChatEndpoint, Failure
-from ragen_pl.rollout.errors import RolloutError
 
 PRICES = {"input_price": 1e6, "output_price": 0.0}
 

@@ -6,8 +6,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.trajectory import EpisodeStatus, Span
 

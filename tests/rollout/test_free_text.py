@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.rewards.shaping import WeightTerms
-from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.trajectory import EpisodeStatus
 
 ECHO = "test/Echo-v0"

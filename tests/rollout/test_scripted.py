@@ -5,10 +5,10 @@ import pytest
 
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy
 from envs.trivial_policies import NoAnswer
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.conversation import TextContext
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
-from ragen_pl.rollout.formats import PromptFormat
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompt_formats import PromptFormat
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import EpisodeStatus

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ragen_pl.data.collate import collate
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.temperature import AdaptiveTemperature
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.trajectory import Observation, Turn
 
 

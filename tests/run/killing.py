@@ -12,9 +12,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
-from ragen_pl.rollout.errors import RolloutError
 from ragen_pl.trajectory import Trajectory
 
 

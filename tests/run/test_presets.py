@@ -9,9 +9,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from ragen_pl.config import check_config, config_dir
-from ragen_pl.models.abstract import FakeKernels
-from ragen_pl.run.dry_run import abstract_agent
-from ragen_pl.run.memory_plan import plan_memory
+from ragen_pl.memory.abstract import FakeKernels
+from ragen_pl.memory.dry_run import abstract_agent
+from ragen_pl.memory.plan import plan_memory
 from ragen_pl.run.train import train
 from tests.family_models import tiny
 

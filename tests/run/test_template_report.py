@@ -7,7 +7,7 @@ import logging
 import pytest
 from family_models import tiny
 
-from ragen_pl.rollout.context import ContextManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.run.reports import report_template
 
 TRIMS = "chat template: it trims blanks around earlier responses; prompts keep the sampled tokens as they are"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.environments import EnvironmentManager
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 
 torch.set_num_threads(1)

@@ -15,13 +15,13 @@ from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import sampled
 from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.environments import EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.records import (
     ImageFiles,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm_models import build, start
 
+from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.rollout.vllm_engine import VLLMEngine
 
 
 @pytest.fixture(scope="module", params=("tied", "images"))

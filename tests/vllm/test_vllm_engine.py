@@ -17,10 +17,10 @@ from vllm_models import (
     responses,
 )
 
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import Prompt, generate
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.engine import Prompt, generate
-from ragen_pl.rollout.transformers_engine import TransformersEngine
 from ragen_pl.seeding import derive_seed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from vllm_models import build, check_new_weights, gap, play, request, responses, start
 
-from ragen_pl.rollout.engine import generate
+from ragen_pl.engines.protocol import generate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 # groups of each rank: other prompts, and other numbers of them

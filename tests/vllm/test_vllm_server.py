@@ -26,15 +26,15 @@ from vllm_models import (
 )
 from vllm_servers import CACHE_BYTES, ROOT, UserServer, environment
 
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import Prompt, generate
+from ragen_pl.engines.vllm_server import VLLMServerEngine
+from ragen_pl.engines.vllm_server.answers import Exchange
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_servers
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.engine import Prompt, generate
-from ragen_pl.rollout.errors import RolloutError
-from ragen_pl.rollout.transformers_engine import TransformersEngine
-from ragen_pl.rollout.vllm_server import VLLMServerEngine
-from ragen_pl.rollout.vllm_server.answers import Exchange
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SETTINGS = {"kv_cache_memory_bytes": CACHE_BYTES}
@@ -201,8 +201,8 @@ def test_its_server_ends_with_the_process(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, 'tests'); import vllm_models; "
         "from ragen_pl.modules.policy import PolicyModule; "
-        "from ragen_pl.rollout import vllm_process, vllm_server; "
-        "vllm_process.ServerProcess._wait = lambda self, limit: print(self._process.pid, flush=True) or time.sleep(99);"
+        "from ragen_pl.engines import vllm_server; from ragen_pl.engines.vllm import process; "
+        "process.ServerProcess._wait = lambda self, limit: print(self._process.pid, flush=True) or time.sleep(99);"
         "vllm_server.VLLMServerEngine(PolicyModule(vllm_models.build('text')), max_tokens=512)"
     )
     run = subprocess.Popen(
@@ -223,7 +223,7 @@ def test_its_server_may_be_of_another_environment(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    monkeypatch.setattr("ragen_pl.rollout.vllm_process.find_spec", lambda name: None)
+    monkeypatch.setattr("ragen_pl.engines.vllm.process.find_spec", lambda name: None)
     engine = VLLMServerEngine(
         PolicyModule(build("text")),
         max_tokens=2048,

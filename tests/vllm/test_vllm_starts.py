@@ -9,12 +9,12 @@ import pytest
 import torch
 from vllm_models import build, gap, play
 
+from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.models.adapters import add_lora
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
-from ragen_pl.rollout.context import ContextManager
-from ragen_pl.rollout.vllm_engine import VLLMEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

@@ -1,0 +1,1 @@
+"""The engine that samples with the trainer's own weights."""

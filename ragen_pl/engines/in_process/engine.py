@@ -1,0 +1,319 @@
+"""The in-process rollout engine on transformers models.
+
+It keeps each session's keys and values between turns. A turn computes only the new ids: the end of the last response
+and the new observation with its images. All responses of a call advance together, one token at a time, and finished
+rows are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ragen_pl.constraints import Count, checked
+from ragen_pl.engines.in_process.kv_cache import InPlaceCache, SessionCache, StateCache
+from ragen_pl.engines.in_process.sampling import Responses, SamplingParameters
+from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest, Prompt
+from ragen_pl.models.images import ImageFeatures, content_key
+from ragen_pl.models.inputs import (
+    DecoderInputs,
+    continued_inputs,
+    run_decoder,
+    shown_patches,
+    token_inputs,
+)
+
+# shortest common prefix of all prompts, in tokens, that is computed once for all
+_SHARE_FROM = 16
+DROP_BELOW = 0.75
+"""Finished rows are dropped when the share of unfinished rows falls below this."""
+
+
+class TransformersEngine:
+    """Rollout engine that runs a transformers model in this process.
+
+    Args:
+        policy: Policy whose model is used in place, with the weights that it has at each call.
+        forward_context: Context around the model's forward passes, such as the trainer's autocast.
+        prefill_tokens: Positions of a forward pass over prompts, padding included; one prompt may have more.
+        cache_bytes: Largest size of the keys and values. Responses that need more are sampled one part after the
+            other, and no session is kept. None for no limit.
+
+    Raises:
+        ValueError: The model's attention takes no masks, which padded prompts need.
+    """
+
+    exact = True
+    in_place = True
+    asynchronous = False  # the weights that are trained
+    continuous = False
+
+    @checked
+    def __init__(
+        self,
+        policy: EnginePolicy,
+        *,
+        forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        prefill_tokens: Count = 16_384,
+        cache_bytes: Count | None = None,
+    ) -> None:
+        self.bundle = policy.bundle
+        if not self.bundle.facts.custom_masks:
+            raise ValueError(
+                "model.build.attn_implementation: the in-process rollout engine pads prompts, and this attention takes "
+                "no masks; set sdpa, or another rollout engine"
+            )
+        self.forward_context = forward_context
+        self.prefill_tokens = prefill_tokens
+        self.cache_bytes = cache_bytes
+        self.version = -1
+        self.sampled_tokens = 0
+        self.prefilled_tokens = 0
+        self._pending: list[GenerationRequest] = []
+        self._keep = False
+        self._held: SessionCache | None = None
+        self._features: dict[bytes, ImageFeatures] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model's weights."""
+        return self.bundle.model.dtype
+
+    def load_weights(self, version: int) -> None:
+        """Drop what was computed with older weights; the weights themselves are the trainer's."""
+        self.version = version
+        self.release()
+
+    def release(self) -> None:
+        """Forget all sessions and pending requests."""
+        self._pending, self._keep = [], False
+        self._held = None
+        self._features.clear()
+
+    def sleep(self) -> None:
+        """Free what the sessions hold."""
+        self.release()
+
+    def close(self) -> None:
+        """Free what the sessions hold."""
+        self.release()
+
+    def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
+        """Queue requests; see `RolloutEngine`."""
+        self._pending.extend(requests)
+        self._keep = self._keep or keep
+
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
+        """Sample all pending responses together. The model must be in eval mode."""
+        requests, keep = self._pending, self._keep
+        self._pending, self._keep = [], False
+        if not requests:
+            return []
+        if self.bundle.model.training:
+            raise RuntimeError(
+                "the rollout engine needs the policy in eval mode; call policy.eval() first"
+            )
+        parts = self._parts(requests)
+        # a state can't continue after padding, and a part would displace the sessions of another
+        keep = keep and len(parts) == 1 and not self.bundle.facts.keeps_states
+        generations = [self._generate(part, keep=keep) for part in parts]
+        sessions = [request.session for request in requests]
+        return list(zip(sessions, chain.from_iterable(generations), strict=True))
+
+    def _parts(self, requests: list[GenerationRequest]) -> list[list[GenerationRequest]]:
+        """Split requests into parts whose keys and values fit into `cache_bytes`."""
+        if self.cache_bytes is None:
+            return [requests]
+        slots = max(len(request.prompt.ids) + request.max_tokens for request in requests)
+        rows = max(1, self.cache_bytes // self.session_bytes(slots))
+        return [requests[start : start + rows] for start in range(0, len(requests), rows)]
+
+    def session_bytes(self, tokens: int) -> int:
+        """Return the bytes of the keys, values and states of a session, reckoned from those of one and two tokens."""
+        one, two = self._bytes_of_tokens
+        return one + (tokens - 1) * (two - one)
+
+    @cached_property
+    def _bytes_of_tokens(self) -> tuple[int, int]:
+        one, two = (self._measured_bytes(tokens) for tokens in (1, 2))
+        return one, two
+
+    def _measured_bytes(self, tokens: int) -> int:
+        cache = self._empty_cache()
+        cache.reserve(tokens)
+        with torch.inference_mode(), self.forward_context():
+            ids = torch.full((1, tokens), self.bundle.pad_token_id, device=self.bundle.device)
+            run_decoder(self.bundle, DecoderInputs(ids=ids), cache=cache)
+        return cache.memory_bytes()
+
+    def _empty_cache(self) -> InPlaceCache | StateCache:
+        if self.bundle.facts.keeps_states:
+            return StateCache(self.bundle.model.config.get_text_config())
+        return InPlaceCache()
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
+        prompts = [request.prompt.ids for request in requests]
+        with self.forward_context():
+            held = self._sessions(requests)
+            if held.cache.length == 0 and not self.bundle.facts.keeps_states:
+                self._prefill_shared(held, prompts)
+            hidden = self._prefill(held, requests)
+            responses = self._decode(held, requests, hidden, keep=keep)
+        generations = responses.generations(version=self.version)
+        self.sampled_tokens += sum(len(generation.ids) for generation in generations)
+        if keep:
+            held.commit(prompts, [generation.ids for generation in generations])
+        self._held = held if keep else None
+        return generations
+
+    def _sessions(self, requests: Sequence[GenerationRequest]) -> SessionCache:
+        """Return what is held of the requests' sessions; an empty cache if one of them is new."""
+        sessions = [request.session for request in requests]
+        if self._held is None or not set(sessions) <= set(self._held.sessions):
+            return SessionCache.empty(
+                sessions, device=self.bundle.device, cache=self._empty_cache()
+            )
+        return self._held.select(sessions)
+
+    def _prefill_shared(self, held: SessionCache, prompts: Sequence[np.ndarray]) -> None:
+        """Compute the common prefix of all prompts once, such as an environment's rules."""
+        # each prompt keeps a token of its own
+        first, longest = prompts[0], min(len(ids) for ids in prompts) - 1
+        rows = [ids[:longest] == first[:longest] for ids in prompts]
+        alike = np.all([*rows, first[:longest] != self.bundle.image_token_id], axis=0)
+        shared = longest if alike.all() else int(alike.argmin())
+        if len(prompts) == 1 or shared < _SHARE_FROM:
+            return
+        inputs, _, _ = continued_inputs(
+            self.bundle,
+            [first[:shared]],
+            valid=held.valid[:1],
+            next_position=held.next_position[:1],
+            features=None,
+        )
+        self._last_states(held.cache, inputs)
+        self.prefilled_tokens += shared
+        held.share(first[:shared])
+
+    def _prefill(self, held: SessionCache, requests: Sequence[GenerationRequest]) -> Tensor:
+        """Compute what is new in each prompt; return the last hidden states, `[rows, hidden]`."""
+        prompts = [request.prompt for request in requests]
+        new_ids = held.new_ids([prompt.ids for prompt in prompts])
+        self.prefilled_tokens += sum(len(ids) for ids in new_ids)
+        inputs, held.valid, held.next_position = continued_inputs(
+            self.bundle,
+            new_ids,
+            valid=held.valid,
+            next_position=held.next_position,
+            features=self._new_features(prompts, new_ids),
+        )
+        limit = max(request.max_tokens for request in requests)
+        held.cache.reserve(held.valid.shape[1] + limit)
+        return self._states_by_part(held.cache, inputs)
+
+    def _states_by_part(self, cache: InPlaceCache | StateCache, inputs: DecoderInputs) -> Tensor:
+        """Return the states at the last column, `[rows, hidden]`, computed for a part of the rows at a time."""
+        count, width = inputs.ids.shape
+        step = max(1, self.prefill_tokens // width)
+        if step >= count or isinstance(cache, StateCache):
+            return self._last_states(cache, inputs)
+        states: list[Tensor] = []
+        for start in range(0, count, step):
+            part = slice(start, min(start + step, count))
+            with cache.only(part, of=count):
+                rows = inputs.rows(part, image_token_id=self.bundle.image_token_id)
+                states.append(self._last_states(cache, rows))
+        return torch.cat(states)
+
+    def _new_features(
+        self, prompts: Sequence[Prompt], new_ids: Sequence[np.ndarray]
+    ) -> ImageFeatures | None:
+        """Return the features of the image tokens in the new ids."""
+        image_token = self.bundle.image_token_id
+        if image_token is None:
+            return None
+        images: list[np.ndarray] = []
+        shown: list[np.ndarray] = []
+        for prompt, ids in zip(prompts, new_ids, strict=True):
+            patches = shown_patches(self.bundle, prompt.images, prompt.patches)
+            slots, first = int((ids == image_token).sum()), len(patches)
+            while slots > 0:
+                first -= 1
+                slots -= len(patches[first])
+            images.extend(prompt.images[first:])
+            shown.extend(patches[first:])
+        return self._encode(images, shown) if images else None
+
+    def _encode(self, images: Sequence[np.ndarray], shown: Sequence[np.ndarray]) -> ImageFeatures:
+        """Return the features of the patches shown of each image; images of equal content are encoded once."""
+        assert self.bundle.images is not None
+        keys = [content_key(image) for image in images]
+        new = {
+            key: image for key, image in zip(keys, images, strict=True) if key not in self._features
+        }
+        if new:
+            features = self.bundle.images.encode(list(new.values()))
+            self._features |= dict(zip(new, features.split(), strict=True))
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        distinct = ImageFeatures.join([self._features[key] for key in numbers])
+        return distinct.of([numbers[key] for key in keys], shown)
+
+    def _last_states(self, cache: InPlaceCache | StateCache, inputs: DecoderInputs) -> Tensor:
+        """Append inputs to the cache; return the decoder's states at their last column, `[rows, hidden]`."""
+        last = inputs.ids.shape[1] - 1
+        return run_decoder(self.bundle, inputs, cache=cache, first=last)[:, 0]
+
+    def _decode(
+        self,
+        held: SessionCache,
+        requests: Sequence[GenerationRequest],
+        hidden: Tensor,
+        *,
+        keep: bool,
+    ) -> Responses:
+        """Sample the responses. Finished rows are dropped from a copy of the cache."""
+        bundle, device = self.bundle, hidden.device
+        sampling = SamplingParameters.of(requests, banned=bundle.banned(device))
+        limits = [request.max_tokens for request in requests]
+        responses = Responses(limits, eos=bundle.eos_token_ids)
+        rows, cache, merged = np.arange(len(requests)), held.cache, held.cache.length
+        positions = held.next_position
+        # no mask is needed while every slot holds a token of its row
+        full = bool(held.valid.all())
+        valid = None if full else functional.pad(held.valid, (0, max(limits)), value=True)
+        for step in range(max(limits)):
+            token, *statistics = sampling.sample(bundle.lm_head(hidden), step)
+            unfinished = responses.add(rows, token, *statistics)
+            count = int(unfinished.sum())
+            if count == 0:
+                break
+            if count < DROP_BELOW * len(rows):
+                if keep and cache is not held.cache:
+                    assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
+                    held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
+                index, rows = torch.from_numpy(unfinished.nonzero()[0]).to(device), rows[unfinished]
+                # only the cache of sessions that go on is read again
+                merged = cache.length
+                cache = cache.select(index, free=not keep or cache is not held.cache)
+                sampling, token = sampling.select(index), token[index]
+                positions = positions[index]
+                valid = None if valid is None else valid[index]
+                if not keep:
+                    # frees the memory of the other rows
+                    held.cache = cache
+            slots = None if valid is None else valid[:, : cache.length + 1]
+            inputs = token_inputs(bundle, token, positions=positions, valid=slots)
+            hidden = self._last_states(cache, inputs)
+            positions = positions + 1
+        if keep and cache is not held.cache:
+            assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
+            held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
+        return responses

@@ -1,0 +1,165 @@
+"""Sampling the responses of one engine call, one column of tokens at a time.
+
+Holds the parameters that decide a token and the responses so far. Models and caches belong to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_pl.engines.protocol import Generation, GenerationRequest
+from ragen_pl.models.distribution import draw, entropy, log_distribution
+from ragen_pl.models.truncation import Truncation
+from ragen_pl.seeding import uniforms
+
+
+@dataclass(slots=True)
+class SamplingParameters:
+    """What decides the next token of each row, in addition to the logits."""
+
+    uniforms: Tensor
+    """float64 `[rows, tokens]`."""
+    temperature: Tensor | float
+    """float32 `[rows, 1]`, or 1.0 for all rows."""
+    greedy: Tensor
+    """bool `[rows]`."""
+    banned: Tensor
+    """int64, ids that are never sampled."""
+    truncations: tuple[tuple[Truncation, Tensor], ...] = ()
+    """Truncations, and the rows that are sampled with each, bool `[rows]`."""
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerationRequest], *, banned: Tensor) -> SamplingParameters:
+        """Return the parameters of requests, one row for each.
+
+        Args:
+            requests: Requests; the seed of each decides its uniforms.
+            banned: int64, ids that are never sampled.
+        """
+        device = banned.device
+        draws = np.zeros((len(requests), max(request.max_tokens for request in requests)))
+        for row, request in enumerate(requests):
+            if request.temperature > 0:
+                count = request.max_tokens
+                draws[row, :count] = uniforms(request.seed, count=count)
+        greedy = [request.temperature == 0 for request in requests]
+        # the log-probs of a greedy response are those at temperature 1
+        temperatures = [request.temperature or 1.0 for request in requests]
+        per_row = torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
+        return cls(
+            uniforms=torch.from_numpy(draws).to(device),
+            temperature=1.0 if set(temperatures) == {1.0} else per_row,
+            greedy=torch.tensor(greedy, device=device),
+            banned=banned,
+            truncations=_truncations(requests, device),
+        )
+
+    def sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample a token of each row.
+
+        Args:
+            logits: `[rows, vocab]`.
+            step: Number of the token in the response.
+
+        Returns:
+            Tokens, their log-probs and the entropies of their distributions, each `[rows]`.
+        """
+        log_probs = log_distribution(logits, temperature=self.temperature, banned=self.banned)
+        for truncation, rows in self.truncations:
+            log_probs[rows] = truncation.truncated(log_probs[rows])
+        token = draw(log_probs, self.uniforms[:, step], greedy=self.greedy)
+        return token, log_probs.gather(-1, token[:, None]).squeeze(-1), entropy(log_probs)
+
+    def select(self, rows: Tensor) -> SamplingParameters:
+        """Return the parameters of these rows."""
+        temperature = self.temperature
+        if not isinstance(temperature, float):
+            temperature = temperature[rows]
+        return SamplingParameters(
+            uniforms=self.uniforms[rows],
+            temperature=temperature,
+            greedy=self.greedy[rows],
+            banned=self.banned,
+            truncations=tuple((each, own[rows]) for each, own in self.truncations),
+        )
+
+
+def _truncations(
+    requests: Sequence[GenerationRequest], device: torch.device
+) -> tuple[tuple[Truncation, Tensor], ...]:
+    """Return each truncation of the requests with its rows; greedy responses have none."""
+    of_row = [request.truncation if request.temperature > 0 else None for request in requests]
+    return tuple(
+        (each, torch.tensor([own == each for own in of_row], device=device))
+        for each in dict.fromkeys(of_row)
+        if each
+    )
+
+
+class Responses:
+    """The responses of one engine call.
+
+    Args:
+        limits: Length limit of each response.
+        eos: Ids that end a response.
+    """
+
+    def __init__(self, limits: Sequence[int], *, eos: Collection[int]) -> None:
+        self.eos = frozenset(eos)
+        self.limits = np.asarray(limits)
+        # 0 until the response is finished
+        self.length = np.zeros(len(limits), dtype=np.int64)
+        self.hit_length_limit = np.zeros(len(limits), dtype=bool)
+        self._rows: list[np.ndarray] = []
+        self._tokens: list[np.ndarray] = []
+        # log-probs and entropies stay on the device until the end
+        self._statistics: list[Tensor] = []
+
+    def add(
+        self, rows: np.ndarray, tokens: Tensor, logprobs: Tensor, entropies: Tensor
+    ) -> np.ndarray:
+        """Append a token to the responses `rows`; tokens of finished responses are dropped later.
+
+        Returns:
+            bool `[rows]`, the responses that are not finished.
+        """
+        ids = tokens.cpu().numpy()
+        self._rows.append(rows)
+        self._tokens.append(ids)
+        self._statistics.append(torch.stack([logprobs, entropies]))
+        count = len(self._tokens)
+        ended = np.array([token in self.eos for token in ids.tolist()])
+        unfinished = self.length[rows] == 0
+        done = unfinished & (ended | (count >= self.limits[rows]))
+        self.length[rows[done]] = count
+        self.hit_length_limit[rows[done]] = ~ended[done]
+        return unfinished & ~done
+
+    def generations(self, *, version: int) -> list[Generation]:
+        """Return the finished responses.
+
+        Args:
+            version: Version of the weights that sampled them.
+        """
+        rows = np.concatenate(self._rows)
+        columns = np.repeat(np.arange(len(self._rows)), [len(ids) for ids in self._tokens])
+        shape = (len(self.length), len(self._rows))
+        ids, statistics = np.zeros(shape, dtype=np.int64), np.zeros((2, *shape), dtype=np.float32)
+        ids[rows, columns] = np.concatenate(self._tokens)
+        values = torch.cat(self._statistics, dim=1).float().cpu().numpy()
+        statistics[:, rows, columns] = values
+        return [
+            Generation(
+                ids=ids[row, :length].copy(),
+                logprobs=statistics[0, row, :length].copy(),
+                entropy=float(statistics[1, row, :length].mean()),
+                hit_length_limit=bool(self.hit_length_limit[row]),
+                version=version,
+            )
+            for row, length in enumerate(self.length.tolist())
+        ]

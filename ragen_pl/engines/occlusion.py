@@ -1,0 +1,146 @@
+"""Leaving patches and old turns that matter little out of a context before a response is sampled.
+
+The policy first gives its greedy response to the whole prompt. The score of a patch or turn is the change of the
+response's probabilities without it (occlusion; Zeiler and Fergus, 2014). This involves no randomness. Those with the
+lowest scores are left out. The response is sampled from what remains and trained on with the same prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_pl.constraints import FractionBelowOne, checked
+from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
+from ragen_pl.models.images import ImageFeatures
+from ragen_pl.models.inputs import occluded_inputs, run_decoder, shown_patches
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+# sequences in one decoder call
+_ROWS = 128
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class LeaveOut:
+    """Shares of the context that are left out.
+
+    Attributes:
+        patches: Share of each new image's patches. They stay out for the rest of the episode.
+        turns: Share of the old turns in the window, chosen anew for every response. The present turn always stays.
+    """
+
+    patches: FractionBelowOne = 0.0
+    turns: FractionBelowOne = 0.0
+
+    def __bool__(self) -> bool:
+        return self.patches > 0 or self.turns > 0
+
+    def drop_patches(
+        self, ids: np.ndarray, scores: np.ndarray, *, slot: int | None, patches: Sequence[int]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Drop the patches with the lowest scores from a turn's ids; of equal scores the later patch.
+
+        Args:
+            ids: int64 `[turn]`, with all patches.
+            scores: `[turn]`, read at the image slots.
+            slot: Id of an image slot.
+            patches: Number of patches of each image.
+
+        Returns:
+            The remaining ids, and the sorted indices of each image's remaining patches.
+        """
+        places, shown, keep = np.flatnonzero(ids == slot), [], np.ones(len(ids), dtype=bool)
+        for image in np.split(places, np.cumsum(patches)[:-1]) if len(patches) else []:
+            count = len(image) - math.floor(self.patches * len(image) + 1e-9)
+            best = np.sort(np.argsort(-scores[image], kind="stable")[:count])
+            keep[image], keep[image[best]] = False, True
+            shown.append(best)
+        return ids[keep], shown
+
+    def dropped_turns(self, scores: Sequence[float]) -> frozenset[int]:
+        """Return the old turns with the lowest scores; of equal scores the older turn.
+
+        Args:
+            scores: Scores of the old turns in the window, oldest first.
+        """
+        count = math.floor(self.turns * len(scores) + 1e-9)
+        return frozenset(np.argsort(np.asarray(scores), kind="stable")[:count].tolist())
+
+
+def occlusion_scores(
+    bundle: ModelBundle,
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    candidates: Sequence[Sequence[np.ndarray]],
+    *,
+    max_tokens: int,
+) -> list[np.ndarray]:
+    """Score groups of positions by how much the policy's greedy response depends on them.
+
+    The score is the sum over the response's tokens of KL(whole prompt ‖ prompt without the positions), in nats. The
+    engine forgets its sessions.
+
+    Args:
+        bundle: Policy's model, with the weights that the engine samples with.
+        engine: Engine for the greedy responses.
+        prompts: Whole prompts.
+        candidates: Groups of positions (int64) of each prompt, each left out together.
+        max_tokens: Length limit of the responses.
+
+    Returns:
+        float64 `[candidates]` for each prompt.
+    """
+    requests = [
+        GenerationRequest(
+            session=number, prompt=prompt, max_tokens=max_tokens, temperature=0.0, seed=0
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    responses = [generation.ids for generation in generate(engine, requests, keep=False)]
+    # nothing here takes a gradient, and validation may run in inference mode already
+    with torch.inference_mode():
+        return [
+            _scores(bundle, prompt, response, groups) if groups else np.zeros(0)
+            for prompt, response, groups in zip(prompts, responses, candidates, strict=True)
+        ]
+
+
+def _scores(
+    bundle: ModelBundle, prompt: Prompt, response: np.ndarray, candidates: Sequence[np.ndarray]
+) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([prompt.ids, response])).to(bundle.device)
+    features = _features(bundle, prompt) if prompt.images else None
+    positions = np.arange(len(ids))
+    kept = [positions, *(np.delete(positions, left_out) for left_out in candidates)]
+    parts: list[Tensor] = []
+    for start in range(0, len(kept), _ROWS):
+        inputs, lengths = occluded_inputs(
+            bundle, ids, features=features, kept=kept[start : start + _ROWS]
+        )
+        states = run_decoder(bundle, inputs)
+        # the response ends every row; the state before a token predicts it
+        back = torch.arange(len(response), 0, -1, device=ids.device)
+        columns = lengths[:, None] - back[None, :] - 1
+        rows = torch.arange(len(lengths), device=ids.device)[:, None]
+        parts.append(bundle.log_probs(states[rows, columns]).double())
+    log_probs = torch.cat(parts)
+    whole = log_probs[:1]
+    scores: np.ndarray = (whole.exp() * (whole - log_probs[1:])).sum((1, 2)).cpu().numpy()
+    return scores
+
+
+def _features(bundle: ModelBundle, prompt: Prompt) -> ImageFeatures:
+    """Return the features of the prompt's image tokens."""
+    assert bundle.images is not None
+    features = bundle.images.encode(prompt.images)
+    shown = shown_patches(bundle, prompt.images, prompt.patches)
+    return features.of(range(len(prompt.images)), shown)

@@ -1,0 +1,1 @@
+"""The engine that samples with vLLM in this process."""

@@ -1,0 +1,359 @@
+"""The engine: requests of a rollout to vLLM servers, and their responses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Annotated, Any, Literal, TypeVar
+
+import aiohttp
+import torch
+from torch import Tensor
+
+from ragen_pl.constraints import (
+    Contains,
+    Count,
+    CountOrZero,
+    ExistingPath,
+    Open,
+    Positive,
+    checked,
+)
+from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
+from ragen_pl.engines.vllm.engine import check_request, check_weights
+from ragen_pl.engines.vllm.process import ServerProcess
+from ragen_pl.engines.vllm_server.answers import Budget, Exchange
+from ragen_pl.engines.vllm_server.pool import ServerPool
+from ragen_pl.engines.vllm_server.requirements import Requirements
+from ragen_pl.engines.vllm_server.server import (
+    Busy,
+    Failed,
+    Json,
+    Server,
+    Trouble,
+    address,
+    pause,
+)
+from ragen_pl.engines.vllm_server.weights import WeightFolder, WrittenWeights
+
+T = TypeVar("T")
+
+
+class VLLMServerEngine:
+    """Rollout engine that sends its requests to vLLM servers.
+
+    Requests of a session go to the same server while it answers. A request that fails is sent again, to another server
+    where there is one. Only its prompt, its sampling parameters and its seed decide the response.
+
+    Where torch.distributed is initialized, all ranks have to build the engine and load weights together: the first rank
+    writes the weights and hands them to the servers. Requests of all ranks go to all servers. Adapters are merged into
+    the weights.
+
+    Args:
+        policy: Policy whose weights are handed over by `load_weights`.
+        forward_context: Not used: a server computes in its own type.
+        urls: Addresses of servers, such as `http://127.0.0.1:8000`; an empty list starts one on this machine.
+        max_tokens: Longest prompt plus response.
+        dtype: Type that the servers compute in; `auto` is that of the policy's weights.
+        retries: Attempts after the first for each request that fails while others are answered, with growing pauses.
+            While none is answered, requests are sent again for `timeout_s`.
+        timeout_s: Longest wait for a response, and for a server to answer again when none does, in seconds.
+        probe_s: Seconds between two probes of a server's health, and the longest wait for the answer to one.
+        probe_failures: Probes without an answer, one after the other, after which a server is lost and its requests
+            are sent elsewhere.
+        concurrency: Requests of this process under way at once.
+        weights_folder: Folder in which weights are handed over, which the servers see under the same path; None for
+            shared memory with enough room, else the folder of temporary files.
+        settings: Other arguments of a server that the engine starts, such as `{"max_num_seqs": 512}`.
+        python: Python of an environment with vLLM that runs this server; None for the one of this process.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed and there are no `urls`.
+        ValueError: A server can't serve the policy, or does not answer.
+    """
+
+    exact = False
+    in_place = False
+    asynchronous = True
+    continuous = True
+
+    @checked
+    def __init__(
+        self,
+        policy: EnginePolicy,
+        *,
+        forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        urls: Sequence[Annotated[str, Contains("://")]] = (),
+        max_tokens: Count,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        retries: CountOrZero = 8,
+        timeout_s: Positive = 300.0,
+        probe_s: Positive = 5.0,
+        probe_failures: Count = 3,
+        concurrency: Count = 256,
+        weights_folder: Annotated[str, ExistingPath()] | None = None,
+        settings: Annotated[dict[str, Any], Open()] | None = None,
+        python: Annotated[str, ExistingPath()] | None = None,
+    ) -> None:
+        self.bundle, self._policy = policy.bundle, policy
+        check_weights(self.bundle, engine="vllm_server")
+        self.max_tokens, self.retries, self.timeout_s = max_tokens, retries, timeout_s
+        self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
+        self.version = -1
+        self.sampled_tokens = self.resent = 0
+        self.exchange = Exchange(self.bundle)
+        self._folder: WeightFolder | None = None
+        self._under_way: dict[int, Future[None]] = {}
+        self._requests = 0
+        self._finished: queue.SimpleQueue[tuple[int, int, Generation | Exception]] = (
+            queue.SimpleQueue()
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._resources = ExitStack()
+        self._resources.callback(self._end_thread)
+        try:
+            weights = iter(()) if urls else policy.weights()
+            self.urls, self.key = self._first_rank_does(
+                lambda: self._start(urls, weights, weights_folder, settings, python), weights
+            )
+            self._call(self._open(concurrency))
+            self._pool = ServerPool(
+                [Server(url, self._session, timeout_s) for url in self.urls],
+                Requirements(self.bundle, self.dtype, max_tokens),
+                timeout_s=timeout_s,
+                retries=retries,
+                probe_s=probe_s,
+                probe_failures=probe_failures,
+                rank=rank(),
+                ranks=world_size(),
+            )
+            self._resources.callback(lambda: self._call(self._pool.end()))
+            self._resources.callback(self.release)
+            all_ranks_do(lambda: self._call(self._pool.check()))
+            self._pool.note_checked()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self,
+        urls: Sequence[str],
+        weights: Iterator[tuple[str, Tensor]],
+        weights_folder: str | None,
+        settings: Json | None,
+        python: str | None,
+    ) -> tuple[list[str], str | None]:
+        """Make the folder of weights on the first rank, and a server where there is none; return addresses and key."""
+        self._folder = WeightFolder(self.bundle, weights_folder)
+        self._resources.callback(self._folder.remove)
+        if urls:
+            return [address(url) for url in urls], os.environ.get("VLLM_API_KEY")
+        process = ServerProcess(
+            self.bundle,
+            weights,
+            max_tokens=self.max_tokens,
+            dtype=self.dtype,
+            timeout_s=self.timeout_s,
+            settings=settings or {},
+            python=python,
+        )
+        self._resources.callback(process.close)
+        return [process.url], process.key
+
+    async def _open(self, concurrency: int) -> None:
+        headers = {"Accept-Encoding": "identity"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        self._session = aiohttp.ClientSession(
+            # a kept connection may end just before a request
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            headers=headers,
+            auto_decompress=False,
+        )
+        self._resources.callback(lambda: self._call(self._session.close()))
+        self._free = asyncio.Semaphore(concurrency)
+
+    # ---- ranks
+
+    def _first_rank_does(
+        self, work: Callable[[], Any], weights: Iterator[tuple[str, Tensor]]
+    ) -> Any:
+        """Return the first rank's result on all ranks; an error there is raised on all.
+
+        Args:
+            work: What it does.
+            weights: Weights that it uses, and that other ranks may have to gather with it.
+        """
+
+        def own() -> Any:
+            try:
+                return work() if rank() == 0 else None
+            finally:
+                for _ in weights:
+                    pass
+
+        return gather_over_ranks(all_ranks_do(own))[0]
+
+    # ---- weights
+
+    def load_weights(self, version: int) -> None:
+        """Hand the policy's present weights to every server that answers. All ranks have to call it.
+
+        Raises:
+            RolloutError: No server could load them.
+        """
+        self.release()
+        self._call(self._pool.end())
+        # no rank samples any more
+        gather_over_ranks(None)
+        weights = self._policy.weights()
+        written, ready = self._first_rank_does(lambda: self._hand_over(version, weights), weights)
+        self.version = version
+        self._call(self._pool.begin(written, ready))
+
+    def _hand_over(
+        self, version: int, weights: Iterator[tuple[str, Tensor]]
+    ) -> tuple[WrittenWeights, list[str]]:
+        """Write the weights and have all servers load them; return them and the servers that did."""
+        assert self._folder is not None
+        written = self._folder.write(weights, version=version)
+        return written, self._call(self._pool.load(written))
+
+    @contextmanager
+    def only(self, url: str) -> Iterator[None]:
+        """Send requests to one of the servers alone."""
+        self._pool.only = url
+        try:
+            yield
+        finally:
+            self._pool.only = None
+
+    # ---- responses
+
+    def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
+        """Send requests; see `RolloutEngine`.
+
+        Raises:
+            ValueError: A request has more tokens than `max_tokens`, or leaves out parts of its images.
+        """
+        for request in requests:
+            check_request(request, max_tokens=self.max_tokens)
+        self._call(self._place(requests))
+        for request in requests:
+            number = self._requests
+            self._requests += 1
+            self._under_way[number] = asyncio.run_coroutine_threadsafe(
+                self._ask(number, request), self._loop
+            )
+
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
+        """Return the responses since the last call.
+
+        Args:
+            wait: Wait for at least one where any is under way.
+
+        Raises:
+            RolloutError: A request was refused or failed too often, or no server answers.
+        """
+        if not self._under_way:
+            return []
+        finished = [self._finished.get()] if wait else []
+        while not self._finished.empty():
+            finished.append(self._finished.get())
+        generations = []
+        for number, session, response in finished:
+            self._under_way.pop(number, None)
+            if isinstance(response, Exception):
+                self.release()
+                raise response
+            self.sampled_tokens += len(response.ids)
+            generations.append((session, response))
+        return generations
+
+    def release(self) -> None:
+        """Cancel the requests under way, which their servers abort, and forget all sessions."""
+        self._call(self._forget(list(self._under_way.values())))
+        self._under_way.clear()
+        while not self._finished.empty():
+            self._finished.get()
+
+    def sleep(self) -> None:
+        """Cancel what is under way; the servers keep their memory."""
+        self.release()
+
+    def close(self) -> None:
+        """End a server that the engine has started, and remove the weights that it has written."""
+        self._resources.close()
+
+    async def _place(self, requests: Sequence[GenerationRequest]) -> None:
+        self._pool.routing.place(requests)
+
+    async def _forget(self, futures: Sequence[Future[None]]) -> None:
+        for future in futures:
+            future.cancel()
+        # the connections close in the next steps of the loop
+        await asyncio.sleep(0)
+        self._pool.routing.forget()
+
+    async def _ask(self, number: int, request: GenerationRequest) -> None:
+        try:
+            async with self._free:
+                response: Generation | Exception = await self._response(request)
+        except Exception as error:  # `collect` raises it
+            response = error
+        self._finished.put((number, request.session, response))
+
+    async def _response(self, request: GenerationRequest) -> Generation:
+        """Return the response to a request.
+
+        Raises:
+            RolloutError: It was refused, or failed too often.
+        """
+        body, most_bytes = self.exchange.body(request), self.exchange.most_bytes(request)
+        budget = Budget(self.retries, self.timeout_s)
+        refusals: dict[str, str] = {}
+        failed: set[str] = set()
+        while True:
+            server = await self._pool.server_for(request.session, refusals=refusals, failed=failed)
+            losses = server.losses
+            try:
+                answer = await server.respond(body, timeout_s=self.timeout_s, most_bytes=most_bytes)
+                generation = self.exchange.generation(
+                    answer, request, label=self._pool.weights.label, version=self.version
+                )
+            except Trouble as error:
+                trouble = error
+            else:
+                self._pool.note_response(server)
+                return generation
+            self._pool.note_failure(server, trouble, losses=losses)
+            self.resent += 1
+            if isinstance(trouble, Failed) and trouble.refuses:
+                refusals[server.url] = str(trouble)
+                continue
+            if not isinstance(trouble, Busy):
+                failed.add(server.url)
+            if budget.spend(trouble, answered_at=self._pool.answered_at):
+                raise RolloutError(
+                    f"rollout.engine.retries={self.retries}: a request failed {budget.attempts} times, the last time "
+                    f"at {server.url} ({trouble}); see that server's log"
+                )
+            await pause(budget.attempts - 1, request.seed, timeout_s=self.timeout_s)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine that runs in the engine's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

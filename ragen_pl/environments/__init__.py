@@ -1,0 +1,1 @@
+"""Environments of a rollout: their processes, time limits and failures, and the check before a run."""

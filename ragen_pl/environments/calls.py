@@ -1,0 +1,172 @@
+"""Calls of an environment before a run: each has a time limit, and what it raises is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import gymnasium
+from gymnasium.error import Error
+from omegaconf import DictConfig, OmegaConf
+
+from ragen_pl.config.errors import ConfigError, in_one_line
+from ragen_pl.environments.manager import CREATION_FACTOR
+from ragen_pl.environments.process import ProcessEnvironment, environment_maker
+from ragen_pl.environments.workers import EnvironmentWorkers, TimeLimitExceeded
+
+T = TypeVar("T")
+
+
+def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
+    """Make an environment from the node `env` of a config.
+
+    Raises:
+        ConfigError: it does not exist or does not take its settings.
+    """
+    return EnvironmentCalls(env).make()
+
+
+def check_made(env: DictConfig) -> None:
+    """Make an environment from the node `env` of a config and close it.
+
+    Raises:
+        ConfigError: it does not exist or does not take its settings.
+    """
+    calls = EnvironmentCalls(env)
+    calls.make()
+    calls.close()
+
+
+class EnvironmentCalls:
+    """Call an environment as a run does: in a thread of its own, with the time limits of a run.
+
+    Args:
+        env: node `env` of a config.
+    """
+
+    def __init__(self, env: DictConfig) -> None:
+        self.place = f"env.target={env.target}"
+        self._env = env
+        self._timeout_s: float | None = env.get("timeout_s")
+        self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(1, timeout_s=self._timeout_s)
+        self._made: gymnasium.Env[Any, Any] | None = None
+
+    def call(self, what: str, function: Callable[[], T]) -> T:
+        """Return what a call of the environment returns.
+
+        Args:
+            what: the call, for messages; empty for one that names itself.
+            function: makes the call.
+
+        Raises:
+            ConfigError: it raised, ended the program or took too long.
+        """
+        try:
+            return self.attempt(what, function)
+        except ConfigError:
+            raise
+        except Exception as error:  # an environment may raise anything
+            text = in_one_line(error)
+            # the border names the environment, which the place has named
+            text = f"{what} raised: {text}" if what else text.removeprefix(f"{self._env.target} ")
+            raise ConfigError(f"{self.place}: {text}") from error
+
+    def attempt(self, what: str, function: Callable[[], T], *, factor: float = 1.0) -> T:
+        """Return what a call of the environment returns, or raise its own error.
+
+        Args:
+            what: as that of `call`.
+            function: makes the call.
+            factor: factor of the time limit.
+
+        Raises:
+            ConfigError: it ended the program or took too long.
+            Exception: its own error.
+        """
+        (outcome,) = self._workers.run([(0, function)], factor=factor)
+        named = f"{what}: " if what else ""
+        if isinstance(outcome, TimeLimitExceeded):
+            self._kill()
+            raise ConfigError(
+                f"{self.place}: {named}{outcome}; find out what it waits for, or raise env.timeout_s="
+                f"{self._timeout_s:g}"
+            ) from outcome
+        if isinstance(outcome, SystemExit):
+            raise ConfigError(
+                f"{self.place}: {named}its code ended the program (SystemExit: {outcome.code}); let it raise an error "
+                "that names the cause"
+            ) from outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+        result: T = outcome
+        return result
+
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """Make the environment.
+
+        Raises:
+            ConfigError: it does not exist or does not take its settings.
+        """
+        env, target = self._env, str(self._env.target)
+        process, memory_mb = bool(env.get("process")), env.get("memory_mb")
+        find = partial(environment_maker, target, process=process, memory_mb=memory_mb)
+        settings = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
+        assert isinstance(settings, dict)
+        kwargs = {str(name): value for name, value in settings.items()}
+        try:
+            make = self.attempt("its module", find, factor=CREATION_FACTOR)
+            made = self.attempt("its constructor", partial(make, **kwargs), factor=CREATION_FACTOR)
+        except ConfigError:
+            raise
+        except Exception as error:  # an environment's constructor may raise anything
+            raise ConfigError(_refusal(error, target=target)) from error
+        self._made = made
+        return made
+
+    def close(self) -> None:
+        """Close the environment; one that hangs or raises there is left alone."""
+        env, self._made = self._made, None
+        if env is not None:
+            with suppress(Exception):
+                self.attempt("close()", env.close)
+
+    def _kill(self) -> None:
+        """Give up an environment that hangs; its process can be ended."""
+        env, self._made = self._made, None
+        if isinstance(env, ProcessEnvironment):
+            env.kill()
+
+
+def _refusal(error: Exception, *, target: str) -> str:
+    """Return one line on an environment that cannot be made."""
+    place, text = f"env.target={target}", in_one_line(error)
+    if (package := _missing_package(error, target=target)) is not None:
+        return f"{place}: it needs the package {package!r}, which is not installed; install it with pip"
+    # the name of the environment is wrong
+    if isinstance(error, Error | ModuleNotFoundError):
+        return (
+            f"{place}: {text}; give a gymnasium id such as envs:ragen/FrozenLake-v0, or a class path such as "
+            "my_package.my_module.MyEnv"
+        )
+    if text.startswith(f"{place}: "):
+        return text
+    # an adapter names the extra that installs its library
+    if isinstance(error, ImportError):
+        return f"{place}: {text}"
+    cause = str(error).split(" was raised from the environment creator")[0]
+    return f"env.kwargs of {target}: {' '.join(cause.split()) or type(error).__name__}"
+
+
+def _missing_package(error: BaseException | None, *, target: str) -> str | None:
+    """Return the package that an import in the environment's code misses, None where its own module is missing."""
+    own = target.partition(":")[0] if "/" in target else target.rpartition(".")[0]
+    while error is not None:
+        if type(error) is ImportError:
+            return None
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            is_own = f"{own}.".startswith(f"{error.name}.")
+            return None if is_own else error.name.partition(".")[0]
+        error = error.__cause__
+    return None

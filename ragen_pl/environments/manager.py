@@ -1,0 +1,343 @@
+"""EnvironmentManager: owns environments, their seeds and the reward terms of a turn.
+
+Environments are given by class path or gymnasium id, never imported. The manager carries out several
+actions a turn, penalizes invalid responses and limits turns. Rules belong to the environment itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeAlias
+
+import gymnasium
+from annotated_types import Interval
+
+from ragen_pl.constraints import Count, NonNegative, checked
+from ragen_pl.environments.answers import AnswerReader
+from ragen_pl.environments.process import ProcessEnvironment, environment_maker
+from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, TurnResult
+from ragen_pl.environments.workers import EnvironmentWorkers, Outcome
+from ragen_pl.prompt_formats import PromptFormat, format_instructions
+from ragen_pl.prompts.parsing import ParsedResponse
+from ragen_pl.prompts.spatial_relations import judged_statements
+from ragen_pl.seeding import derive_seed
+from ragen_pl.trajectory import EpisodeStatus
+
+_MAX_REDRAWS = 200
+# the creation of an environment imports libraries and may start programs
+CREATION_FACTOR = 10.0
+# a longer wait is more than the system's clocks take
+Seconds: TypeAlias = Annotated[float, Interval(gt=0, le=1e6)]
+# of fewer, redraws take long
+HeldOutFraction: TypeAlias = Annotated[float, Interval(ge=0.05, le=0.5)]
+_InThread: TypeAlias = tuple[gymnasium.Env[Any, Any], int]
+
+
+class EnvironmentManager:
+    """Create, reset and step environments, many in one call.
+
+    Args:
+        target: gymnasium id (`ragen/FrozenLake-v0`) or class path (`my_package.my_module.MyEnv`).
+        kwargs: arguments of the environment.
+        max_turns: turns of an episode; the limit belongs to the task (`EpisodeStatus.TURN_LIMIT`).
+        max_actions_per_turn: number of actions carried out of one response.
+        format_penalty: amount taken from a turn whose response has no valid action.
+        invalid_ends: whether such a response ends the episode; otherwise the state stays as it is.
+        turn_limit_bootstraps: whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
+        prompt_format: required form of responses.
+        timeout_s: longest time of one reset or one turn in seconds; None for no limit. The creation of an environment
+            may take ten times as long.
+        workers: number of threads in which environments step; an environment stays in one of them. Several are faster
+            for environments that wait for other programs or compute outside Python.
+        process: whether each environment runs in a process of its own. One that hangs, crashes or leaks memory then
+            costs its own episode; a step costs a round trip more.
+        memory_mb: memory that such a process may allocate in MiB; None for no limit.
+        held_out: keys of initial states that a reset must not draw.
+        held_out_fraction: fraction of the states, by a hash of `state_key()`, that only validation sets begin in, so
+            that they and training keep the environment's distribution; None for no such fraction.
+        record_states: whether turns record the `state_key()` they begin in.
+        blank_images: whether images are replaced by gray ones, to measure what an agent does without them.
+    """
+
+    @checked
+    def __init__(
+        self,
+        *,
+        target: str,
+        kwargs: Mapping[str, object] | None = None,
+        max_turns: Count = 10,
+        max_actions_per_turn: Count = 1,
+        format_penalty: NonNegative = 0.05,
+        invalid_ends: bool = True,
+        turn_limit_bootstraps: bool = False,
+        prompt_format: PromptFormat = PromptFormat.FREE_THINK,
+        timeout_s: Seconds | None = 60.0,
+        workers: Count = 1,
+        process: bool = False,
+        memory_mb: Count | None = None,
+        held_out: Collection[str] = frozenset(),
+        held_out_fraction: HeldOutFraction | None = None,
+        record_states: bool = False,
+        blank_images: bool = False,
+    ) -> None:
+        if memory_mb is not None and not process:
+            raise ValueError(
+                f"env.memory_mb={memory_mb}: limits the process of an environment; set env.process=true"
+            )
+        self.target = target
+        self.kwargs = dict(kwargs or {})
+        self.max_turns = max_turns
+        self.max_actions_per_turn = max_actions_per_turn
+        self.format_penalty = format_penalty
+        self.invalid_ends = invalid_ends
+        self.turn_limit_bootstraps = turn_limit_bootstraps
+        self.prompt_format = PromptFormat(prompt_format)
+        self.timeout_s = timeout_s
+        self.held_out, self.held_out_fraction = held_out, held_out_fraction
+        self.resets = self.redraws = 0
+        """Number of episodes begun, and of initial states drawn anew since they are held out, or are not."""
+        self.record_states = record_states
+        self.answers = AnswerReader(target=target, blank_images=blank_images)
+        self._make = environment_maker(target, process=process, memory_mb=memory_mb)
+        self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)
+        # sound environments with their threads, and those of them that nobody plays
+        self._sound: list[_InThread] = []
+        self._idle: list[_InThread] = []
+        self._made = 0
+        # environments whose turn is under way, by the number of the turn
+        self._stepping: dict[int, EnvironmentSlot] = {}
+        weakref.finalize(self, _close_all, self._sound, self._workers)
+
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """Create an environment."""
+        return self._make(**self.kwargs)
+
+    def open(self, specs: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
+        """Return a slot at its first observation for each episode; a failed reset leaves its error there."""
+        self._stepping.clear()
+        slots = [
+            EnvironmentSlot(env=env, worker=worker, spec=spec)
+            for spec, (env, worker) in zip(specs, self._take(len(specs)), strict=True)
+        ]
+        outcomes = self._workers.run([(slot.worker, partial(self._reset, slot)) for slot in slots])
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                slot.fail(outcome)
+            else:
+                self.redraws += outcome
+        self.resets += len(slots)
+        return slots
+
+    def _take(self, count: int) -> list[_InThread]:
+        """Return idle or new environments with their threads."""
+        taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
+        workers = [self._made + number for number in range(count - len(taken))]
+        self._made += len(workers)
+        outcomes = self._workers.run(
+            [(worker, self.make) for worker in workers], factor=CREATION_FACTOR
+        )
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        made = [
+            (outcome, worker)
+            for worker, outcome in zip(workers, outcomes, strict=True)
+            if not isinstance(outcome, BaseException)
+        ]
+        self._sound += made
+        if errors:
+            self._idle += [*taken, *made]
+            raise errors[0]
+        return [*taken, *made]
+
+    def step(
+        self, slots: Sequence[EnvironmentSlot], responses: Sequence[ParsedResponse]
+    ) -> list[TurnResult]:
+        """Carry out one response in each environment and wait for all."""
+        numbers = self.start(slots, responses)
+        results: dict[int, TurnResult] = {}
+        while len(results) < len(numbers):
+            results.update(self.finished())
+        return [results[number] for number in numbers]
+
+    def start(
+        self, slots: Sequence[EnvironmentSlot], responses: Sequence[ParsedResponse]
+    ) -> list[int]:
+        """Start to carry out one response in each environment; return the numbers of these turns."""
+        pairs = zip(slots, responses, strict=True)
+        numbers = self._workers.submit(
+            [(slot.worker, partial(self._turn, slot, response)) for slot, response in pairs]
+        )
+        self._stepping.update(zip(numbers, slots, strict=True))
+        return numbers
+
+    def finished(self, *, wait_s: float | None = None) -> list[tuple[int, TurnResult]]:
+        """Return the turns that have ended since the last call, each with its number.
+
+        Args:
+            wait_s: Longest time to wait for the first one in seconds; None waits until there is one.
+        """
+        # those of a rollout that was interrupted are dropped
+        return [
+            (number, _turn_result(self._stepping.pop(number), outcome))
+            for number, outcome in self._workers.collect(wait_s=wait_s)
+            if number in self._stepping
+        ]
+
+    def close(self, slots: Sequence[EnvironmentSlot]) -> None:
+        """Take sound environments back for later episodes, and close the others for good.
+
+        Those whose turn is under way are closed too, after it.
+        """
+        stepping = {id(slot) for slot in self._stepping.values()}
+        for slot in slots:
+            if slot.error is None and id(slot) not in stepping:
+                self._idle.append((slot.env, slot.worker))
+            else:
+                self._discard(slot)
+
+    def _discard(self, slot: EnvironmentSlot) -> None:
+        self._sound[:] = [(env, worker) for env, worker in self._sound if env is not slot.env]
+        if isinstance(slot.env, ProcessEnvironment):
+            slot.env.kill()
+        # one that hangs keeps its thread, where alone it could be closed
+        elif not slot.hangs:
+            self._workers.submit([(slot.worker, slot.env.close)])
+
+    def state_keys(self, slots: Sequence[EnvironmentSlot]) -> list[str | None]:
+        """Return the `state_key()` of each slot's state. One that raises leaves its error in the slot."""
+        outcomes = self._workers.run([(slot.worker, slot.members.state_key) for slot in slots])
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                slot.fail(outcome)
+        return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
+
+    def instructions(self, slot: EnvironmentSlot) -> str:
+        """Return the rules of a slot's environment and those of the response's form."""
+        form = format_instructions(
+            self.prompt_format,
+            max_actions=self.max_actions_per_turn,
+            free_text=slot.action_names is None,
+        )
+        # one that failed may be dead, or hang and never answer
+        rules = slot.members.instructions if slot.error is None else ""
+        return f"{rules} {form}".strip()
+
+    def observe(self, slot: EnvironmentSlot, raw: object) -> None:
+        """Update a slot with an observation of its environment.
+
+        Raises:
+            TypeError: the observation is neither text nor text with images.
+        """
+        members = slot.members
+        slot.observation = self.answers.observation(raw)
+        slot.action_names = members.action_names
+        slot.state_description = members.describe()
+        if self.record_states:
+            slot.state_key = members.state_key()
+        if self.prompt_format.statements:
+            slot.relations = members.relations()
+
+    def _reset(self, slot: EnvironmentSlot) -> int:
+        """Begin an episode in a state that it may begin in; return how many others were drawn before."""
+        spec, members = slot.spec, slot.members
+        options = dict(spec.options) if spec.options else None
+        raw = self.answers.reset(slot.env.reset(seed=spec.seed, options=options))
+        slot.reward_range = members.reward_range
+        draw = 0
+        while self._is_barred(slot):
+            draw += 1
+            if draw > _MAX_REDRAWS:
+                found = "not held out" if spec.held_out else "held out"
+                raise RuntimeError(
+                    f"{_MAX_REDRAWS} initial states in a row are {found}; the environment is too small "
+                    "for its validation set"
+                )
+            seed = derive_seed(spec.seed, "redraw", draw)
+            raw = self.answers.reset(slot.env.reset(seed=seed, options=options))
+        slot.difficulty = members.difficulty()
+        self.observe(slot, raw)
+        return draw
+
+    def _is_barred(self, slot: EnvironmentSlot) -> bool:
+        """Return whether the slot's episode must not begin in its present state."""
+        fraction, wanted = self.held_out_fraction, slot.spec.held_out
+        if fraction is None or wanted is None:
+            return bool(self.held_out) and slot.members.state_key() in self.held_out
+        key = slot.members.state_key()
+        if key is None:
+            raise TypeError("has no state_key(); set env.held_out_fraction=null")
+        return is_held_out(key, fraction) != wanted
+
+    def _turn(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
+        slot.turn += 1
+        result, relations = TurnResult(), slot.relations
+        if not response.valid:
+            self._refuse(slot, result)
+        for action in response.actions:
+            self._act(slot, action, result)
+            if result.status is not None or not result.valid:
+                break
+        if response.valid and relations is not None:
+            result.statements = judged_statements(
+                response.statements,
+                {"before": relations, "after": slot.relations or []},
+                names=slot.members.relation_names,
+            )
+        if result.status is None and slot.turn >= self.max_turns:
+            result.status = (
+                EpisodeStatus.TRUNCATED if self.turn_limit_bootstraps else EpisodeStatus.TURN_LIMIT
+            )
+        return result
+
+    def _refuse(self, slot: EnvironmentSlot, result: TurnResult) -> None:
+        """Penalize an invalid response or action; it ends the episode if `invalid_ends` is set."""
+        result.valid = False
+        result.reward_terms["format"] = -self.format_penalty
+        result.observation = slot.observation
+        if self.invalid_ends and result.status is None:
+            result.status = EpisodeStatus.TERMINATED
+
+    def _act(self, slot: EnvironmentSlot, action: int | str, result: TurnResult) -> None:
+        """Carry out one action and add its outcome to the turn's result."""
+        longest = slot.members.max_action_length
+        if isinstance(action, str) and longest is not None and len(action) > longest:
+            self._refuse(slot, result)
+            return
+        step = self.answers.step(slot.env.step(action), reward_range=slot.reward_range)
+        terms = result.reward_terms
+        for name, value in step.reward_terms.items():
+            terms[name] = terms.get(name, 0.0) + value
+        result.actions.append(slot.action_text(action))
+        result.effective |= step.action_is_effective
+        result.success, result.info = step.success, step.info
+        self.observe(slot, step.raw)
+        result.observation = slot.observation
+        if step.terminated or step.truncated:
+            result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED
+        if not step.action_is_valid:
+            self._refuse(slot, result)
+
+
+def is_held_out(key: str, fraction: float) -> bool:
+    """Return whether a state belongs to the held-out fraction of all states, by a hash of its key."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8]) < fraction * 2**64
+
+
+def _turn_result(slot: EnvironmentSlot, outcome: Outcome[TurnResult]) -> TurnResult:
+    if isinstance(outcome, BaseException):
+        slot.fail(outcome)
+        return TurnResult(status=EpisodeStatus.FAILED, error=slot.error)
+    return outcome
+
+
+def _close_all(environments: Sequence[_InThread], workers: EnvironmentWorkers[Any]) -> None:
+    """Close environments in their threads. The main thread waits for them; their own threads must not."""
+    jobs = [(worker, env.close) for env, worker in environments]
+    if threading.current_thread() is threading.main_thread():
+        workers.run(jobs)
+    else:
+        workers.submit(jobs)

@@ -1,0 +1,114 @@
+"""An episode to play, the environment that plays it, and what a turn there gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+
+from ragen_pl.environments.members import EnvironmentMembers
+from ragen_pl.environments.workers import TimeLimitExceeded
+from ragen_pl.trajectory import EpisodeStatus, Observation, Relation, Statement
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeSpec:
+    """Episode to play. Members of a group share a seed and so an initial state.
+
+    Attributes:
+        group: index of the group.
+        member: index in the group.
+        seed: seed of the environment's reset.
+        options: options of the reset.
+        held_out: whether it begins in a state of the held-out fraction (`EnvironmentManager`); None for any state.
+    """
+
+    group: int
+    member: int
+    seed: int
+    options: Mapping[str, object] | None = None
+    held_out: bool | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class TurnResult:
+    """Outcome of a turn's actions.
+
+    Attributes:
+        observation: what the environment shows next.
+        reward_terms: terms `environment` and `format`; a named part of the environment's reward is
+            `environment/<name>`.
+        statements: statements of the response, with the true relations.
+        valid: whether the environment took every action as valid.
+        status: how the episode ended; None while it runs.
+        success: whether the task is solved.
+        effective: whether an action changed the environment.
+        actions: names or texts of the actions carried out.
+        info: what the last step returned in addition to the observation.
+        error: the environment's error.
+    """
+
+    observation: Observation | None = None
+    reward_terms: dict[str, float] = field(default_factory=dict)
+    statements: list[Statement] = field(default_factory=list)
+    valid: bool = True
+    status: EpisodeStatus | None = None
+    success: bool = False
+    effective: bool = False
+    actions: list[str] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class EnvironmentSlot:
+    """One running environment with the present state of its episode.
+
+    Attributes:
+        env: the environment.
+        worker: number of its thread.
+        spec: the episode.
+        observation: the latest observation.
+        action_names: name of each action, by index; None where actions are free text.
+        state_key: key of the present state, where it is recorded.
+        state_description: the environment's description of the present state.
+        relations: positions of things, in formats that ask for statements.
+        reward_range: lowest and highest reward of a step, where they are declared.
+        difficulty: difficulty of the initial state.
+        turn: number of turns played.
+        error: the environment's error; a slot with an error is not used again.
+        hangs: whether that was the time limit.
+    """
+
+    env: gymnasium.Env[Any, Any]
+    spec: EpisodeSpec
+    worker: int = 0
+    observation: Observation | None = None
+    action_names: Sequence[str] | None = ()
+    state_key: str | None = None
+    state_description: str | None = None
+    relations: list[Relation] | None = None
+    reward_range: tuple[float, float] | None = None
+    difficulty: int | None = None
+    turn: int = 0
+    error: str | None = None
+    hangs: bool = False
+
+    def action_text(self, action: int | str) -> str:
+        """Return the name of an action, or the text of a free one."""
+        if isinstance(action, str):
+            return action
+        assert self.action_names is not None
+        return self.action_names[action]
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error of a reset or a turn."""
+        self.error = f"{type(error).__name__}: {error}"
+        self.hangs = isinstance(error, TimeLimitExceeded)
+
+    @property
+    def members(self) -> EnvironmentMembers:
+        """Members of the environment beyond gymnasium's interface."""
+        return EnvironmentMembers(self.env)

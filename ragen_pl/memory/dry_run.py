@@ -1,0 +1,381 @@
+"""Count what a run allocates by running it on a model without data (`ragen_pl.memory.abstract`).
+
+Forward, loss, backward and optimizer step are the run's own code, so microbatches, checkpointing, chunks of the head,
+adapters, master weights and precision count as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import get_object
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ragen_pl.algorithms.kl import KLEstimator
+from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.engines.in_process.engine import DROP_BELOW, TransformersEngine
+from ragen_pl.memory.abstract import FakeMode, abstract_pretrained, without_data
+from ragen_pl.memory.live_memory import LiveMemory
+from ragen_pl.memory.workload import Workload
+from ragen_pl.models.build import load_pretrained
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.images import HELD_BYTES
+from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.modules.agent import AgentModule
+from ragen_pl.optimizers import MasterWeights, OptimizerFactory
+from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
+
+MOST_ROWS = 16
+"""Samples of a microbatch that are run; more are reckoned from fewer."""
+# the engine's log-probs and probabilities of a token, and their sums in float64
+_SAMPLING_BYTES = 4 + 4 + 8
+
+
+def is_pretrained(cfg: DictConfig) -> bool:
+    """Return whether the run's model is loaded, and not built from its config."""
+    return get_object(cfg.model.build._target_) is load_pretrained
+
+
+def abstract_bundle(cfg: DictConfig) -> ModelBundle:
+    """Return the run's model on the meta device.
+
+    Raises:
+        UnknownSizesError: The sizes of the model are known to the hub only.
+    """
+    if is_pretrained(cfg):
+        return abstract_pretrained(plain(cfg.model))
+    with torch.device("meta"):
+        return build_bundle(cfg)
+
+
+def abstract_agent(cfg: DictConfig) -> AgentModule:
+    """Return the run's agent with weights without data, attached to a Trainer that does not run.
+
+    Raises:
+        UnknownSizesError: The sizes of the model are known to the hub only.
+    """
+    bundle = abstract_bundle(cfg)
+    with torch.device("meta"):
+        critic = build_critic(cfg, bundle, build=abstract_bundle)
+    agent = assemble_agent(cfg, build_policy(cfg, bundle), critic)
+    agent.trainer = pl.Trainer(
+        accelerator="cpu",
+        precision=cfg.trainer.precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    agent.store_reference()
+    without_data(agent, FakeMode())
+    return agent
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; those that share storage count once."""
+    # held while they are counted: another tensor could get the id of one that is gone
+    held = list(tensors)
+    return sum({id(tensor): tensor.nbytes for tensor in held}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class CountedUpdate:
+    """Bytes of an optimizer step."""
+
+    peak: Counter[str]
+    """By kind, at the peak of forward and backward pass: `activations`, `head` and `gradients`."""
+    gradients: int
+    """After the backward pass."""
+    state: int
+    """What the optimizer keeps."""
+    step: int
+    """What the step itself makes and frees."""
+
+
+def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = False) -> CountedUpdate:
+    """Run one optimizer step on a microbatch and count; where a step adds up several, gradients are already there.
+
+    Args:
+        agent: Agent without data.
+        workload: Sizes.
+        foreach: Whether the optimizer works on lists of tensors, as torch's do on a GPU by default.
+    """
+    trained = [weight for weight in agent.parameters() if weight.requires_grad]
+    live = LiveMemory(vocabulary=vocabulary_of(agent), weights=[weight.shape for weight in trained])
+    agent.train()
+    with live:
+        optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
+    copies = live.now.total()
+    # the peak grows evenly with the rows; masks of images hold data, so not all rows are run
+    rows = [workload.rows] if workload.rows <= MOST_ROWS else [MOST_ROWS // 2, MOST_ROWS]
+    peaks = [_count_passes(agent, live, replace(workload, rows=number)) for number in rows]
+    peak = _at_rows(workload.rows, rows, peaks) - Counter(activations=copies)
+    gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
+    with live:
+        if foreach:
+            _use_lists(optimizer)
+        state, step = _count_step(agent, optimizer, live)
+    return CountedUpdate(peak, gradients, copies + state, step)
+
+
+def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> Counter[str]:
+    """Run forward and backward pass and return what they need at their peak; leaves the gradients."""
+    trained = [weight for weight in agent.parameters() if weight.requires_grad]
+    batch = minibatch_of(agent, workload)
+    for weight in trained:
+        weight.grad = None
+        if workload.accumulates:
+            # of an earlier microbatch
+            weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    live.reset_peak()
+    with live:
+        with agent.trainer.precision_plugin.forward_context():
+            loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
+        loss.backward()
+        del loss
+        kept = _drop_unused(trained) if workload.accumulates else 0
+        return live.peak + Counter(gradients=kept)
+
+
+def _at_rows(rows: int, counted: Sequence[int], peaks: Sequence[Counter[str]]) -> Counter[str]:
+    """Return the peak of this number of rows from those of one or two smaller numbers, on a line."""
+    if len(peaks) == 1:
+        return peaks[0]
+    (fewer, more), (low, high) = counted, peaks
+    steps = (rows - more) / (more - fewer)
+    kinds = {kind: high[kind] + steps * (high[kind] - low[kind]) for kind in high | low}
+    # with more rows the peak may be at another moment, when a kind is freed: the total counts
+    positive = {kind: max(0.0, size) for kind, size in kinds.items()}
+    scale = sum(kinds.values()) / sum(positive.values())
+    return Counter({kind: round(scale * size) for kind, size in positive.items()})
+
+
+def _drop_unused(trained: Iterable[nn.Parameter]) -> int:
+    """Remove earlier gradients that nothing was added to; return the bytes of the others."""
+    size = 0
+    for weight in trained:
+        if weight.grad is not None and not weight.grad._version:
+            weight.grad = None
+        elif weight.grad is not None:
+            size += weight.grad.nbytes
+    return size
+
+
+def _count_step(agent: AgentModule, optimizer: Any, live: LiveMemory) -> tuple[int, int]:
+    """Return the bytes that an optimizer's first step keeps, and those that it frees."""
+    before = live.now.total()
+    live.reset_peak()
+    try:
+        optimizer.step()
+    except Exception:  # kernels of 8-bit optimizers need data
+        trained = sum(weight.numel() for weight in agent.parameters() if weight.requires_grad)
+        return int(trained * _state_bytes(agent.optimizer_factory)), 0
+    return live.now.total() - before, live.peak.total() - live.now.total()
+
+
+def _state_bytes(optimizer: OptimizerFactory) -> float:
+    """Return the bytes of an optimizer's state for each weight, measured on a few."""
+    weight = nn.Parameter(torch.zeros(512, 512))
+    weight.grad = torch.zeros_like(weight)
+    stepped = optimizer([weight])
+    stepped.step()
+    state = [leaf for leaf in tree_leaves(dict(stepped.state[weight])) if isinstance(leaf, Tensor)]
+    return size_of(state) / weight.numel()
+
+
+def _use_lists(optimizer: Any) -> None:
+    """Let torch's optimizers work on lists of tensors where they choose by the device."""
+    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    for group in inner.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRollout:
+    """Bytes of the in-process engine.
+
+    Attributes:
+        per_position: What a forward pass without gradients makes and frees, for each position.
+        prefill: The same of the largest forward pass over prompts.
+        cache: Keys and values, with room for the longest conversation of each episode. When responses end, the others
+            are copied, which takes their share once more.
+        sampling: Logits and what is made of them.
+        images: Features of the images.
+    """
+
+    per_position: float = 0.0
+    prefill: int = 0
+    cache: int = 0
+    sampling: int = 0
+    images: int = 0
+
+
+def count_rollout(
+    agent: AgentModule, workload: Workload, *, in_place: bool = True
+) -> CountedRollout:
+    """Run a part of the engine's first prefill and count.
+
+    Args:
+        agent: Agent without data.
+        workload: Sizes.
+        in_place: Whether the engine runs the agent's own model; otherwise a forward pass alone is counted.
+    """
+    agent.eval()
+    if not in_place:
+        return CountedRollout(
+            per_position=_count_prefill(agent, workload, rows=1) / workload.prompt
+        )
+    engine = agent.rollout_engine()
+    assert isinstance(engine, TransformersEngine)
+    bundle, slots = agent.policy.bundle, workload.prompt + workload.response
+    episodes = workload.episodes
+    session = engine.session_bytes(slots)
+    if engine.cache_bytes is not None:
+        episodes = max(1, min(episodes, engine.cache_bytes // session))
+    rows = max(1, min(episodes, engine.prefill_tokens // workload.prompt))
+    prefill = _count_prefill(agent, workload, rows=rows)
+    of_images = sum(bundle.num_image_tokens(image) for image in workload.images)
+    return CountedRollout(
+        per_position=prefill / (rows * workload.prompt),
+        prefill=prefill,
+        cache=int((1 + DROP_BELOW) * episodes * session),
+        sampling=episodes * vocabulary_of(agent) * _SAMPLING_BYTES,
+        images=episodes * of_images * bundle.hidden_size * bundle.model.dtype.itemsize,
+    )
+
+
+def _count_prefill(agent: AgentModule, workload: Workload, *, rows: int) -> int:
+    """Return the bytes that a forward pass over prompts makes."""
+    bundle = agent.policy.bundle
+    live, ids = LiveMemory(), torch.full((rows, workload.prompt), bundle.pad_token_id)
+    with live, torch.inference_mode(), agent.trainer.precision_plugin.forward_context():
+        run_decoder(bundle, DecoderInputs(ids=ids))
+    return live.peak.total()
+
+
+@dataclass(frozen=True, slots=True)
+class CountedEncoder:
+    """Bytes of the image encoder without gradients.
+
+    Attributes:
+        fixed: What a call makes, whatever the number of its images.
+        image: What it makes for each.
+        most: Images of a call.
+        features: Features of an image.
+        frozen: Whether features are held for the whole run.
+    """
+
+    fixed: int = 0
+    image: int = 0
+    most: int = 1
+    features: int = 0
+    frozen: bool = False
+
+    def computed(self, images: int) -> int:
+        """Return the bytes of encoding images, call after call."""
+        in_call = min(images, self.most)
+        return self.fixed + in_call * self.image + (images - in_call) * self.features
+
+    def held(self, images: int, *, iterations: int | None) -> int:
+        """Return the bytes of the features that a frozen encoder holds in the end.
+
+        Args:
+            images: Images of an iteration.
+            iterations: `trainer.max_epochs`; None and -1 are no limit.
+        """
+        if not self.frozen:
+            return 0
+        if iterations is None or iterations < 0:
+            return HELD_BYTES
+        return min(HELD_BYTES, images * iterations * self.features)
+
+
+def count_encoder(agent: AgentModule, workload: Workload) -> CountedEncoder:
+    """Encode one and two images of the run and count."""
+    bundle, peaks = agent.policy.bundle, []
+    if not workload.images:
+        return CountedEncoder()
+    agent.eval()
+    encoder, image = bundle.images, workload.images[0]
+    assert encoder is not None
+    for count in (1, 2):
+        live = LiveMemory()
+        with live, torch.no_grad(), agent.trainer.precision_plugin.forward_context():
+            features = encoder.encode_together([image] * count)
+        peaks.append(live.peak.total())
+        size = sum(tensor.nbytes for tensor in (features.tokens, *features.deepstack)) // count
+    one, two = peaks
+    return CountedEncoder(
+        fixed=max(0, 2 * one - two),
+        image=two - one,
+        most=encoder.images_per_call(image),
+        features=size,
+    )
+
+
+def vocabulary_of(agent: AgentModule) -> int:
+    """Return the number of rows of the policy's language-model head."""
+    return int(agent.policy.model.get_output_embeddings().weight.shape[0])
+
+
+def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
+    """Return a microbatch of the update, with the divergence's reference if the loss needs one."""
+    samples = samples_of(agent.policy.bundle, workload, rows=workload.rows)
+    tokens, reference = workload.rows * workload.sampled, None
+    kl = agent.loss.kl
+    if kl is not None and kl.coefficient:
+        full = kl.estimator is KLEstimator.FULL
+        reference = (
+            torch.zeros(tokens, agent.policy.bundle.hidden_size) if full else torch.zeros(tokens)
+        )
+    count = torch.tensor(float(tokens))
+    return Minibatch(
+        samples=samples,
+        images=images_of(workload, rows=workload.rows),
+        reference=reference,
+        entropy=0.0,
+        loss_tokens=count,
+        value_tokens=count,
+        kl_tokens=count,
+        sequences=torch.tensor(float(workload.rows)),
+        episodes=torch.tensor(float(workload.rows)),
+        episode_tokens=samples.loss_weight.sum(1),
+        microbatches=[torch.arange(workload.rows)],
+        ends_step=True,
+        scale=1.0,
+    )
+
+
+def samples_of(bundle: ModelBundle, workload: Workload, *, rows: int) -> Samples:
+    """Return samples of the workload's length. Images come first, and the last tokens were sampled."""
+    shape = (rows, workload.length)
+    ids = torch.full(shape, bundle.pad_token_id)
+    if workload.images:
+        assert bundle.image_token_id is not None
+        start = 0
+        for image in workload.images:
+            # with text between them: positions of several axes tell images apart by it
+            ids[:, start : start + bundle.num_image_tokens(image)] = bundle.image_token_id
+            start += bundle.num_image_tokens(image) + 1
+    sampled = torch.zeros(shape, dtype=torch.bool)
+    sampled[:, -workload.sampled :] = True
+    return Samples.of_one_turn(
+        ids,
+        sampled,
+        length=torch.full((rows,), workload.length),
+        image_index=torch.arange(rows * len(workload.images)).view(rows, -1),
+    )
+
+
+def images_of(workload: Workload, *, rows: int) -> list[Tensor]:
+    """Return the images of this number of samples."""
+    return [torch.from_numpy(image) for image in workload.images] * rows

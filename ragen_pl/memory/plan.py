@@ -1,0 +1,387 @@
+"""Memory that a run needs on each device, planned from its config before a model is loaded.
+
+What an update allocates is counted by a run without data (`ragen_pl.memory.dry_run`). The rest is arithmetic. Not
+planned are the device's context and libraries, an allocator's fragmentation, and what a kernel needs inside itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from hydra.utils import get_object
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
+
+from ragen_pl.config.errors import config_errors
+from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
+from ragen_pl.engines.vllm.engine import VLLMEngine
+from ragen_pl.machine import free_host_memory, gpu_memory
+from ragen_pl.memory.abstract import FakeKernels, config_without_hub
+from ragen_pl.memory.dry_run import (
+    CountedEncoder,
+    CountedRollout,
+    CountedUpdate,
+    abstract_agent,
+    count_encoder,
+    count_rollout,
+    count_update,
+    is_pretrained,
+    size_of,
+)
+from ragen_pl.memory.workload import Workload, rows_at_once, workload_of
+from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.forward import SHARED_BYTES
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.run.build import choose_accelerator, plain
+from ragen_pl.run.start_check import engine_is_in_place
+
+Count = TypeVar("Count")
+# of the process that asks for a GPU's memory
+_CONTEXT_BYTES = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes at the peak of a phase of an iteration, by part."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device, and the bytes of it that a run may use.
+
+    Attributes:
+        name: Name.
+        size: Bytes that a run may use while no other process uses any.
+        in_use: Bytes that other processes have in use now.
+        index: Number of a GPU.
+    """
+
+    name: str
+    size: int
+    in_use: int = 0
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of a run on each of its devices.
+
+    Attributes:
+        phases: Phases of an iteration.
+        workload: What is computed at once.
+        parameters: Number of the policy's parameters.
+        trained: Number of those that are trained.
+        ranks: Number of devices.
+        device: One of the devices; None if its memory is unknown.
+    """
+
+    phases: tuple[Phase, ...]
+    workload: Workload
+    parameters: int
+    trained: int
+    ranks: int
+    device: Device | None
+    checkpoint: int
+    """Bytes of a checkpoint at the end of an iteration: trained weights, and the optimizer's state."""
+
+    @property
+    def highest(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has what the run needs. True if its memory is unknown."""
+        return self.device is None or self.highest.total <= self.device.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """Number of devices that share the state of training, by a strategy.
+
+    The stages 1 to 3 of ZeRO shard the optimizer's state, the gradients and the weights, each what the one before does
+    too (Rajbhandari et al., 2020, arXiv 1910.02054). FSDP is stage 3. DDP copies gradients into buckets that are
+    averaged (Li et al., 2020, arXiv 2006.15704).
+    """
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    buckets: bool = False
+
+    @classmethod
+    def of(cls, strategy: object, *, ranks: int) -> Sharding:
+        """Return the sharding of `trainer.strategy` on this number of devices."""
+        if ranks == 1:
+            return cls()
+        name = strategy_name(strategy)
+        if is_fsdp2(strategy) or "stage_3" in name:
+            return cls(weights=ranks, gradients=ranks, optimizer=ranks)
+        if "deepspeed" in name and "stage_1" not in name:
+            return cls(gradients=ranks, optimizer=ranks)
+        return cls(optimizer=ranks) if "stage_1" in name else cls(buckets=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Settings that a count does not read, and sizes of a workload that it reads besides its images."""
+
+    ignored: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+
+
+# numbers of episodes, samples and tokens reach a count by the workload
+_IGNORED = (
+    "memory",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
+    "update.tokens_per_forward",
+    "update.tokens_per_microbatch",
+    "rollout.num_envs",
+)
+_READS = {
+    "update": _Reads((*_IGNORED, "rollout"), ("rows", "length", "sampled", "accumulates")),
+    "rollout": _Reads((*_IGNORED, "update", "optimizer"), ("episodes", "prompt", "response")),
+    "encoder": _Reads((*_IGNORED, "rollout", "update", "optimizer")),
+}
+
+
+class Counts:
+    """Results of runs without data, which plans of almost equal runs share."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def get(self, name: str, cfg: DictConfig, work: Workload, count: Callable[[], Count]) -> Count:
+        """Return a count, made once for all runs that do not differ in what it reads.
+
+        Args:
+            name: Name of the count in `_READS`.
+            cfg: Config of the run.
+            work: Sizes of the run.
+            count: Makes the count.
+        """
+        read = OmegaConf.create(plain(cfg))
+        for key in _READS[name].ignored:
+            node, _, last = key.rpartition(".")
+            (OmegaConf.select(read, node) if node else read).pop(last, None)
+        sizes = [getattr(work, size) for size in _READS[name].sizes]
+        key = repr((name, plain(read), sizes, [image.shape for image in work.images]))
+        if key not in self._made:
+            self._made[key] = count()
+        return cast("Count", self._made[key])
+
+
+def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
+    """Plan the memory of a run.
+
+    Args:
+        cfg: Config of the run.
+        counts: Counts of earlier plans, to which those of this one are added.
+
+    Raises:
+        UnknownSizesError: The sizes of the model are known to the hub only.
+        ConfigError: The model, the algorithm or the environment cannot be built.
+    """
+    if is_pretrained(cfg):
+        config_without_hub(plain(cfg.model))
+    counts = Counts() if counts is None else counts
+    on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
+    in_place = engine_is_in_place(cfg)
+    with torch.random.fork_rng(devices=[]), config_errors("model, algorithm or environment"):
+        # the warm start trains the encoder
+        trained = OmegaConf.merge(cfg, {"update": {"freeze_vision": False}})
+        agent = abstract_agent(cast("DictConfig", trained) if cfg.warm_start.enabled else cfg)
+        with FakeKernels(), warnings.catch_warnings():
+            # PyTorch looks at the gradient of each tensor that becomes a fake one
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
+            workload = workload_of(cfg, agent.policy.bundle)
+            update = counts.get(
+                "update", cfg, workload, lambda: count_update(agent, workload, foreach=on_gpu)
+            )
+            if cfg["update"].freeze_vision:
+                agent.policy.freeze_vision()
+            rollout = counts.get(
+                "rollout", cfg, workload, lambda: count_rollout(agent, workload, in_place=in_place)
+            )
+            encoder = counts.get("encoder", cfg, workload, lambda: count_encoder(agent, workload))
+            # no part of the count: plans with and without it share that
+            images = agent.policy.bundle.images
+            encoder = replace(encoder, frozen=images is not None and images.frozen)
+    weights = list(agent.policy.parameters())
+    return MemoryPlan(
+        phases=plan_phases(cfg, agent, workload, update, rollout, encoder),
+        workload=workload,
+        parameters=sum(weight.numel() for weight in weights),
+        trained=sum(weight.numel() for weight in weights if weight.requires_grad),
+        ranks=ranks_asked_for(cfg),
+        device=device_of(cfg),
+        checkpoint=size_of(weight for weight in agent.parameters() if weight.requires_grad)
+        + update.state,
+    )
+
+
+def plan_phases(
+    cfg: DictConfig,
+    agent: AgentModule,
+    workload: Workload,
+    update: CountedUpdate,
+    rollout: CountedRollout,
+    encoder: CountedEncoder,
+) -> tuple[Phase, ...]:
+    """Put together what a run holds and what each of its phases adds."""
+    sharding = Sharding.of(cfg.trainer.strategy, ranks=ranks_asked_for(cfg))
+    own = _tensors([agent.policy, *([] if agent.critic is None else [agent.critic])])
+    copies = _tensors([agent.reference] if isinstance(agent.reference, nn.Module) else [])
+    weights = size_of(own)
+    held = {
+        "weights": weights // sharding.weights,
+        "reference": size_of([*own, *copies]) - weights,
+        "optimizer state": update.state // sharding.optimizer,
+        "held images": encoder.held(workload.all_images, iterations=cfg.trainer.max_epochs),
+    }
+    gradients = update.gradients // sharding.gradients
+    gradients += update.gradients if sharding.buckets else 0
+    in_rollout, in_call, in_backward = {}, {}, 0
+    if sharding.weights > 1:
+        held["reference"] = _sharded_reference(agent, ranks=sharding.weights)
+        in_rollout = {"gathered weights": size_of(_tensors([agent.policy]))}
+        in_call = {"gathered weights": _gathered_in_call(agent, layers=2)}
+        in_backward = _gathered_in_call(agent, layers=1, trained=True)
+    positions = workload.samples * workload.length
+    scored = max(workload.length, min(agent.tokens_per_forward, positions))
+    # images are encoded before the decoder runs
+    shared = workload.all_images * encoder.features <= SHARED_BYTES
+    scored_images = scored // workload.length * len(workload.images)
+    encoded = workload.all_images if shared else scored_images
+    played_images = encoder.computed(workload.episodes * workload.new_images)
+    peak = dict(update.peak)
+    if encoder.frozen:
+        in_update = encoder.computed(workload.rows * len(workload.images))
+        peak["activations"] = max(update.peak["activations"], in_update)
+    peak["gradients"] = update.peak["gradients"] * gradients // max(1, update.gradients)
+    peak["gradients"] += in_backward
+    peak |= in_call
+    played = {
+        "activations": max(rollout.prefill, played_images),
+        "keys and values": rollout.cache,
+        "head": rollout.sampling,
+        "images": rollout.images,
+    }
+    prepared = {
+        "activations": max(int(rollout.per_position * scored), encoder.computed(encoded)),
+        "head": peak.get("head", 0),
+        "images": encoded * encoder.features,
+    }
+    stepped = {"gradients": gradients, "step": update.step // sharding.optimizer}
+    copied, slept = _in_vllm(cfg, agent)
+    phases = [
+        Phase("rollout", held | in_rollout | played | copied),
+        Phase("preparation", held | in_call | prepared | slept),
+        Phase("update", held | peak | slept),
+        Phase("optimizer step", held | stepped | slept),
+    ]
+    if cfg.warm_start.enabled:
+        rows = rows_at_once(cfg, cfg.warm_start.batch_size, workload.length)
+        share = rows / workload.rows
+        shown = peak | {"activations": int(peak["activations"] * share)}
+        # there is no reference yet
+        phases.insert(0, Phase("warm start", held | {"reference": 0} | shown))
+    return tuple(phases)
+
+
+def _in_vllm(cfg: DictConfig, agent: AgentModule) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what an engine on vLLM in this process takes during a rollout, and what in other phases."""
+    if get_object(cfg.rollout.engine._target_) is not VLLMEngine:
+        return {}, {}
+    device, on_gpu = device_of(cfg), choose_accelerator(cfg.trainer.accelerator) != "cpu"
+    name, policy = cfg.rollout.engine.dtype, list(agent.policy.parameters())
+    weights = size_of(policy)
+    if name != "auto":
+        weights = weights * getattr(torch, name).itemsize // agent.policy.model.dtype.itemsize
+    taken = VLLMEngine.planned_bytes(
+        cfg.rollout.engine,
+        weights=weights,
+        device=None if device is None else device.size,
+        on_gpu=on_gpu,
+    )
+    # a CPU's memory is not given back by vLLM's sleep mode
+    return {"vLLM": taken}, {} if on_gpu else {"vLLM": taken}
+
+
+def _sharded_reference(agent: AgentModule, *, ranks: int) -> int:
+    """Return the bytes of a sharded reference, which shares no weights; the head is whole for a full divergence."""
+    if not isinstance(agent.reference, PolicyModule):
+        return 0
+    size, whole = size_of(_tensors([agent.reference])), 0
+    if agent.reads_reference_head:
+        whole = size_of(agent.reference.model.get_output_embeddings().parameters())
+    return (size - whole) // ranks + whole
+
+
+def _gathered_in_call(agent: AgentModule, *, layers: int, trained: bool = False) -> int:
+    """Return the bytes that FSDP2 gathers at once: all but the layers, and some of these.
+
+    Args:
+        agent: Agent.
+        layers: Number of layers that are gathered at once.
+        trained: Whether to count weights with a gradient only.
+    """
+    bundles = [agent.policy.bundle]
+    if agent.critic is not None and agent.critic.backbone is not None:
+        bundles.append(agent.critic.backbone)
+
+    def size(module: nn.Module) -> int:
+        return size_of(
+            weight for weight in module.parameters() if weight.requires_grad or not trained
+        )
+
+    outside = sum(
+        size(bundle.model) - sum(size(layer) for layer in bundle.layers) for bundle in bundles
+    )
+    largest = max(size(layer) for bundle in bundles for layer in bundle.layers)
+    return outside + layers * largest
+
+
+def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return modules' weights and buffers."""
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def device_of(cfg: DictConfig) -> Device | None:
+    """Return the memory of a device: `memory.device_gb`, that of the run's GPUs, or what the machine has free."""
+    if cfg.memory.device_gb is not None:
+        return Device(f"a device of {cfg.memory.device_gb:g} GB", int(cfg.memory.device_gb * 1e9))
+    if choose_accelerator(cfg.trainer.accelerator) != "cpu":
+        gpus = gpu_memory(_own_gpus(cfg.trainer.devices))
+        if not gpus:
+            return None
+        gpu = min(gpus, key=lambda gpu: gpu.free)
+        in_use = gpu.total - gpu.free
+        return Device(gpu.name, gpu.total, in_use if in_use > _CONTEXT_BYTES else 0, gpu.index)
+    free_on_host = free_host_memory()
+    if free_on_host is None:
+        return None
+    # processes on CPUs share the machine
+    return Device("this machine", free_on_host // ranks_asked_for(cfg))
+
+
+def _own_gpus(devices: object) -> list[int]:
+    """Return the numbers of the GPUs that a run uses on this machine, as Lightning chooses them; none for all."""
+    visible = torch.cuda.device_count()
+    if isinstance(devices, ListConfig):
+        return [index for index in devices if index < visible]
+    return list(range(min(devices, visible))) if isinstance(devices, int) and devices > 0 else []

@@ -1,0 +1,1 @@
+"""Play an environment in the terminal, as a person or with a policy."""

@@ -1,0 +1,213 @@
+"""`ragen_pl.play` from its config: which responder plays, what is shown, what is saved. Imported late."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.data.validation import HELD_OUT, initial_state_seed
+from ragen_pl.environments.manager import EnvironmentSlot, EpisodeSpec
+from ragen_pl.playing.film import save_episode
+from ragen_pl.playing.terminal import Screen
+from ragen_pl.prompt_formats import format_response
+from ragen_pl.prompts.conversation import TextContext
+from ragen_pl.rollout.endpoint import EndpointResponder
+from ragen_pl.rollout.proxy import AgentProxy, OnTurn
+from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, TextResponder
+from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.run.build import (
+    build_endpoint,
+    build_engine,
+    build_environments,
+    build_proxy,
+    device_named,
+    plain,
+)
+from ragen_pl.trajectory import Trajectory
+
+_STOP = ("q", "quit", "exit")
+_SEPARATOR = "||"
+
+
+@dataclass(kw_only=True, slots=True)
+class HumanResponder(TextResponder):
+    """A person at the keyboard.
+
+    Attributes:
+        screen: shows the state and reads the answers.
+        max_actions: number of actions accepted in one turn.
+    """
+
+    screen: Screen
+    max_actions: int = 1
+
+    def respond(self, episode: Episode) -> str | None:
+        """Ask for the actions of the present turn; None once the person stops."""
+        actions = ask(episode.slot, screen=self.screen, max_actions=self.max_actions)
+        if actions is None:
+            return None
+        answer = f" {_SEPARATOR} ".join(map(episode.slot.action_text, actions))
+        return format_response(episode.prompt_format, answer, blocks={})
+
+
+def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
+    """Play an episode, show it and save it.
+
+    Raises:
+        ConfigError: the policy or the environment cannot play.
+    """
+    console = console or Console()
+    screen = Screen(console, width=cfg.width)
+    seed = initial_state_seed(HELD_OUT, cfg.episode)
+    spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed, held_out=True)
+    try:
+        players = {"agent": _play_agent, "endpoint": _play_endpoint}
+        trajectory = players.get(cfg.policy, _play)(cfg, spec, screen)
+        if trajectory.error is not None and not trajectory.turns:
+            raise RuntimeError(trajectory.error)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        if cfg.debug:
+            raise
+        raise ConfigError(f"policy={cfg.policy} cannot play {cfg.env.name}: {error}") from error
+    screen.end(trajectory)
+    if cfg.save is not None and trajectory.turns:
+        path = save_episode(trajectory, Path(cfg.save).expanduser())
+        console.print(f"saved    {path.absolute()}", soft_wrap=True, highlight=False, markup=False)
+    return trajectory
+
+
+def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
+    """Play without a model: a person, or one of the config's scripted policies."""
+    environments = build_environments(cfg)
+    proxy = AgentProxy(
+        environments=environments, context=TextContext(), max_response_tokens=sys.maxsize
+    )
+    responder: Responder
+    is_human = cfg.policy == "human"
+    if is_human:
+        responder = HumanResponder(screen=screen, max_actions=environments.max_actions_per_turn)
+    else:
+        responder = ScriptedResponder(policy=instantiate(cfg.validation.baselines[cfg.policy]))
+    (trajectory,) = proxy.rollout(
+        responder,
+        [spec],
+        seed_key=(cfg.seed, "play", str(cfg.policy)),
+        on_turn=show_turns(screen, delay=cfg.delay, state_is_shown=is_human),
+    )
+    return trajectory
+
+
+def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
+    """Play with a trained model, which samples as in an evaluation."""
+    from ragen_pl.prompts.context import ContextManager
+    from ragen_pl.run.weights import load_bundle
+
+    bundle = load_bundle(cfg).to(device_named(cfg.device))
+    context = ContextManager(bundle, **plain(cfg.context))
+    proxy = build_proxy(cfg, environments=build_environments(cfg), context=context)
+    with closing(build_engine(cfg, bundle)) as engine:
+        engine.load_weights(0)
+        (trajectory,) = proxy.rollout(
+            EngineResponder(engine=engine, context=context, greedy=cfg.greedy),
+            [spec],
+            seed_key=("evaluate", cfg.seed),
+            on_turn=show_turns(screen, delay=cfg.delay),
+        )
+    return trajectory
+
+
+def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
+    """Play with a model behind an API."""
+    endpoint = build_endpoint(cfg)
+    assert endpoint is not None
+    proxy = build_proxy(
+        cfg,
+        environments=build_environments(cfg),
+        context=endpoint.context,
+        max_response_tokens=endpoint.max_tokens,
+    )
+    (trajectory,) = proxy.rollout(
+        EndpointResponder(endpoint=endpoint, greedy=cfg.greedy),
+        [spec],
+        seed_key=("evaluate", cfg.seed),
+        on_turn=show_turns(screen, delay=cfg.delay),
+    )
+    screen.console.print(f"{endpoint.model}: {endpoint.usage}", highlight=False, markup=False)
+    endpoint.close()
+    return trajectory
+
+
+def show_turns(screen: Screen, *, delay: float = 0.0, state_is_shown: bool = False) -> OnTurn:
+    """Return a hook that shows each turn and keeps the latest images for the end of the episode.
+
+    Args:
+        screen: where turns are shown.
+        delay: seconds to wait after a turn.
+        state_is_shown: whether the responder has shown the turn's observation already.
+    """
+
+    def on_turn(episode: Episode) -> None:
+        trajectory, observation = episode.trajectory, episode.slot.observation
+        if observation is not None:
+            trajectory.final_images = observation.images
+        screen.turn(
+            trajectory.turns[-1], number=len(trajectory.turns), state_is_shown=state_is_shown
+        )
+        time.sleep(delay)
+
+    return on_turn
+
+
+def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[int | str] | None:
+    """Show the present state and ask a person for the turn's actions; None when they stop."""
+    assert slot.observation is not None
+    screen.console.rule(f"turn {slot.turn + 1}", align="left")
+    if slot.turn == 0 and slot.members.instructions:
+        screen.console.print(slot.members.instructions, markup=False, highlight=False)
+    screen.state(slot.observation.images, slot.observation.text)
+    names = slot.action_names
+    offers = (
+        "free text" if names is None else "  ".join(f"{n} {name}" for n, name in enumerate(names))
+    )
+    is_several = max_actions > 1 and names is not None
+    several = f"up to {max_actions} with {_SEPARATOR} between them, " if is_several else ""
+    while True:
+        screen.console.print(f"{offers}  ({several}q stops)", markup=False, highlight=False)
+        try:
+            answer = screen.console.input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if answer.casefold() in _STOP:
+            return None
+        if names is None:
+            if answer:
+                return [answer]
+            continue
+        actions = [named_action(word, names) for word in answer.split(_SEPARATOR)]
+        if None not in actions and len(actions) <= max_actions:
+            return [action for action in actions if action is not None]
+
+
+def named_action(word: str, names: Sequence[str]) -> int | None:
+    """Return the action that a word means: its number, its name, or the only name it begins.
+
+    >>> [named_action(word, ("Left", "Down", "Loop")) for word in ("1", "down", "d", "l", "x")]
+    [1, 1, 1, None, None]
+    """
+    names = [str(name).casefold() for name in names]
+    word = word.strip().casefold()
+    if word in names:
+        return names.index(word)
+    if word.isdecimal() and int(word) < len(names):
+        return int(word)
+    matches = [index for index, name in enumerate(names) if word and name.startswith(word)]
+    return matches[0] if len(matches) == 1 else None

@@ -1,0 +1,1 @@
+"""Text of prompts and responses: conversations, contexts that fit the model, and parsed responses."""

@@ -1,0 +1,195 @@
+"""Conversations of episodes, the protocol of a context, and a context that needs no model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Literal, Protocol
+
+import numpy as np
+
+from ragen_pl.engines.protocol import Prompt
+from ragen_pl.trajectory import Observation
+
+NO_IDS = np.zeros(0, dtype=np.int64)
+TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", "last_action")
+
+
+@dataclass(kw_only=True, slots=True)
+class Exchange:
+    """Observation and response of one turn.
+
+    Attributes:
+        text: text of the user's block.
+        images: images of the user's block.
+        response_ids: ids of the response; None before there is one.
+        response_text: the response in words.
+        patches: patches shown of each image; None for all.
+    """
+
+    text: str
+    images: list[np.ndarray]
+    response_ids: np.ndarray | None = None
+    response_text: str = ""
+    patches: list[np.ndarray] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """Context of one episode so far.
+
+    Attributes:
+        system: text of the system prompt.
+        head: the system prompt as the chat template writes it, with which each prompt begins.
+        system_prompt_ids: ids of the head.
+        actions: names of all actions carried out.
+        exchanges: the turns.
+    """
+
+    system: str | None
+    head: str = ""
+    system_prompt_ids: np.ndarray = field(default_factory=lambda: NO_IDS)
+    actions: list[str] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    @property
+    def observation(self) -> Observation:
+        """The latest observation as the prompt shows it."""
+        latest = self.exchanges[-1]
+        return Observation(text=latest.text, images=latest.images)
+
+    def latest(self, window: int | Literal["all"]) -> list[Exchange]:
+        """Return the latest turns, the present one included."""
+        return self.exchanges if window == "all" else self.exchanges[-window:]
+
+    def respond(self, *, ids: np.ndarray, text: str, actions: Sequence[str]) -> None:
+        """Record the response to the latest observation and the actions carried out."""
+        exchange = self.exchanges[-1]
+        exchange.response_ids, exchange.response_text = ids, text
+        self.actions.extend(actions)
+
+
+def system_text(system_prompt: str | None, instructions: str) -> str | None:
+    """Return the system prompt: an environment's instructions for `"instructions"`, else the text itself."""
+    return instructions if system_prompt == "instructions" else system_prompt
+
+
+def check_template(turn_template: str, *, key: str) -> None:
+    """Check the fields of a template of the user's block.
+
+    Args:
+        turn_template: The template.
+        key: Setting that holds it, for the error.
+
+    Raises:
+        ValueError: It has a field that is not known.
+    """
+    fields = {name for _, name, _, _ in Formatter().parse(turn_template) if name is not None}
+    if unknown := fields - set(TEMPLATE_FIELDS):
+        raise ValueError(
+            f"{key} uses unknown fields {sorted(unknown)}; known: {', '.join(TEMPLATE_FIELDS)}"
+        )
+
+
+def fill_template(
+    turn_template: str, conversation: Conversation, observation: Observation, *, max_turns: int
+) -> str:
+    """Return the text of the user's block of the next turn.
+
+    Args:
+        turn_template: Text with fields of `TEMPLATE_FIELDS`.
+        conversation: Turns so far.
+        observation: Observation of the next turn.
+        max_turns: Largest number of turns.
+    """
+    turn = len(conversation.exchanges) + 1
+    return turn_template.format(
+        observation=observation.text,
+        turn=turn,
+        max_turns=max_turns,
+        turns_left=max_turns - turn + 1,
+        actions=" ".join(conversation.actions) or "none",
+        last_action=conversation.actions[-1] if conversation.actions else "none",
+    )
+
+
+class Context(Protocol):
+    """What the turn loop asks of a context."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt plus response."""
+        ...
+
+    @property
+    def opening(self) -> str:
+        """Text at the end of a prompt with which every response begins, such as a think tag."""
+        ...
+
+    def start(self, instructions: str) -> Conversation:
+        """Open a conversation in an environment with these instructions."""
+        ...
+
+    def observe(
+        self, conversation: Conversation, observation: Observation, *, max_turns: int
+    ) -> Prompt:
+        """Add an observation and return the prompt of the response to it."""
+        ...
+
+    def response(
+        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+    ) -> None:
+        """Record the response to the latest observation and the actions carried out."""
+        ...
+
+    def words_start(self, text: str) -> int:
+        """Return the index at which the words of a response begin, behind what the policy writes before them."""
+        ...
+
+    def encode_response(self, text: str) -> np.ndarray:
+        """Return the ids of a written response, its end-of-turn token included."""
+        ...
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the text of each token of a response; the pieces join to the response's text."""
+        ...
+
+
+class TextContext:
+    """Context without a tokenizer, for responders that are no model.
+
+    Prompts have no ids. A token of a response is a character, its end-of-turn token is 0.
+    """
+
+    max_tokens = sys.maxsize
+    opening = ""
+
+    def start(self, instructions: str) -> Conversation:
+        """Open a conversation."""
+        return Conversation(system=instructions)
+
+    def observe(
+        self, conversation: Conversation, observation: Observation, *, max_turns: int
+    ) -> Prompt:
+        """Add an observation and return a prompt of its images."""
+        conversation.exchanges.append(Exchange(text=observation.text, images=observation.images))
+        return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
+
+    def response(
+        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+    ) -> None:
+        """Record nothing: no prompt repeats a response."""
+
+    def words_start(self, text: str) -> int:
+        """Return 0: nothing stands before the words."""
+        return 0
+
+    def encode_response(self, text: str) -> np.ndarray:
+        """Return the code points of a text, and 0."""
+        return np.array([*map(ord, text), 0], dtype=np.int64)
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the characters, and an empty text for the end-of-turn token."""
+        return [chr(character) if character else "" for character in ids.tolist()]

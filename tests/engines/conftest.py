@@ -1,0 +1,3 @@
+from rollout_fixtures import fresh_lm, fresh_vlm, lm, play, vlm
+
+__all__ = ["fresh_lm", "fresh_vlm", "lm", "play", "vlm"]

@@ -1,0 +1,60 @@
+"""What environments return: a value of another type than the protocol's is refused and never guessed at."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from ragen_pl.environments.answers import AnswerReader
+
+READER = AnswerReader(target="mine.Env")
+SOUND = {"reward": 1.0, "terminated": False, "truncated": False, "info": {}}
+
+
+def read(*, reward_range=None, **changes):
+    answer = SOUND | changes
+    return READER.step(("text", *answer.values()), reward_range=reward_range)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"info": {"success": "no"}}, "info['success']='no'; expected true or false"),
+        ({"info": {"success": None}}, "info['success']=None; expected true or false"),
+        ({"info": {"success": 0.5}}, "info['success']=0.5; expected true or false"),
+        ({"info": {"action_is_valid": "yes"}}, "info['action_is_valid']='yes'; expected true"),
+        ({"info": {"action_is_effective": [1]}}, "info['action_is_effective']=[1]; expected true"),
+        ({"terminated": "False"}, "terminated='False'; expected true or false"),
+        ({"truncated": np.zeros(2)}, "truncated=array([0., 0.]); expected true or false"),
+        ({"reward": "1.0"}, "reward '1.0'; expected a finite number"),
+        ({"reward": None}, "reward None; expected a finite number"),
+        ({"reward": [[1.0], 2.0]}, "reward [[1.0], 2.0]; expected a finite number"),
+        ({"reward": float("inf")}, "reward inf; expected a finite number"),
+        ({"reward": np.float32("nan")}, "reward nan; expected a finite number"),
+        ({"reward": 1.1, "reward_range": (0.0, 1.0)}, "reward 1.1, outside of its reward_range=(0, 1)"),
+        ({"info": {"reward_parts": {"a": "1.0"}}}, "expected named numbers that sum to the reward"),
+        ({"info": {"reward_parts": {"a": 0.5}}}, "expected named numbers that sum to the reward"),
+        ({"info": None}, "step returned (str, float, bool, bool, NoneType), expected (observation"),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_refused(changes, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        read(**changes)
+
+
+@pytest.mark.parametrize("one", [True, np.True_, 1, 1.0, np.float32(1), torch.tensor(1.0)])
+def test_numbers_and_truth_values_of_libraries_are_taken(one):
+    step = read(reward=one, terminated=one, info={"success": one, "reward_parts": {"a": one}})
+    assert step.reward_terms == {"environment/a": 1.0} and step.terminated is step.success is True
+    assert read(reward_range=(0.0, 1.0), reward=one).reward_terms == {"environment": 1.0}
+
+
+def test_what_info_leaves_out_has_defaults():
+    step = read()
+    assert (step.success, step.action_is_valid, step.action_is_effective) == (False, True, True)
+
+
+def test_an_unknown_answer_of_a_reset_is_refused():
+    with pytest.raises(TypeError, match=r"reset returned a str, expected \(observation, info\)"):
+        READER.reset("text")

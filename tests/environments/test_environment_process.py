@@ -1,0 +1,247 @@
+"""Environments in processes: what hangs, dies, prints or needs too much memory costs its own episode."""
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from envs.policies import NoisyPolicy, RandomPolicy
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.process import ProcessEnvironment
+from ragen_pl.prompts.conversation import TextContext
+from ragen_pl.prompts.parsing import ParsedResponse
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedResponder
+
+LAKE = "envs.frozen_lake.FrozenLake"
+
+
+class Troubled(gymnasium.Env):
+    """The seed of the reset selects what happens in the step, or in the reset itself."""
+
+    action_names = ("Go",)
+    action_space = spaces.Discrete(1)
+    observation_space = spaces.Text(20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seed = seed
+        if seed == 6:
+            time.sleep(600)
+        if seed == 7:
+            os._exit(7)
+        return f"in process {os.getpid()}", {}
+
+    def step(self, action):
+        if self.seed == 1:
+            os._exit(7)
+        if self.seed == 2:
+            time.sleep(600)
+        if self.seed == 3:
+            np.ones(2**28)
+        if self.seed == 4:
+            print("noise")
+        if self.seed == 5:
+
+            class Local(Exception):
+                pass
+
+            raise Local("cannot be pickled")
+        return "went", 1.0, True, False, {"success": True}
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    return EnvironmentManager(
+        target="test_environment_process.Troubled",
+        process=True,
+        memory_mb=1024,
+        workers=2,
+        timeout_s=6.0,
+    )
+
+
+def opened(manager, *seeds):
+    return manager.open([EpisodeSpec(group=n, member=0, seed=seed) for n, seed in enumerate(seeds)])
+
+
+def processes(slots):
+    return {slot.observation.text for slot in slots}
+
+
+def test_troubles_cost_their_own_episode_and_environments_are_made_anew(manager, capfd):
+    slots = opened(manager, 0, 1, 3, 4, 5)
+    first = processes(slots)
+    assert len(first) == 5 and f"in process {os.getpid()}" not in first
+    results = manager.step(slots, [ParsedResponse(actions=[0])] * 5)
+    assert [result.error is None for result in results] == [True, False, False, True, False]
+    assert "exit code 7" in results[1].error
+    assert "MemoryError" in results[2].error
+    assert "Local: cannot be pickled" in results[4].error
+    assert capfd.readouterr().out == ""
+    manager.close(slots)
+    again = opened(manager, 0, 0, 0, 0)
+    assert all(slot.error is None for slot in again)
+    assert len(processes(again) & first) == 2
+
+
+def test_an_environment_that_hangs_is_killed(manager):
+    slots = opened(manager, 2, 0)
+    ids = [int(slot.observation.text.split()[-1]) for slot in slots]
+    hangs, sound = manager.step(slots, [ParsedResponse(actions=[0])] * 2)
+    assert "took longer than" in hangs.error and sound.error is None
+    manager.close(slots)
+    assert [Path(f"/proc/{number}").exists() for number in ids] == [False, True]
+
+
+def test_a_reset_that_hangs_or_dies_costs_its_own_episode(manager):
+    proxy = AgentProxy(environments=manager, context=TextContext(), max_response_tokens=100)
+    specs = [EpisodeSpec(group=n, member=0, seed=seed) for n, seed in enumerate((0, 6, 7))]
+    sound, hangs, dies = proxy.rollout(
+        ScriptedResponder(policy=RandomPolicy()), specs, seed_key=(0, "test")
+    )
+    assert sound.error is None and sound.success
+    assert "took longer than" in hangs.error and "exit code 7" in dies.error
+    assert not hangs.turns and not dies.turns
+
+
+def test_processes_end_with_the_manager():
+    manager = EnvironmentManager(target=LAKE, process=True)
+    slots = manager.open([EpisodeSpec(group=0, member=0, seed=0)])
+    process = slots[0].env._process
+    manager.close(slots)
+    del manager, slots
+    assert process.wait(10) == 0
+
+
+def test_an_episode_is_the_same_in_a_process():
+    here, there = (
+        EnvironmentManager(target=LAKE, kwargs={"slip_probability": 0.5}, process=process)
+        for process in (False, True)
+    )
+    spec, policy = EpisodeSpec(group=0, member=0, seed=5), NoisyPolicy(noise=0.5, base="optimal")
+    records = []
+    for manager in (here, there):
+        slots, record, rng = manager.open([spec]), [], np.random.default_rng(0)
+        for _ in range(6):
+            action = policy.act(slots[0].env, rng)
+            (result,) = manager.step(slots, [ParsedResponse(actions=[action])])
+            record.append((action, result.observation.text, result.reward_terms, result.status))
+            members = slots[0].members
+            record.append((members.state_key(), members.describe(), members.difficulty()))
+            if result.status is not None:
+                break
+        records.append(record)
+        manager.close(slots)
+    assert records[0] == records[1] and len(records[0]) > 2
+
+
+def test_members_that_are_missing_are_missing_there_too():
+    env = ProcessEnvironment("envs.bandit.Bandit", {})
+    try:
+        env.reset(seed=0)
+        assert not hasattr(env, "relations") and not hasattr(env, "relations")
+        assert len(env.action_names) == 2
+    finally:
+        env.close()
+
+
+class Counting(gymnasium.Env):
+    """An environment that says how often its members were computed, and in which state."""
+
+    action_names = ("Go",)
+    action_space = spaces.Discrete(1)
+    observation_space = spaces.Text(20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.counts = 0, Counter()
+        return "began", {}
+
+    def step(self, action):
+        self.steps += 1
+        return "went", 0.0, False, False, {}
+
+    def describe(self):
+        self.counts["describe"] += 1
+        return f"step {self.steps}"
+
+    def state_key(self):
+        self.counts["state_key"] += 1
+        if self.steps == 5:
+            raise RuntimeError("no key")
+        return f"state {self.steps}"
+
+    def skip(self, count):
+        self.steps += count
+
+    def counted(self, name):
+        return self.counts[name]
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    env = ProcessEnvironment("test_environment_process.Counting", {})
+    env.reset(seed=0)
+    yield env
+    env.close()
+
+
+def round_trips(env, monkeypatch):
+    """Return a list that grows by the name of each request."""
+    requests, ask = [], env._ask
+    monkeypatch.setattr(env, "_ask", lambda *request: requests.append(request[0]) or ask(*request))
+    return requests
+
+
+def test_members_that_are_read_each_turn_come_with_the_step(counting, monkeypatch):
+    for number in (1, 2):
+        counting.step(0)
+        assert (counting.describe(), counting.state_key()) == (f"step {number}", f"state {number}")
+    requests = round_trips(counting, monkeypatch)
+    for number in (3, 4):
+        counting.step(0)
+        assert counting.action_names == ("Go",)
+        assert (counting.describe(), counting.state_key()) == (f"step {number}", f"state {number}")
+    assert requests == ["step", "get", "step"]
+    assert [counting.counted(name) for name in ("describe", "state_key")] == [4, 4]
+    # one that raises is left out, and raises where it is read
+    counting.step(0)
+    with pytest.raises(RuntimeError, match="no key"):
+        counting.state_key()
+
+
+def test_members_that_nobody_reads_are_not_computed(counting):
+    for _ in range(2):
+        counting.step(0)
+        counting.describe()
+    for _ in range(4):
+        counting.step(0)
+    # once more, before it is known that nobody reads it
+    assert counting.counted("describe") == 3 and counting.counted("state_key") == 0
+
+
+def test_a_call_that_may_change_the_state_outdates_what_has_come(counting):
+    for _ in range(2):
+        counting.step(0)
+        counting.describe()
+    counting.step(0)
+    counting.skip(10)
+    assert counting.describe() == "step 13"
+
+
+def test_a_constructor_that_raises_is_reported_and_leaves_no_process():
+    with pytest.raises(ValueError, match="safe_reward"):
+        ProcessEnvironment("envs.bandit.Bandit", {"safe_reward": 0.25})
+
+
+def test_a_memory_limit_needs_a_process():
+    with pytest.raises(ValueError, match=r"set env\.process=true"):
+        EnvironmentManager(target=LAKE, memory_mb=100)

@@ -1,0 +1,531 @@
+"""A run's memory is planned without loading its model, close to what the run then allocates."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from family_models import tiny
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ragen_pl.config import ConfigError, check_config, config_dir, relations
+from ragen_pl.data.microbatches import split_by_tokens
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import GenerationRequest, Prompt
+from ragen_pl.machine import GPUMemory, gpu_memory
+from ragen_pl.memory import dry_run
+from ragen_pl.memory import plan as memory_plan
+from ragen_pl.memory.dry_run import (
+    abstract_agent,
+    abstract_bundle,
+    count_rollout,
+    images_of,
+    minibatch_of,
+    samples_of,
+    size_of,
+)
+from ragen_pl.memory.live_memory import LiveMemory
+from ragen_pl.memory.plan import Counts, Sharding, device_of, plan_memory
+from ragen_pl.memory.remedies import remedies
+from ragen_pl.memory.report import check_memory, show_plan
+from ragen_pl.memory.workload import workload_of
+from ragen_pl.models.build import build_small_lm
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
+
+# large enough for the tensors to outweigh what the measurement itself allocates
+TEXT = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
+FEW = ("rollout.groups=16", "warm_start=none")
+SMALL = (*(f"model.build.text.{name}={value}" for name, value in TEXT.items()), *FEW)
+LOADED = ("model=pretrained", *FEW)
+HALF = "model.build.dtype=bfloat16"
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("fit", overrides=["trainer.accelerator=cpu", *overrides])
+    check_config(cfg)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Hugging Face folder with a small language model, whose weights can't be read."""
+    path = tmp_path_factory.mktemp("model")
+    build_small_lm(text=TEXT).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    """A folder with a small mixture of experts."""
+    path = tmp_path_factory.mktemp("experts")
+    tokenizer = build_small_lm().tokenizer
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=256, moe_intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=6, num_experts_per_tok=2,
+    )  # fmt: skip
+    ModelBundle(Qwen3MoeForCausalLM(config), tokenizer).save(path)
+    return path
+
+
+def allocated(action) -> int:
+    """Return the most bytes that the CPU's allocator had given to an action at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        action()
+    sizes: list[tuple[int, int]] = []
+
+    def collect(events) -> None:
+        for event in events:
+            if event.tag == _EventType.Allocation:
+                sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            collect(event.children)
+
+    collect(profiled.profiler.kineto_results.experimental_event_tree())
+    total = highest = 0
+    for _, size in sorted(sizes):
+        total += size
+        highest = max(highest, total)
+    return highest
+
+
+def stepped(cfg):
+    """Return an agent and its optimizer after a step, and a function that does the step."""
+    bundle = build_bundle(cfg)
+    agent = assemble_agent(cfg, build_policy(cfg, bundle), build_critic(cfg, bundle))
+    agent.trainer = pl.Trainer(
+        accelerator="cpu", precision=cfg.trainer.precision, max_epochs=1, barebones=True
+    )
+    agent.store_reference()
+    workload = workload_of(cfg, bundle)
+    batch = minibatch_of(agent, workload)
+    optimizer = agent.configure_optimizers()["optimizer"]
+    agent.train()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(1 + workload.accumulates):
+            with agent.trainer.precision_plugin.forward_context():
+                loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
+            loss.backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    return agent, optimizer, step
+
+
+def measured_update(cfg) -> int:
+    """Return the bytes of an agent's weights, of its optimizer's state and of its second step."""
+    agent, optimizer, step = stepped(cfg)
+    state = [value for one in optimizer.state.values() for value in one.values()]
+    held = size_of([*agent.parameters(), *agent.buffers(), *filter(torch.is_tensor, state)])
+    return held + allocated(step)
+
+
+CASES = {
+    "critic and divergence": ("env=frozenlake", "algorithm=trico", *SMALL),
+    "images": ("env=frozenlake_visual", "algorithm=grpo", *SMALL),
+    "adapters": ("env=frozenlake", "algorithm=grpo", "+model.build.lora.r=8", HALF, *LOADED),
+    "own critic": ("env=frozenlake", "algorithm=starpo", "algorithm.critic=own", *SMALL),
+    "accumulated": ("env=frozenlake", "algorithm=grpo", "trainer.accumulate_grad_batches=2", *SMALL),
+    "microbatches": (
+        "env=frozenlake", "algorithm=grpo", "update.tokens_per_microbatch=400",
+        "update.gradient_checkpointing=true", *SMALL,
+    ),
+    "whole history": ("env=frozenlake", "algorithm=grpo", "context.window=all", *SMALL),
+    "eager": ("env=frozenlake", "algorithm=grpo", "model.build.attn_implementation=eager", *LOADED),
+    "mixed precision": ("env=frozenlake", "algorithm=grpo", "trainer.precision=bf16-mixed", *LOADED),
+    "bfloat16 weights": ("env=frozenlake", "algorithm=grpo", HALF, *LOADED),
+    "experts": ("env=frozenlake", "algorithm=grpo", *LOADED, "rollout.groups=2"),
+}  # fmt: skip
+FAST = ("critic and divergence", "images", "adapters", "experts")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
+)
+def test_planned_peak_of_an_update_is_the_measured_one(case, folder, experts):
+    overrides = CASES[case]
+    if "model=pretrained" in overrides:
+        overrides = (*overrides, f"model.build.path={experts if case == 'experts' else folder}")
+    cfg = composed(*overrides)
+    phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
+    planned = max(phases["update"], phases["optimizer step"])
+    assert planned == pytest.approx(measured_update(cfg), rel=0.05)
+
+
+def test_planned_peak_of_a_preparation_with_images_is_the_measured_one(tmp_path):
+    tiny("qwen2_5_vl").save(tmp_path)
+    cfg = composed(
+        "env=frozenlake_visual", "env.kwargs.image_scale=2", "env.max_turns=4", "algorithm=grpo",
+        "model=pretrained", f"model.build.path={tmp_path}", "warm_start=none", "context.window=all",
+        "context.max_tokens=8192", "rollout.groups=2", "rollout.group_size=4",
+    )  # fmt: skip
+    plan = plan_memory(cfg)
+    work = plan.workload
+    assert (work.samples, len(work.images), work.all_images) == (8, 4, 32)
+    (parts,) = (phase.parts for phase in plan.phases if phase.name == "preparation")
+    bundle = build_bundle(cfg)
+    samples = samples_of(bundle, work, rows=work.samples)
+    images = images_of(work, rows=work.samples)
+    policy, rows = PolicyModule(bundle).eval(), split_by_tokens(samples.length, 16_384)
+    with torch.no_grad():
+        measured = allocated(lambda: policy(samples, images, microbatches=rows))
+    # the encoder needs more than the decoder, which would need less than half of it
+    planned = parts["activations"] + parts["head"] + parts["images"]
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_features_of_a_frozen_encoder_are_planned(tmp_path):
+    tiny("qwen2_5_vl").save(tmp_path)
+    cfg = composed(
+        "env=frozenlake_visual", "algorithm=grpo", "model=pretrained", f"model.build.path={tmp_path}",
+        "warm_start=none", "rollout.groups=2", "model.build.freeze_vision=true", "context.max_tokens=8192",
+        "model.build.freeze_projector=true", "trainer.max_epochs=3",
+    )  # fmt: skip
+    plan = plan_memory(cfg)
+    bundle = build_bundle(cfg)
+    (image,) = plan.workload.images
+    bundle.images.encode([image])
+    (features,) = bundle.images.held.by_key.values()
+    expected = 3 * plan.workload.all_images * features.tokens.nbytes
+    assert {phase.parts["held images"] for phase in plan.phases} == {expected}
+
+
+def test_a_warm_start_trains_the_encoder_that_is_frozen_after_it():
+    counts = Counts()
+    plans = {
+        frozen: plan_memory(
+            composed("env=frozenlake_visual", f"update.freeze_vision={frozen}"), counts
+        )
+        for frozen in (False, True)
+    }
+    first, last = ({phase.name: phase.parts for phase in plan.phases} for plan in plans.values())
+    assert first["warm start"]["activations"] == last["warm start"]["activations"]
+    assert first["update"]["held images"] == 0 < last["update"]["held images"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["critic and divergence"])
+def test_planned_size_of_a_checkpoint_is_the_measured_one(case, folder):
+    overrides = CASES[case]
+    if "model=pretrained" in overrides:
+        overrides = (*overrides, f"model.build.path={folder}")
+    cfg = composed(*overrides)
+    agent, optimizer, _ = stepped(cfg)
+    trained = {
+        name: value.detach() for name, value in agent.named_parameters() if value.requires_grad
+    }
+    file = io.BytesIO()
+    torch.save({"state_dict": trained, "optimizer": optimizer.state_dict()}, file)
+    # the rest is names and alignment
+    assert 0 < file.tell() - plan_memory(cfg).checkpoint < 0.1 * file.tell() + 100_000
+
+
+def test_samples_that_are_not_run_add_as_much_as_those_that_are(monkeypatch):
+    cfg = composed("env=frozenlake", "algorithm=trico", *SMALL, "rollout.groups=40")
+    agent = abstract_agent(cfg)
+    workload = workload_of(cfg, agent.policy.bundle)
+    assert workload.rows > 2 * dry_run.MOST_ROWS
+    reckoned = dry_run.count_update(agent, workload)
+    monkeypatch.setattr(dry_run, "MOST_ROWS", workload.rows)
+    run = dry_run.count_update(abstract_agent(cfg), workload)
+    assert reckoned.peak.total() == pytest.approx(run.peak.total(), rel=0.05)
+    assert (reckoned.gradients, reckoned.state) == (run.gradients, run.state)
+
+
+def test_a_folder_of_a_model_with_images_is_planned(tmp_path):
+    tiny("qwen2_5_vl").save(tmp_path)
+    cfg = composed(
+        "env=frozenlake_visual",
+        "model=pretrained",
+        f"model.build.path={tmp_path}",
+        "rollout.groups=4",
+        "context.max_tokens=8192",
+    )
+    bundle, loaded = abstract_bundle(cfg), build_bundle(cfg)
+    workload = workload_of(cfg, bundle)
+    assert workload.prompt == workload_of(cfg, loaded).prompt
+    (image,) = workload.images
+    assert bundle.num_image_tokens(image) < workload.prompt
+    weights = sum(weight.nbytes for weight in loaded.model.parameters())
+    assert plan_memory(cfg).highest.total > 4 * weights
+
+
+def test_images_that_the_context_has_no_room_for_are_not_planned():
+    cfg = composed(
+        "env=frozenlake_visual",
+        "algorithm=grpo",
+        *SMALL,
+        "context.window=all",
+        "context.max_tokens=120",
+    )
+    bundle = build_bundle(cfg)
+    workload = workload_of(cfg, bundle)
+    assert workload.length <= 120
+    assert 1 < len(workload.images) < cfg.env.max_turns
+    assert sum(bundle.num_image_tokens(image) for image in workload.images) < workload.prompt
+    assert plan_memory(cfg).workload.length == workload.length
+
+
+def test_planned_keys_and_values_are_those_of_the_engine(folder):
+    cfg = composed("env=frozenlake", *LOADED, f"model.build.path={folder}")
+    agent = abstract_agent(cfg)
+    workload = workload_of(cfg, agent.policy.bundle)
+    engine = TransformersEngine(PolicyModule(build_bundle(cfg)))
+    prompt = Prompt(ids=np.full(workload.prompt, 9), unexpanded_ids=np.full(workload.prompt, 9))
+    requests = [
+        GenerationRequest(
+            session=session,
+            prompt=prompt,
+            seed=session,
+            max_tokens=workload.response,
+            temperature=1.0,
+        )
+        for session in range(workload.episodes)
+    ]
+    engine.submit(requests, keep=True)
+    engine.collect()
+    # the plan has room for a copy of three quarters of them, while finished responses are dropped
+    planned = count_rollout(agent, workload).cache / 1.75
+    assert planned == pytest.approx(engine._held.cache.memory_bytes(), rel=0.15)
+
+
+def test_plan_reads_no_weights_and_draws_no_random_numbers(folder, tmp_path):
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = torch.get_rng_state()
+    plan = plan_memory(composed("env=frozenlake", *LOADED, f"model.build.path={tmp_path}"))
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = build_bundle(composed("env=frozenlake", *LOADED, f"model.build.path={folder}")).model
+    assert plan.parameters == plan.trained == weights.num_parameters()
+
+
+@pytest.mark.slow
+def test_plans_that_share_counts_are_those_of_plans_alone(folder, monkeypatch):
+    counted, count = [], memory_plan.count_update
+
+    def recorded(*arguments, **settings):
+        counted.append(1)
+        return count(*arguments, **settings)
+
+    monkeypatch.setattr(memory_plan, "count_update", recorded)
+    loaded = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    alike = ("rollout.num_envs=8", "update.tokens_per_forward=512", "memory.device_gb=1")
+    others = ("update.gradient_checkpointing=true", "update.tokens_per_microbatch=200", HALF)
+    counts = Counts()
+    for changed, expected in ((alike, 1), (others, 1 + len(others))):
+        for override in changed:
+            cfg = composed(*loaded, override)
+            shared = plan_memory(cfg, counts)
+            alone = len(counted)
+            assert shared.phases == plan_memory(cfg).phases
+            del counted[alone:]
+        assert len(counted) == expected
+
+
+def gpu_plan(monkeypatch, folder, *overrides: str, free: int = 80):
+    """Plan a run on a machine of eight GPUs of 80 GB, of which GPU 2 has less free."""
+    asked = []
+
+    def answer(indices):
+        asked.extend(indices)
+        return [
+            GPUMemory(index, "GPU", (free if index == 2 else 80) * 10**9, 80 * 10**9)
+            for index in indices or range(8)
+        ]
+
+    monkeypatch.setattr(memory_plan, "choose_accelerator", lambda name: "cuda")
+    monkeypatch.setattr(memory_plan, "gpu_memory", answer)
+    cfg = composed("env=frozenlake", *LOADED, f"model.build.path={folder}", *overrides)
+    return cfg, device_of(cfg), asked
+
+
+def test_only_the_gpus_of_the_run_are_asked_for_their_memory(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for devices, expected in (("1", [0]), ("3", [0, 1, 2]), ("[1]", [1]), ("[2,5]", [2, 5])):
+        _, device, asked = gpu_plan(monkeypatch, folder, f"trainer.devices={devices}", free=30)
+        assert asked == expected
+        assert device.size == 80 * 10**9
+        assert device.in_use == (50 * 10**9 if 2 in expected else 0)
+
+
+def test_memory_that_other_processes_use_is_reported_and_refuses_no_run(
+    folder, monkeypatch, caplog
+):
+    cfg, _, _ = gpu_plan(monkeypatch, folder, "trainer.devices=[2]", free=0)
+    caplog.set_level("WARNING")
+    assert check_memory(cfg).fits
+    expected = "other processes use 80.0 GB of GPU 2 now, which leaves less than the run needs"
+    assert expected in caplog.text
+    fits, text = shown(cfg)
+    assert fits and expected[1:] in text
+
+
+def test_a_gpu_that_is_not_there_has_no_memory():
+    assert gpu_memory([torch.cuda.device_count()]) is None
+
+
+def shown(cfg) -> tuple[bool, str]:
+    text = io.StringIO()
+    fits = show_plan(cfg, console=Console(file=text, width=120))
+    return fits, text.getvalue()
+
+
+def test_report_of_a_run_that_does_not_fit_names_what_makes_it_fit(folder):
+    overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    fits, text = shown(composed(*overrides))
+    assert fits and "What makes it smaller" not in text
+    assert "optimizer state" in text and "16 samples" not in text
+
+    # the update is the highest phase
+    small = (*overrides, "memory.device_gb=0.04", "update.tokens_per_forward=1024")
+    fits, text = shown(composed(*small))
+    assert not fits and "and a device of 0.04 GB has" in text
+    line = next(line for line in text.splitlines() if line.startswith("It fits with: "))
+    added = line.removeprefix("It fits with: ")
+    assert added.startswith("model.build.dtype=bfloat16 update.")
+    assert "'model.build.lora={r: 16, lora_alpha: 32}'" in added
+    made = [
+        word.strip("'")
+        for word in added.replace(" 'model", "\nmodel").replace("' ", "\n").split("\n")
+    ]
+    words = [part for word in made for part in (word.split(" ") if "{" not in word else [word])]
+    assert shown(composed(*small, *words))[0]
+
+
+def test_run_that_cannot_fit_is_refused_unless_told_otherwise(folder, monkeypatch):
+    overrides = ("env=frozenlake", *LOADED, f"model.build.path={folder}")
+    check_memory(composed(*overrides))
+    with pytest.raises(
+        ConfigError, match=r"^memory: the update needs .* has 0\.0 GB; .*ragen_pl\.doctor"
+    ):
+        check_memory(composed(*overrides, "memory.device_gb=0.001"))
+    check_memory(composed(*overrides, "memory.device_gb=0.001", "memory.check=false"))
+    # a model that is built here is small
+    check_memory(composed("env=frozenlake", "memory.device_gb=0.001"))
+
+
+def test_model_of_unknown_sizes_is_started_and_not_planned(caplog):
+    cfg = composed("env=frozenlake", "model=pretrained", "model.build.path=somebody/model")
+    caplog.set_level("INFO")
+    check_memory(cfg)
+    assert "memory: not planned" in caplog.text and "known to the hub only" in caplog.text
+    with pytest.raises(ConfigError, match="known to the hub only"):
+        show_plan(cfg)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("auto", Sharding(buckets=True)),
+        ("ddp", Sharding(buckets=True)),
+        ("deepspeed_stage_1", Sharding(optimizer=8)),
+        ("deepspeed_stage_2", Sharding(optimizer=8, gradients=8)),
+        ("deepspeed_stage_3", Sharding(optimizer=8, gradients=8, weights=8)),
+        ("fsdp2", Sharding(optimizer=8, gradients=8, weights=8)),
+    ],
+)
+def test_strategies_share_the_state_of_training(strategy, expected):
+    assert Sharding.of(strategy, ranks=8) == expected
+    assert Sharding.of(strategy, ranks=1) == Sharding()
+
+
+def test_sharding_divides_what_a_device_holds(folder):
+    overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    alone = plan_memory(composed(*overrides)).phases[-1].parts
+    shared = plan_memory(composed(*overrides, "trainer.devices=4", "trainer.strategy=fsdp2")).phases
+    for part in ("weights", "optimizer state", "gradients"):
+        assert shared[-1].parts[part] == pytest.approx(alone[part] / 4, rel=0.01)
+    whole = alone["weights"]
+    assert shared[0].parts["gathered weights"] == whole
+    # two of three layers, and what is outside of them
+    assert 0.6 * whole < shared[1].parts["gathered weights"] < 0.9 * whole
+    assert shared[2].parts["gathered weights"] == shared[1].parts["gathered weights"]
+
+
+def test_a_sharded_reference_keeps_its_head_whole_for_a_full_divergence(folder):
+    overrides = ("env=frozenlake", *LOADED, f"model.build.path={folder}", "algorithm=trico")
+    ranks = ("trainer.devices=4", "trainer.strategy=fsdp2")
+    reference = {
+        estimator: plan_memory(
+            composed(*overrides, *ranks, f"algorithm.loss.kl.estimator={estimator}")
+        ).phases[0].parts["reference"]
+        for estimator in ("full", "k3")
+    }  # fmt: skip
+    alone = plan_memory(composed(*overrides)).phases[0].parts["reference"]
+    assert reference["k3"] == pytest.approx(alone / 4, rel=0.01)
+    head = build_small_lm(text=TEXT).model.get_output_embeddings().weight
+    assert reference["full"] - reference["k3"] == pytest.approx(head.nbytes * 3 / 4, rel=0.01)
+
+
+def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
+    monkeypatch.setattr(relations, "find_spec", lambda name: object())
+    overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    vllm = ("rollout/engine=vllm", "rollout.engine.cache_bytes=1000000")
+    plain, copied = (plan_memory(composed(*overrides, *more)).phases for more in ((), vllm))
+    weights = plain[-1].parts["weights"]
+    for phase in copied:
+        assert phase.parts["vLLM"] == pytest.approx(weights + 1_000_000, rel=1e-3)
+    assert "keys and values" in plain[0].parts and not copied[0].parts["keys and values"]
+    half = plan_memory(composed(*overrides, *vllm, "rollout.engine.dtype=bfloat16")).phases
+    assert half[0].parts["vLLM"] == pytest.approx(weights // 2 + 1_000_000, rel=1e-3)
+    # on a GPU it is a share of the device, which sleeps in other phases
+    monkeypatch.setattr(memory_plan, "choose_accelerator", lambda name: "cuda")
+    phases = plan_memory(composed(*overrides, "rollout/engine=vllm", "memory.device_gb=10")).phases
+    assert phases[0].parts["vLLM"] == int(0.4 * 10e9)
+    assert all("vLLM" not in phase.parts for phase in phases[1:])
+    large = composed(
+        *overrides, "rollout/engine=vllm", "rollout.engine.memory_share=0.99", "memory.device_gb=1"
+    )
+    (step,) = remedies(large, plan_memory(large))
+    assert step.plan.fits and step.overrides[0].startswith("rollout.engine.memory_share=0.")
+
+
+def test_live_memory_counts_storages_once_and_until_they_are_freed():
+    live = LiveMemory(vocabulary=10)
+    weight = torch.zeros(10, 4, requires_grad=True)
+    with live:
+        weight.detach()
+        assert not live.now.total()
+        states = torch.zeros(6, 4)
+        view = states.view(3, 8)[1:]
+        logits = states @ weight.T
+        assert live.now == {"activations": 6 * 4 * 4, "head": 6 * 10 * 4}
+        del states, view
+        logits.sum().backward()
+        peak = live.peak.total()
+        del logits
+    # the states are saved for the gradient, and one number is the sum
+    assert peak >= 6 * 14 * 4 + 10 * 4 * 4
+    weight.grad = None
+    assert live.now.total() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "model",
+    # deepstack features and M-RoPE, linear attention, tiles and convolutions, features by layer
+    ["qwen3_vl size=2B", "qwen3_5 size=0.8B", "lfm2_vl size=450M", "gemma4 size=E2B"],
+)
+def test_families_with_images_are_planned(model):
+    name, size = model.split(" size=")
+    cfg = composed(
+        "env=frozenlake_visual", "algorithm=grpo", f"model={name}", f"model.size={size}", HALF,
+        "rollout.groups=1", "rollout.group_size=2", "env.max_turns=2", "warm_start=none",
+    )  # fmt: skip
+    plan = plan_memory(cfg)
+    assert len(plan.workload.images) == 1
+    assert plan.highest.total > 2 * plan.parameters
