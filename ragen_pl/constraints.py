@@ -1,8 +1,8 @@
-"""What the value of a setting may be, as annotations of constructors that need no torch to be read.
+"""Types and bounds of settings, as annotations of constructors; read without torch.
 
 A range is `Annotated[int, Ge(1)]` with the metadata of `annotated_types`, a closed set of words is a
-`Literal` or a `StrEnum`. `checked` enforces the annotations of a constructor at run time; `config` reads the
-same annotations from the source for the command line.
+`Literal` or a `StrEnum`. `ragen_pl.checked` enforces the annotations of a constructor at run time;
+`ragen_pl.config` reads the same annotations from the source for the command line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 import operator
 import os
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from typing import (
     Any,
     Literal,
     Protocol,
-    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -37,8 +35,6 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @runtime_checkable
@@ -219,87 +215,6 @@ _BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
 }
 
 
-def checked(target: Function) -> Function:
-    """Return a dataclass, function or constructor whose arguments are held against their annotations.
-
-    A text given for a `StrEnum` is replaced by the member.
-
-    Raises:
-        ValueError: at a call, with the argument, what was expected and what was given.
-
-    >>> @checked
-    ... def keep(*, fraction: PositiveFraction = 0.5) -> float:
-    ...     return fraction
-    >>> keep(fraction=2)
-    Traceback (most recent call last):
-        ...
-    ValueError: keep: fraction=2: expected a number, above 0 and at most 1
-    """
-    if inspect.isclass(target):
-        fields = functools.cache(lambda: _fields(target))
-        target.__init__ = _checked_call(target.__init__, fields, name=target.__name__)  # type: ignore[method-assign]
-        return target
-    parameters = functools.cache(lambda: _parameters(target))
-    return _checked_call(target, parameters, name=target.__qualname__.removesuffix(".__init__"))
-
-
-def _fields(cls: type) -> dict[str, Any]:
-    """Return the annotations of a dataclass and its bases, each evaluated in its own module."""
-    return {
-        name: _evaluated(annotation, vars(sys.modules[base.__module__]))
-        for base in reversed(cls.__mro__)
-        for name, annotation in vars(base).get("__annotations__", {}).items()
-    }
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    scope = vars(sys.modules[function.__module__])
-    return {
-        parameter.name: _evaluated(parameter.annotation, scope)
-        for parameter in inspect.signature(function).parameters.values()
-    }
-
-
-def _checked_call(
-    function: Function, annotations: Callable[[], dict[str, Any]], *, name: str
-) -> Function:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **settings: Any) -> Any:
-        bound = signature.bind(*arguments, **settings)
-        for key, value in bound.arguments.items():
-            annotation = annotations().get(key, Any)
-            if (expected := problem(annotation, value, components=False)) is not None:
-                raise ValueError(f"{name}: {key}={shown(value)}: {expected}")
-            bound.arguments[key] = _member(annotation, value)
-        return function(*bound.args, **bound.kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
-    if not isinstance(annotation, str):
-        return Any if annotation is inspect.Parameter.empty else annotation
-    try:
-        return eval(annotation, scope)
-    except NameError:  # imported for type checking only
-        return Any
-
-
-def _member(annotation: Any, value: Any) -> Any:
-    """Return the member of a `StrEnum` annotation for its text, any other value as it is."""
-    if type(value) is not str:
-        return value
-    for option in options(annotation):
-        if inspect.isclass(option) and issubclass(option, StrEnum):
-            return option(value)
-        for word in get_args(option) if get_origin(option) is Literal else ():
-            if word == value:
-                return word
-    return value
-
-
 def options(annotation: Any) -> Iterator[Any]:
     """Yield the members of a union, or the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
@@ -454,60 +369,3 @@ def shown(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts of a run that a component may depend on.
-
-    Attributes:
-        group_size: number of episodes of a group.
-        temperature: base sampling temperature.
-        window: number of turns in the context, or `all`.
-        left_out_turns: fraction of old turns that are left out of the context.
-        prompt_format: name of the prompt format.
-        blocks: tags of the response's blocks.
-        environment: name of the environment's class.
-        environment_members: names of its members.
-        loss: loss of the updates.
-        callbacks: callbacks of the run, in order.
-    """
-
-    group_size: int
-    temperature: float
-    window: int | str
-    left_out_turns: float
-    prompt_format: str
-    blocks: frozenset[str]
-    environment: str
-    environment_members: frozenset[str]
-    loss: object
-    callbacks: tuple[object, ...]
-
-
-@runtime_checkable
-class ChecksRun(Protocol):
-    """Component that needs something from the rest of the run."""
-
-    def check_run(self, facts: RunFacts) -> None:
-        """Check that the run has it.
-
-        Raises:
-            ValueError: with what was found, what was expected and the remedy.
-        """
-
-
-@runtime_checkable
-class ChecksSettings(Protocol):
-    """Class that can check the settings of its node before it is built."""
-
-    def check_settings(self, settings: Mapping[str, Any], *, root: str) -> None:
-        """Check the settings; a classmethod.
-
-        Args:
-            settings: the node of the config.
-            root: folder of all runs.
-
-        Raises:
-            ConfigError: they cannot work.
-        """

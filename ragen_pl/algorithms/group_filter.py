@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import group_std
-from ragen_pl.constraints import Count, CountOrZero, NonNegative, PositiveFraction, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, CountOrZero, NonNegative, PositiveFraction
 
 
 class Filter(Protocol):

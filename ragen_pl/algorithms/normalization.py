@@ -19,7 +19,8 @@ from ragen_pl.algorithms.advantages.group import dr_grpo, group_std
 from ragen_pl.algorithms.credit import Scope
 from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
-from ragen_pl.constraints import CountOrZero, PositiveFraction, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import CountOrZero, PositiveFraction
 
 _EPS = 1e-6
 Scale = tuple[Tensor, Tensor]

@@ -15,7 +15,8 @@ from ragen_pl.algorithms.policy_loss import (
     SurrogateLoss,
     clipped_surrogate,
 )
-from ragen_pl.constraints import Positive, PositiveFraction, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Positive, PositiveFraction
 
 
 def mean_over_response(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from ragen_pl.constraints import CountOrZero, Declared, Positive, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import CountOrZero, Declared, Positive
 from ragen_pl.distributed import (
     StopRequestedError,
     any_over_ranks,

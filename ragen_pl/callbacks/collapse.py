@@ -17,13 +17,15 @@ from ragen_pl.callbacks.access import callbacks_of, datamodule_of, mlflow_logger
 from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
-from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, RunFacts, checked, shown
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, shown
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.files import atomic_write
 from ragen_pl.json_text import json_text
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
 from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.run_facts import RunFacts
 from ragen_pl.viewing.plots import EVENTS
 
 log = logging.getLogger(__name__)

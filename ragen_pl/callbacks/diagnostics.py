@@ -22,7 +22,8 @@ from ragen_pl.callbacks.reasoning_probe import (
     first_thoughts,
     probe_reasoning,
 )
-from ragen_pl.constraints import Count, CountOrZero, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
 from ragen_pl.metrics.rollout import READINGS as ROLLOUT_READINGS

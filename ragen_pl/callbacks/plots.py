@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
-from ragen_pl.constraints import Count, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count
 from ragen_pl.files import atomic_write
 from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback

@@ -7,7 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ragen_pl.callbacks.access import run_folder
-from ragen_pl.constraints import Count, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.recording import Recordable, minibatches_of_step, present_step, record
 from ragen_pl.seeding import random_state

@@ -16,7 +16,8 @@ from ragen_pl.callbacks.access import (
     run_folder,
     run_title,
 )
-from ragen_pl.constraints import Count, CountOrZero, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ragen_pl.constraints import Count, Fraction, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, Fraction
 
 
 @checked

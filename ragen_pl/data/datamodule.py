@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
-from ragen_pl.constraints import checked
+from ragen_pl.checked import checked
 from ragen_pl.data.ahead import PlayedRollout, RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate

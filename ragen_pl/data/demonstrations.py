@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ragen_pl.constraints import checked
+from ragen_pl.checked import checked
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader

@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.constraints import Count, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_by_length, split_by_tokens, split_into
 from ragen_pl.data.settings import UpdateSettings

@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ragen_pl.constraints import (
-    Count,
-    CountOrZero,
-    Fraction,
-    NonNegative,
-    Positive,
-    checked,
-)
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, CountOrZero, Fraction, NonNegative, Positive
 
 IterationsAhead = Literal[0, 1]
 """Most updates between the weights that sample a rollout and those that are trained on it."""

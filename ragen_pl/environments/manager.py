@@ -16,7 +16,8 @@ from typing import Annotated, Any, TypeAlias
 import gymnasium
 from annotated_types import Interval
 
-from ragen_pl.constraints import Count, NonNegative, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, NonNegative
 from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, TurnResult

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from ragen_pl.constraints import Count, Open, Seed, TextOnly, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, Open, Seed, TextOnly
 from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off

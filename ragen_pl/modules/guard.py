@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ragen_pl.constraints import Count, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, whole
 from ragen_pl.finite import NonFiniteError, largest

@@ -15,7 +15,8 @@ from ragen_pl.algorithms.masks import all_but_action
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.algorithms.value_loss import value_loss
-from ragen_pl.constraints import NonNegative, Positive, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import NonNegative, Positive
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores

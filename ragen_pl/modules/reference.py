@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
-from ragen_pl.constraints import FractionBelowOne, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import FractionBelowOne
 from ragen_pl.data.batch import Samples
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import sharded_like, whole

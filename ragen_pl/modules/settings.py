@@ -7,7 +7,8 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from ragen_pl.constraints import Fraction, NonNegative, Note, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Fraction, NonNegative, Note
 
 
 @checked

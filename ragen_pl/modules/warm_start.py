@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ragen_pl.algorithms.value_loss import value_loss
-from ragen_pl.constraints import Count, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule, score_together

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from annotated_types import Ge
 
-from ragen_pl.constraints import Count, Note, TurnTemplate, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, Note, TurnTemplate
 from ragen_pl.engines.occlusion import LeaveOut
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.models.chat_template import History, Message, user_message

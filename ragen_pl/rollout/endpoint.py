@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge
 
+from ragen_pl.checked import checked
 from ragen_pl.constraints import (
     Count,
     CountOrZero,
@@ -28,7 +29,6 @@ from ragen_pl.constraints import (
     Open,
     Positive,
     TurnTemplate,
-    checked,
 )
 from ragen_pl.data_url import data_url
 from ragen_pl.engines.errors import RolloutError

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ragen_pl.constraints import checked
+from ragen_pl.checked import checked
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.manager import (

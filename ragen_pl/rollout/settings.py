@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragen_pl.constraints import Count, FractionBelowOne, Positive, PositiveFraction, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, FractionBelowOne, Positive, PositiveFraction
 
 if TYPE_CHECKING:
     from ragen_pl.rollout.temperature import AdaptiveTemperature

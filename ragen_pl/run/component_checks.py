@@ -18,13 +18,13 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.constraints import ChecksRun, ChecksSettings, RunFacts
 from ragen_pl.engines.protocol import check_asynchronous
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.run.build import build_callbacks, build_rewards
+from ragen_pl.run_facts import ChecksRun, ChecksSettings, RunFacts
 
 
 @dataclass(frozen=True, kw_only=True)

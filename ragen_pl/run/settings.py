@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragen_pl.constraints import Count, Positive, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, Positive
 
 
 @checked

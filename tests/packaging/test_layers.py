@@ -9,14 +9,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
-    "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states", "seeding",
-    "trajectory",
+    "checked", "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states",
+    "run_facts", "seeding", "trajectory",
 }  # fmt: skip
 # of a rollout, from below
 ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
 LEARNING = ROLLOUT | {"algorithms", "data", "loops", "metrics", "modules", "rewards"}
 # A part is a folder of the package or a module beside the folders.
 MAY_IMPORT = {
+    "checked": {"constraints"},
     "constraints": set(),
     "data_url": set(),
     "distributed": set(),
@@ -27,15 +28,16 @@ MAY_IMPORT = {
     "machine": set(),
     "muon": set(),
     "phases": set(),
+    "run_facts": set(),
     "seeding": set(),
     "trajectory": set(),
     "optimizers": {"distributed", "muon"},
     "prompt_formats": {"trajectory"},
     "rank_states": {"distributed", "files"},
-    "algorithms": {"constraints", "trajectory"},
-    "config": {"constraints"},
+    "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
+    "config": {"constraints", "run_facts"},
     "lock": {"config"},
-    "models": {"constraints", "prompt_formats"},
+    "models": {"checked", "constraints", "prompt_formats", "run_facts"},
     "engines": BASE | {"data_url", "models"},
     "prompts": BASE | {"engines", "models", "prompt_formats"},
     "environments": BASE | {"config", "machine", "prompt_formats", "prompts"},

@@ -13,7 +13,8 @@ from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
 from ragen_pl.algorithms.scan import index_from
 from ragen_pl.algorithms.turns import nearest_in_turn, sum_at_turn_end, turn_ends, turn_starts
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.constraints import Fraction, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Fraction
 
 
 def turn_gae(

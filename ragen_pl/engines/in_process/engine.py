@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ragen_pl.constraints import Count, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, SessionCache, StateCache
 from ragen_pl.engines.in_process.sampling import Responses, SamplingParameters
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest, Prompt

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ragen_pl.constraints import Count, Fraction, Open, checked
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, Fraction, Open
 from ragen_pl.distributed import world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest

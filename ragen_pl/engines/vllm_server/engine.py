@@ -15,15 +15,8 @@ import aiohttp
 import torch
 from torch import Tensor
 
-from ragen_pl.constraints import (
-    Contains,
-    Count,
-    CountOrZero,
-    ExistingPath,
-    Open,
-    Positive,
-    checked,
-)
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Contains, Count, CountOrZero, ExistingPath, Open, Positive
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest

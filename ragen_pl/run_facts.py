@@ -1,0 +1,64 @@
+"""Facts of a run that components depend on, and the protocols of components that check them before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts of a run that a component may depend on.
+
+    Attributes:
+        group_size: number of episodes of a group.
+        temperature: base sampling temperature.
+        window: number of turns in the context, or `all`.
+        left_out_turns: fraction of old turns that are left out of the context.
+        prompt_format: name of the prompt format.
+        blocks: tags of the response's blocks.
+        environment: name of the environment's class.
+        environment_members: names of its members.
+        loss: loss of the updates.
+        callbacks: callbacks of the run, in order.
+    """
+
+    group_size: int
+    temperature: float
+    window: int | str
+    left_out_turns: float
+    prompt_format: str
+    blocks: frozenset[str]
+    environment: str
+    environment_members: frozenset[str]
+    loss: object
+    callbacks: tuple[object, ...]
+
+
+@runtime_checkable
+class ChecksRun(Protocol):
+    """Component that needs something from the rest of the run."""
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that the run has it.
+
+        Raises:
+            ValueError: with what was found, what was expected and the remedy.
+        """
+
+
+@runtime_checkable
+class ChecksSettings(Protocol):
+    """Class that can check the settings of its node before it is built."""
+
+    def check_settings(self, settings: Mapping[str, Any], *, root: str) -> None:
+        """Check the settings; a classmethod.
+
+        Args:
+            settings: the node of the config.
+            root: folder of all runs.
+
+        Raises:
+            ConfigError: they cannot work.
+        """
