@@ -1,6 +1,6 @@
 """Prompt formats: the blocks of a response and their order (after VAGEN).
 
-One table says what each block is and one what each format holds. `rollout.parsing` reads responses by them.
+One table says what each block is and one what each format holds. `prompts.parsing` reads responses by them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Block:
 
 
 THINK, ANSWER = "think", "answer"
+# of the small model's chat template
+TOOL_CALL = "tool_call"
 OBSERVATION, REASONING, PREDICTION = "observation", "reasoning", "prediction"
 
 BLOCKS = {
@@ -53,6 +55,7 @@ class PromptFormat(StrEnum):
     - `grounding`: the think block holds `<observation>…</observation><reasoning>…</reasoning>`
     - `worldmodeling`: it holds `<reasoning>…</reasoning><prediction>…</prediction>`
     - `grounding_worldmodeling`: it holds all three, in that order
+    - `native`: the model's own chat format, with its own reasoning and tool calls; `ragen_pl.prompts.native` reads it
     """
 
     FREE_THINK = "free_think"
@@ -60,6 +63,7 @@ class PromptFormat(StrEnum):
     GROUNDING = "grounding"
     WORLDMODELING = "worldmodeling"
     GROUNDING_WORLDMODELING = "grounding_worldmodeling"
+    NATIVE = "native"
 
     @property
     def thinks(self) -> bool:
@@ -84,6 +88,8 @@ class PromptFormat(StrEnum):
     @property
     def token_names(self) -> tuple[str, ...]:
         """Names of the tags that are tokens of a small model, besides think and answer, in the order of their ids."""
+        if self is PromptFormat.NATIVE:
+            return (TOOL_CALL,)
         return tuple(dict.fromkeys((*_VAGEN, *self.sections))) if self.sections else ()
 
 
@@ -96,6 +102,7 @@ _SECTIONS: dict[PromptFormat, tuple[str, ...] | None] = {
     PromptFormat.GROUNDING: (OBSERVATION, REASONING),
     PromptFormat.WORLDMODELING: (REASONING, PREDICTION),
     PromptFormat.GROUNDING_WORLDMODELING: (OBSERVATION, REASONING, PREDICTION),
+    PromptFormat.NATIVE: (),
 }
 
 
@@ -128,6 +135,8 @@ def format_instructions(
         max_actions: number of actions in a response.
         free_text: whether an action is free text; the environment's instructions say which.
     """
+    if prompt_format is PromptFormat.NATIVE:
+        return _native_instructions(max_actions=max_actions, free_text=free_text)
     texts = dict.fromkeys((*prompt_format.sections, REASONING), "…")
     form = format_response(prompt_format, "…", blocks=texts)
     hints = "; ".join(f"{name}: {BLOCKS[name].hint}" for name in prompt_format.sections)
@@ -147,6 +156,14 @@ def format_instructions(
     else:
         sentences.append("The answer is the name of one action.")
     return " ".join(sentences)
+
+
+def _native_instructions(*, max_actions: int, free_text: bool) -> str:
+    if free_text:
+        return ""
+    if max_actions > 1:
+        return f"Answer with one to {max_actions} actions by name, with || between them."
+    return "Answer with the name of one action."
 
 
 def both_tags(name: str) -> tuple[str, str]:

@@ -84,10 +84,13 @@ class Observation:
     Attributes:
         text: words of the observation.
         images: RGB images, each uint8 `[height, width, 3]`.
+        results: results of the tool calls before, in their order, where the prompt format is native; `text` is all
+            of them then.
     """
 
     text: str
     images: list[np.ndarray] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)

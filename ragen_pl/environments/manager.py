@@ -26,7 +26,7 @@ from ragen_pl.prompt_formats import PromptFormat, format_instructions
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.spatial_relations import judged_statements
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import EpisodeStatus
+from ragen_pl.trajectory import EpisodeStatus, Observation
 
 _MAX_REDRAWS = 200
 # the creation of an environment imports libraries and may start programs
@@ -223,8 +223,17 @@ class EnvironmentManager:
             free_text=slot.action_names is None,
         )
         # one that failed may be dead, or hang and never answer
-        rules = slot.members.instructions if slot.error is None else ""
+        if slot.error is not None:
+            return form
+        # a chat template shows the tools itself
+        rules = slot.members.rules if self.tools(slot) else slot.members.instructions
         return f"{rules} {form}".strip()
+
+    def tools(self, slot: EnvironmentSlot) -> Sequence[Mapping[str, Any]] | None:
+        """Return the schemas of a slot's tools, None where responses are not in the model's own format."""
+        if self.prompt_format is not PromptFormat.NATIVE:
+            return None
+        return slot.members.tool_schemas if slot.error is None else ()
 
     def observe(self, slot: EnvironmentSlot, raw: object) -> None:
         """Update a slot with an observation of its environment.
@@ -276,11 +285,17 @@ class EnvironmentManager:
         slot.turn += 1
         result, relations = TurnResult(), slot.relations
         if not response.valid:
+            if response.problem is not None:
+                slot.observation = Observation(text=f"error: {response.problem}")
             self._refuse(slot, result)
+        shown: list[Observation] = []
         for action in response.actions:
             self._act(slot, action, result)
+            shown += [] if result.observation is None else [result.observation]
             if result.status is not None or not result.valid:
                 break
+        if response.calls:
+            result.observation = slot.observation = _tool_results(shown, calls=len(response.calls))
         if response.valid and relations is not None:
             result.statements = judged_statements(
                 response.statements,
@@ -320,6 +335,14 @@ class EnvironmentManager:
             result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED
         if not step.action_is_valid:
             self._refuse(slot, result)
+
+
+def _tool_results(shown: Sequence[Observation], *, calls: int) -> Observation:
+    """Return the observations after tool calls as one, with a result for each call."""
+    results = [observation.text for observation in shown]
+    results += ["error: not carried out"] * (calls - len(results))
+    images = [image for observation in shown for image in observation.images]
+    return Observation(text="\n".join(results), images=images, results=results)
 
 
 def is_held_out(key: str, fraction: float) -> bool:

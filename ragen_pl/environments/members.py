@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from reprlib import repr as shortened
 from typing import Any
@@ -49,6 +49,24 @@ class EnvironmentMembers:
     def instructions(self) -> str:
         """Rules in full sentences; empty without any."""
         return str(getattr(self._environment, "instructions", ""))
+
+    @property
+    def rules(self) -> str:
+        """Rules without the list of tools; the instructions of an environment without tools."""
+        return str(getattr(self._environment, "rules", self.instructions))
+
+    @property
+    def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Tools in the format of OpenAI's API; empty without any."""
+        schemas: Sequence[Mapping[str, Any]] = getattr(self._environment, "tool_schemas", ())
+        for schema in schemas:
+            function = schema.get("function") if isinstance(schema, Mapping) else None
+            if not isinstance(function, Mapping) or not {"name", "parameters"} <= set(function):
+                raise TypeError(
+                    f"found {shortened(schema)} in tool_schemas, expected "
+                    '{"type": "function", "function": {"name", "description", "parameters"}}'
+                )
+        return schemas
 
     @property
     def relation_names(self) -> tuple[str, ...]:

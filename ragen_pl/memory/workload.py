@@ -100,11 +100,11 @@ def _prompt(cfg: DictConfig, bundle: ModelBundle) -> tuple[int, int, tuple[np.nd
     if slot.observation is None:
         raise ConfigError(f"env.target={cfg.env.target}: {slot.error}")
     observation, images = slot.observation, tuple(slot.observation.images)
-    instructions = environments.instructions(slot)
+    instructions, tools = environments.instructions(slot), environments.tools(slot)
     environments.close([slot])
     if bundle.renderer.chat_template:
         context = ContextManager(bundle, **plain(cfg.context))
-        conversation = context.start(instructions)
+        conversation = context.start(instructions, tools=tools)
         ids = context.observe(conversation, observation, max_turns=cfg.env.max_turns).ids
         system = len(conversation.system_prompt_ids)
         return system, len(ids) - system, images

@@ -21,6 +21,7 @@ from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.facts import ModelFacts
 from ragen_pl.models.images import ImageEncoder
 from ragen_pl.models.template_source import template_source
+from ragen_pl.models.tool_template import NoToolsError, ToolTemplate
 from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class ModelBundle:
         processor: Processor of a vision-language model; None for a text model.
         image_settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
         source: Folder or hub name of the weights; None for a model that was built from its config.
+        calls_tools: Whether responses may hold the control tokens with which the chat template writes tool calls.
     """
 
     model: PreTrainedModel
@@ -44,6 +46,7 @@ class ModelBundle:
     processor: ProcessorMixin | None = None
     image_settings: Mapping[str, Any] = field(default_factory=dict)
     source: str | None = None
+    calls_tools: bool = False
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, repr=False)
@@ -58,7 +61,14 @@ class ModelBundle:
 
         A frozen image encoder that both models have gives its features to both.
         """
-        other = ModelBundle(model, self.tokenizer, self.processor, self.image_settings, self.source)
+        other = ModelBundle(
+            model,
+            self.tokenizer,
+            self.processor,
+            self.image_settings,
+            self.source,
+            self.calls_tools,
+        )
         if self.images is not None and other.images is not None:
             other.images.share(self.images)
         return other
@@ -90,13 +100,17 @@ class ModelBundle:
             return self.processor
         return self.tokenizer
 
-    def chat_template(self, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
-        """Return the chat template with these values of its own variables; see `ChatTemplate`."""
-        key = repr(sorted((arguments or {}).items()))
+    def chat_template(
+        self,
+        arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> ChatTemplate:
+        """Return the chat template with these values of its own variables and these tools; see `ChatTemplate`."""
+        key = repr((sorted((arguments or {}).items()), tools))
         if key not in self._templates:
             counts = () if self.processor is None else (1, 2)
             self._templates[key] = ChatTemplate(
-                self.renderer, self.tokenizer, dict(arguments or {}), counts
+                self.renderer, self.tokenizer, dict(arguments or {}), counts, tools
             )
         return self._templates[key]
 
@@ -142,6 +156,11 @@ class ModelBundle:
         return ids if eos is None else {*ids, int(eos)}
 
     @property
+    def end_texts(self) -> tuple[str, ...]:
+        """Texts of `eos_token_ids`."""
+        return tuple(str(self.tokenizer.decode([token])) for token in sorted(self.eos_token_ids))
+
+    @property
     def banned_token_ids(self) -> tuple[int, ...]:
         """Ids that are never sampled: ids without a token, and control tokens that are no part of a response.
 
@@ -149,12 +168,23 @@ class ModelBundle:
         """
         special = set(self.special_tokens) - self.eos_token_ids
         if template_source(self.renderer):
-            inner = self.chat_template().inner
+            inner = self.chat_template().inner | self._call_tokens
             special = {token for token in special if self.special_tokens[token] not in inner}
         if self.image_token_id is not None:
             special.add(self.image_token_id)
         rows = self.model.get_output_embeddings().weight.shape[0]
         return tuple(sorted(special | set(range(len(self.tokenizer), rows))))
+
+    @property
+    def _call_tokens(self) -> frozenset[str]:
+        """Names of the control tokens that a response may hold in its tool calls."""
+        if not self.calls_tools:
+            return frozenset()
+        try:
+            return ToolTemplate(self.chat_template(), self.end_texts).control_tokens
+        except NoToolsError:
+            # without tools a response is words
+            return frozenset()
 
     def banned(self, device: torch.device) -> Tensor:
         """Return `banned_token_ids` as an int64 tensor."""

@@ -8,7 +8,7 @@ earlier turns; `History` says which.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
@@ -104,6 +104,7 @@ class ChatTemplate:
         tokenizer: the tokenizer.
         arguments: values of the template's own variables, such as `enable_thinking`.
         image_counts: numbers of images in a message for which the fixed text is looked up at once.
+        tools: schemas of the tools that the template shows, in the format of OpenAI's API; empty for none.
         history: what the template does to old responses.
         fixed: whether the text around messages is the same in every turn. Otherwise a conversation can only be
             rendered as a whole.
@@ -124,6 +125,7 @@ class ChatTemplate:
     tokenizer: PreTrainedTokenizerBase
     arguments: Mapping[str, Any] = field(default_factory=dict)
     image_counts: tuple[int, ...] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
     history: History = field(init=False)
     fixed: bool = field(init=False)
     close: str = field(init=False)
@@ -218,6 +220,7 @@ class ChatTemplate:
             tokenize=False,
             add_generation_prompt=prompt,
             chat_template=source,
+            tools=[*self.tools] or None,
             **self.arguments,
         )
         assert isinstance(text, str)

@@ -56,6 +56,8 @@ class HumanResponder(TextResponder):
         if actions is None:
             return None
         answer = f" {_SEPARATOR} ".join(map(episode.slot.action_text, actions))
+        if episode.conversation.native is not None:
+            return episode.conversation.native.response_text(answer)
         return format_response(episode.prompt_format, answer, blocks={})
 
 

@@ -6,8 +6,8 @@ text of the environment is encoded, once.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,14 +18,17 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, Note, TurnTemplate
 from ragen_pl.engines.occlusion import LeaveOut
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.models.chat_template import History, Message, user_message
+from ragen_pl.models.chat_template import ChatTemplate, History, Message, user_message
 from ragen_pl.prompts.conversation import (
     Conversation,
     Exchange,
+    Tools,
     check_template,
     fill_template,
     system_text,
 )
+from ragen_pl.prompts.encoding import TextEncoder, any_of
+from ragen_pl.prompts.native import NativeFormat
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
@@ -71,7 +74,9 @@ class ContextManager:
         self.turn_template = turn_template
         self.max_tokens = max_tokens
         self.keep_thoughts = keep_thoughts
+        self._arguments = template_kwargs
         self.template = bundle.chat_template(template_kwargs)
+        self._native_formats: dict[int, NativeFormat] = {}
         self.leave_out = LeaveOut(**leave_out) if isinstance(leave_out, Mapping) else leave_out
         if self.leave_out and not self.joins:
             raise ValueError(
@@ -85,23 +90,13 @@ class ContextManager:
                 "whole image, no part of it can be left out; set context.leave_out.patches=0 and "
                 "context.leave_out.turns=0"
             )
-        self._encoded: dict[tuple[str, str], np.ndarray] = {}
-        self._splits: dict[str, tuple[str, str]] = {}
+        self._encoder = TextEncoder(bundle, bos_token_id=self.template.bos_token_id)
         self._ends = frozenset(bundle.eos_token_ids)
-        added = bundle.tokenizer.added_tokens_decoder.values()
-        takes_blanks = {str(token) for token in added if token.lstrip or token.rstrip}
-        self._control_tokens = _any_of(bundle.special_tokens.values())
-        self._inner = _any_of(self.template.inner)
-        self._borders = _any_of(set(bundle.special_tokens.values()) - takes_blanks)
+        self._inner = any_of(self.template.inner)
         # the end-of-turn token with what the template writes before it, and the text after it
-        self._end = str(bundle.tokenizer.decode([bundle.end_of_turn_id]))
-        if self._cached(("start", self._end), self._end).tolist() != [bundle.end_of_turn_id]:
-            raise ValueError(
-                f"the tokenizer does not read {self._end!r}, which ends a response, as one token; set its eos_token "
-                "to the token that ends a response and save it"
-            )
-        before, found, after = self.template.close.partition(self._end)
-        self._ending, self._after_end = (before + found, after) if found else (self._end, before)
+        end = self._encoder.end
+        before, found, after = self.template.close.partition(end)
+        self._ending, self._after_end = (before + found, after) if found else (end, before)
 
     def _or_keep_thoughts(self) -> str:
         strips = self.template.history is History.WITHOUT_THOUGHTS and self.template.fixed
@@ -130,21 +125,46 @@ class ContextManager:
         """Think tag at the end of a prompt, with which every response begins; empty in most templates."""
         return self.template.opening
 
-    def start(self, instructions: str) -> Conversation:
-        """Open a conversation in an environment with these instructions."""
+    def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
+        """Open a conversation in an environment with these instructions.
+
+        Args:
+            instructions: Rules of the environment.
+            tools: Schemas of its tools, empty without any, for a conversation in the model's own format; None for
+                responses in tags.
+
+        Raises:
+            ValueError: the chat template has no place for the system prompt or for the tools.
+        """
         system = system_text(self.system_prompt, instructions)
-        if not self.template.fixed:
-            self.template.system_messages(system)
-            return Conversation(system=system)
-        head = self.template.head(system)
-        return Conversation(system=system, head=head, system_prompt_ids=self._encode(head))
+        native = None if tools is None else self._native_format(tools)
+        template = self.template if native is None else native.template
+        if not template.fixed:
+            template.system_messages(system)
+            return Conversation(system=system, native=native)
+        head = template.head(system)
+        return Conversation(
+            system=system, head=head, system_prompt_ids=self._encoder.encode(head), native=native
+        )
+
+    def _native_format(self, tools: Tools) -> NativeFormat:
+        template = self.bundle.chat_template(self._arguments, tools)
+        if mark := self._encoder.mark_in(json.dumps(tools)):
+            raise ValueError(
+                f"env.prompt_format=native: the schemas of the environment's tools hold {mark}, a mark of the chat "
+                "template; write it in another way"
+            )
+        if id(template) not in self._native_formats:
+            self._native_formats[id(template)] = NativeFormat(template, self.bundle.end_texts)
+        return self._native_formats[id(template)]
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return the prompt of the response to it."""
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
-        conversation.exchanges.append(Exchange(text=text, images=observation.images))
+        exchange = Exchange(text=text, images=observation.images, results=observation.results)
+        conversation.exchanges.append(exchange)
         return self._prompt(conversation)
 
     def candidates(self, conversation: Conversation) -> list[np.ndarray]:
@@ -183,10 +203,16 @@ class ContextManager:
         return self._prompt(conversation, left_out=left_out)
 
     def response(
-        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+        self,
+        conversation: Conversation,
+        *,
+        ids: np.ndarray,
+        text: str,
+        actions: Sequence[str],
+        calls: Sequence[Message] = (),
     ) -> None:
-        """Record the response to the latest observation and the actions carried out."""
-        conversation.respond(ids=ids, text=text, actions=actions)
+        """Record the response to the latest observation, its tool calls and the actions carried out."""
+        conversation.respond(ids=ids, text=text, actions=actions, calls=calls)
 
     def words_start(self, text: str) -> int:
         """Return the index at which the words of a response begin: after the last control token before an answer."""
@@ -196,7 +222,9 @@ class ContextManager:
         """Return the ids of a written response as the policy would sample it, its end-of-turn token included."""
         opening = self.template.opening.strip()
         text = self.template.lead + (text.removeprefix(opening) if opening else text)
-        return self._encode_around(self.template.header, text, self._ending, continues=True)
+        return self._encoder.encode_parts(
+            [(self.template.header, True), (text, False), (self._ending, True)], continues=True
+        )
 
     def pieces(self, ids: np.ndarray) -> list[str]:
         """Return the text of each token of a response; the pieces join to the response's text.
@@ -227,8 +255,8 @@ class ContextManager:
         if not self.joins:
             text = self._render(conversation, shown)
             return Prompt(
-                ids=self._encode(self.bundle.expand_image_slots(text, images)),
-                unexpanded_ids=self._encode(text),
+                ids=self._encoder.encode(self.bundle.expand_image_slots(text, images)),
+                unexpanded_ids=self._encoder.encode(text),
                 images=images,
             )
         first = len(conversation.exchanges) - len(window)
@@ -252,17 +280,23 @@ class ContextManager:
         parts: list[np.ndarray] = []
         starts, length = [], 0
         before = conversation.head
+        calls: Sequence[Message] = ()
         for exchange in shown:
             first = not parts
-            ids = self._block(conversation, exchange, before, first=first, expand=expand)
-            previous = self._encode(before, continues=not first)
-            starts.append(length + _common_length(previous, ids))
+            if conversation.native is not None and calls:
+                ids = self._result_block(conversation.native, exchange, calls, expand=expand)
+                starts.append(length)
+            else:
+                ids = self._block(conversation, exchange, before, first=first, expand=expand)
+                previous = self._encoder.encode(before, continues=not first)
+                starts.append(length + _common_length(previous, ids))
             parts.append(ids)
             response_ids = exchange.response_ids
             if response_ids is not None:
                 parts.append(response_ids)
                 ended = len(response_ids) and int(response_ids[-1]) in self._ends
                 before = self._after_end if ended else self.template.close
+            calls = exchange.calls
             length = sum(map(len, parts))
         return np.concatenate(parts), starts
 
@@ -277,14 +311,18 @@ class ContextManager:
     ) -> np.ndarray:
         """Return the ids of a turn up to its response, with those of the template's text before it."""
         count = len(exchange.images)
-        user_text = self.template.user_text(count)
+        template = self._template(conversation)
+        user_text = template.user_text(count)
         start = user_text.before
         if first:
-            start = self.template.before_first(conversation.system, images=count)
+            start = template.before_first(conversation.system, images=count)
         if expand:
             start = self.bundle.expand_image_slots(start, exchange.images)
-        ids = self._encode_around(
-            before + start, user_text.shown(exchange.text), user_text.after, continues=not first
+        text = [(user_text.shown(exchange.text), False), (user_text.after, True)]
+        ids = self._encoder.encode_parts(
+            [(before + start, True), *text],
+            continues=not first,
+            marks=conversation.native is not None,
         )
         if not expand or exchange.patches is None:
             return ids
@@ -294,6 +332,30 @@ class ContextManager:
             shown.append(slots[end + patches])
             end += self.bundle.num_image_tokens(image)
         return np.delete(ids, np.setdiff1d(slots, np.concatenate(shown)))
+
+    def _result_block(
+        self, native: NativeFormat, exchange: Exchange, calls: Sequence[Message], *, expand: bool
+    ) -> np.ndarray:
+        """Return the ids of the results of a response's calls, from the end of the response to the next one.
+
+        The response has ended: one that was cut has no calls.
+        """
+        assert native.tools is not None
+        text = native.tools.results(calls=len(calls), images=len(exchange.images))
+        names = [call["function"]["name"] for call in calls]
+        parts = text.filled(names, exchange.results)
+        if expand and exchange.images:
+            border = "\0"
+            own = border.join(part if fixed else "" for part, fixed in parts)
+            expanded = self.bundle.expand_image_slots(own, exchange.images).split(border)
+            parts = [
+                (new if fixed else part, fixed)
+                for new, (part, fixed) in zip(expanded, parts, strict=True)
+            ]
+        return self._encoder.encode_parts(parts, continues=True, marks=True)
+
+    def _template(self, conversation: Conversation) -> ChatTemplate:
+        return self.template if conversation.native is None else conversation.native.template
 
     def _patches(self, shown: Sequence[Exchange]) -> list[np.ndarray] | None:
         if all(exchange.patches is None for exchange in shown):
@@ -308,78 +370,30 @@ class ContextManager:
 
     def _render(self, conversation: Conversation, shown: Sequence[Exchange]) -> str:
         """Return the text of the window, rendered as a whole."""
-        messages: list[Message] = self.template.system_messages(conversation.system)
+        template, native = self._template(conversation), conversation.native
+        messages: list[Message] = template.system_messages(conversation.system)
+        calls: Sequence[Message] = ()
         for exchange in shown:
-            messages.append(user_message(self._plain(exchange.text), images=len(exchange.images)))
+            images = len(exchange.images)
+            if native is not None and calls:
+                messages += native.result_messages(
+                    calls, [self._encoder.plain(text) for text in exchange.results], images=images
+                )
+            else:
+                messages.append(user_message(self._encoder.plain(exchange.text), images=images))
+            calls = exchange.calls
             if exchange.response_ids is not None:
                 words = exchange.response_text[self.words_start(exchange.response_text) :]
-                response = self.template.opening + self._plain(words)
-                messages.append({"role": "assistant", "content": response})
-        return self.template.render(messages)
-
-    def _plain(self, text: str) -> str:
-        """Return a text without the tokenizer's control tokens."""
-        before = None
-        # removing one token may join the halves of another
-        while text != before:
-            before, text = text, self._control_tokens.sub("", text)
-        return text
-
-    def _encode_around(self, left: str, text: str, right: str, *, continues: bool) -> np.ndarray:
-        """Return the ids of a text between template text; a control token's name in it is plain letters."""
-        # the template's text up to its last control token is the same in many prompts
-        fixed, left = self._split(left)
-        parts = [self._encode(fixed, continues=continues)] if fixed else []
-        words = self._control_tokens.split(text)
-        words[0] = left + words[0]
-        words[-1] += right
-        parts.append(self._encode(words[0], continues=continues or bool(fixed)))
-        names = self._control_tokens.findall(text)
-        for name, word in zip(names, words[1:], strict=True):
-            parts += [self._spelled(name), self._encode(word, continues=True)]
-        return np.concatenate(parts)
-
-    def _split(self, text: str) -> tuple[str, str]:
-        """Split a text after its last control token, over which no other token reaches."""
-        if text not in self._splits:
-            if len(self._splits) > 1000:
-                self._splits.clear()
-            ends = [match.end() for match in self._borders.finditer(text)]
-            end = ends[-1] if ends else 0
-            self._splits[text] = (text[:end], text[end:])
-        return self._splits[text]
-
-    def _encode(self, text: str, *, continues: bool = False) -> np.ndarray:
-        """Return the ids of a text; where it `continues` another, tokenizers add no blank at its start."""
-        if continues:
-            return self._cached(("continues", text), self._end + text)[1:]
-        ids = self._cached(("start", text), text)
-        bos = self.template.bos_token_id
-        return ids if bos is None else np.append([bos], ids)
-
-    def _spelled(self, name: str) -> np.ndarray:
-        """Return the ids of a control token's name in letters."""
-        before = self._cached(("spelled", ""), "\n", split_special_tokens=True)
-        ids = self._cached(("spelled", name), "\n" + name, split_special_tokens=True)
-        return ids[len(before) :]
-
-    def _cached(
-        self, key: tuple[str, str], text: str, *, split_special_tokens: bool = False
-    ) -> np.ndarray:
-        if key not in self._encoded:
-            if len(self._encoded) > 20_000:
-                self._encoded.clear()
-            ids = self.bundle.tokenizer(
-                text, add_special_tokens=False, split_special_tokens=split_special_tokens
-            )["input_ids"]
-            self._encoded[key] = np.asarray(ids, dtype=np.int64)
-        return self._encoded[key]
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds any of these names, longer ones first."""
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+                if native is None:
+                    response = template.opening + self._encoder.plain(words)
+                    messages.append({"role": "assistant", "content": response})
+                else:
+                    messages.append(
+                        native.assistant_message(
+                            template.opening + words, plain=self._encoder.plain
+                        )
+                    )
+        return template.render(messages)
 
 
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:

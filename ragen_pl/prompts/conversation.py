@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.trajectory import Observation
+
+if TYPE_CHECKING:
+    from ragen_pl.prompts.native import NativeFormat
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Schemas of tools in the format of OpenAI's API."""
 
 NO_IDS = np.zeros(0, dtype=np.int64)
 TEMPLATE_FIELDS = ("observation", "turn", "max_turns", "turns_left", "actions", "last_action")
@@ -27,6 +33,8 @@ class Exchange:
         response_ids: ids of the response; None before there is one.
         response_text: the response in words.
         patches: patches shown of each image; None for all.
+        results: results of the response's tool calls before it, which are shown in place of the text.
+        calls: tool calls of the response.
     """
 
     text: str
@@ -34,6 +42,8 @@ class Exchange:
     response_ids: np.ndarray | None = None
     response_text: str = ""
     patches: list[np.ndarray] | None = None
+    results: Sequence[str] = ()
+    calls: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +56,7 @@ class Conversation:
         system_prompt_ids: ids of the head.
         actions: names of all actions carried out.
         exchanges: the turns.
+        native: the model's own format, in which the conversation is held; None for tags.
     """
 
     system: str | None
@@ -53,6 +64,7 @@ class Conversation:
     system_prompt_ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     actions: list[str] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    native: NativeFormat | None = None
 
     @property
     def observation(self) -> Observation:
@@ -64,11 +76,31 @@ class Conversation:
         """Return the latest turns, the present one included."""
         return self.exchanges if window == "all" else self.exchanges[-window:]
 
-    def respond(self, *, ids: np.ndarray, text: str, actions: Sequence[str]) -> None:
-        """Record the response to the latest observation and the actions carried out."""
+    def respond(
+        self,
+        *,
+        ids: np.ndarray,
+        text: str,
+        actions: Sequence[str],
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Record the response to the latest observation, its tool calls and the actions carried out."""
         exchange = self.exchanges[-1]
-        exchange.response_ids, exchange.response_text = ids, text
+        exchange.response_ids, exchange.response_text, exchange.calls = ids, text, calls
         self.actions.extend(actions)
+
+
+def check_tags(tools: Tools | None) -> None:
+    """Check that a conversation without a chat template is not to be in a model's own format.
+
+    Raises:
+        ValueError: It is.
+    """
+    if tools is not None:
+        raise ValueError(
+            "env.prompt_format=native: it needs the chat template of the model that is trained; set "
+            "env.prompt_format=free_think for a model behind an API"
+        )
 
 
 def system_text(system_prompt: str | None, instructions: str) -> str | None:
@@ -128,8 +160,14 @@ class Context(Protocol):
         """Text at the end of a prompt with which every response begins, such as a think tag."""
         ...
 
-    def start(self, instructions: str) -> Conversation:
-        """Open a conversation in an environment with these instructions."""
+    def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
+        """Open a conversation in an environment with these instructions.
+
+        Args:
+            instructions: Rules of the environment.
+            tools: Schemas of its tools, empty without any, for a conversation in the model's own format; None for
+                responses in tags.
+        """
         ...
 
     def observe(
@@ -139,9 +177,15 @@ class Context(Protocol):
         ...
 
     def response(
-        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+        self,
+        conversation: Conversation,
+        *,
+        ids: np.ndarray,
+        text: str,
+        actions: Sequence[str],
+        calls: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Record the response to the latest observation and the actions carried out."""
+        """Record the response to the latest observation, its tool calls and the actions carried out."""
         ...
 
     def words_start(self, text: str) -> int:
@@ -166,8 +210,13 @@ class TextContext:
     max_tokens = sys.maxsize
     opening = ""
 
-    def start(self, instructions: str) -> Conversation:
-        """Open a conversation."""
+    def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
+        """Open a conversation.
+
+        Raises:
+            ValueError: It is to be in a model's own format.
+        """
+        check_tags(tools)
         return Conversation(system=instructions)
 
     def observe(
@@ -178,7 +227,13 @@ class TextContext:
         return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
 
     def response(
-        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+        self,
+        conversation: Conversation,
+        *,
+        ids: np.ndarray,
+        text: str,
+        actions: Sequence[str],
+        calls: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Record nothing: no prompt repeats a response."""
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +26,17 @@ class ParsedResponse:
         think: the reasoning: the text of the reasoning block, or of a free think block.
         statements: texts of the blocks that describe the environment, by block.
         actions: indices of named actions, or one free text.
-        spans: character range of each block's text.
+        spans: blocks with the character ranges of their texts.
+        calls: tool calls, those that are not carried out included; in the native format.
+        problem: reason why a response in the native format is not valid, where it has one.
     """
 
     think: str | None = None
     statements: dict[str, str] = field(default_factory=dict)
     actions: list[int | str] = field(default_factory=list)
-    spans: dict[Span, tuple[int, int]] = field(default_factory=dict)
+    spans: list[tuple[Span, int, int]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    problem: str | None = None
 
     @property
     def valid(self) -> bool:
@@ -74,16 +79,29 @@ def parse_response(
     parsed = ParsedResponse(
         think=blocks.get(REASONING, blocks.get(THINK)),
         statements={name: blocks[name] for name in prompt_format.statements},
-        spans={BLOCKS[name].span: match.span(name) for name in blocks},
+        spans=[(BLOCKS[name].span, *match.span(name)) for name in blocks],
     )
-    if action_names is None:
-        parsed.actions = [blocks[ANSWER]] if blocks[ANSWER] else []
-        return parsed
-    indices = {name.casefold(): index for index, name in enumerate(action_names)}
-    names = [name.strip().casefold() for name in blocks[ANSWER].split(separator)]
-    if all(name in indices for name in names):
-        parsed.actions = [indices[name] for name in names[:max_actions]]
+    parsed.actions = named_actions(
+        blocks[ANSWER], action_names, max_actions=max_actions, separator=separator
+    )
     return parsed
+
+
+def named_actions(
+    answer: str,
+    action_names: Sequence[str] | None,
+    *,
+    max_actions: int = 1,
+    separator: str = "||",
+) -> list[int | str]:
+    """Return the actions that an answer names, empty for an answer that is not valid; see `parse_response`."""
+    answer = answer.strip()
+    if action_names is None:
+        return [answer] if answer else []
+    indices = {name.casefold(): index for index, name in enumerate(action_names)}
+    names = [name.strip().casefold() for name in answer.split(separator)]
+    known = all(name in indices for name in names)
+    return [indices[name] for name in names[:max_actions]] if known else []
 
 
 def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bool) -> np.ndarray:
@@ -101,7 +119,7 @@ def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bo
     labels = np.full(len(ends_array), Span.OTHER, dtype=np.int8)
     if parsed.spans:
         labels[:] = Span.TAG
-        for label, (start, end) in parsed.spans.items():
+        for label, start, end in parsed.spans:
             labels[(ends_array > start) & (ends_array <= end)] = label
     if end_sampled and len(labels):
         labels[-1] = Span.END

@@ -38,6 +38,8 @@ from ragen_pl.prompts.conversation import (
     Conversation,
     Exchange,
     TextContext,
+    Tools,
+    check_tags,
     check_template,
     fill_template,
     system_text,
@@ -72,8 +74,13 @@ class ChatContext(TextContext):
         check_template(turn_template, key="endpoint.turn_template")
         self.window, self.system_prompt, self.turn_template = window, system_prompt, turn_template
 
-    def start(self, instructions: str) -> Conversation:
-        """Open a conversation in an environment with these instructions."""
+    def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
+        """Open a conversation in an environment with these instructions.
+
+        Raises:
+            ValueError: It is to be in a model's own format.
+        """
+        check_tags(tools)
         return Conversation(system=system_text(self.system_prompt, instructions))
 
     def observe(
@@ -85,10 +92,16 @@ class ChatContext(TextContext):
         return super().observe(conversation, filled, max_turns=max_turns)
 
     def response(
-        self, conversation: Conversation, *, ids: np.ndarray, text: str, actions: Sequence[str]
+        self,
+        conversation: Conversation,
+        *,
+        ids: np.ndarray,
+        text: str,
+        actions: Sequence[str],
+        calls: Sequence[Message] = (),
     ) -> None:
         """Record the response to the latest observation and the actions carried out."""
-        conversation.respond(ids=ids, text=text, actions=actions)
+        conversation.respond(ids=ids, text=text, actions=actions, calls=calls)
 
     def messages(self, conversation: Conversation) -> list[Message]:
         """Return the messages up to the latest observation."""

@@ -109,7 +109,9 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     ) -> list[Episode]:
         episodes = []
         for number, slot in enumerate(slots):
-            conversation = self.context.start(self.environments.instructions(slot))
+            conversation = self.context.start(
+                self.environments.instructions(slot), tools=self.environments.tools(slot)
+            )
             episode = Episode(
                 number=number,
                 slot=slot,
@@ -235,16 +237,21 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         generation = self._encode(response) if isinstance(response, str) else response
         pieces = self.context.pieces(generation.ids)
         text = self.context.opening + "".join(pieces)
-        parsed = parse_response(
-            text,
-            episode.slot.action_names,
-            max_actions=self.environments.max_actions_per_turn,
-            prompt_format=self.environments.prompt_format,
-            start=self.context.words_start(text),
-        )
+        names, max_actions = episode.slot.action_names, self.environments.max_actions_per_turn
+        native = episode.conversation.native
+        if native is not None:
+            parsed = native.parse(text, names, max_actions=max_actions)
+        else:
+            parsed = parse_response(
+                text,
+                names,
+                max_actions=max_actions,
+                prompt_format=self.environments.prompt_format,
+                start=self.context.words_start(text),
+            )
         # a response without its end is no answer, even where it looks like one
         if generation.hit_length_limit:
-            parsed.actions = []
+            parsed.actions, parsed.calls = [], []
         return _Answer(
             episode=episode,
             generation=generation,
@@ -283,6 +290,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             ids=turn.response_ids,
             text=turn.response_text,
             actions=turn.actions,
+            calls=answer.parsed.calls,
         )
         if result.error is not None:
             trajectory.error = result.error

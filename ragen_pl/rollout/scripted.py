@@ -55,6 +55,11 @@ class ScriptedResponder(TextResponder):
         slot = episode.slot
         rng = np.random.Generator(np.random.Philox(key=episode.seed))
         action = self.policy.act(slot.env, rng)
+        native = episode.conversation.native
+        if native is not None:
+            return native.response_text(
+                slot.action_text(action), reasoning=slot.state_description or ""
+            )
         texts = {REASONING: slot.state_description or ""}
         for name in episode.prompt_format.statements:
             env = slot.env

@@ -27,6 +27,7 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
+from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Context
 from ragen_pl.rewards.shaping import RewardFunction
@@ -108,6 +109,7 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     # cuDNN rounds what convolutions of float32 read to 10 bits by default, and with it the patches of images
     torch.backends.cudnn.allow_tf32 = False
     bundle: ModelBundle = instantiate(with_words(cfg).model.build, _convert_="all")
+    bundle.calls_tools = cfg.env.prompt_format == PromptFormat.NATIVE
     return bundle
 
 

@@ -297,7 +297,7 @@ def test_the_words_of_a_response_follow_its_control_tokens(channels):
         start = context.words_start(response)
         parsed = parse_response(response, ["Up"], prompt_format=PromptFormat.NO_THINK, start=start)
         assert parsed.actions == [0] and response[start:] == "<answer>Up</answer>"
-        (span,) = parsed.spans.values()
+        ((_, *span),) = parsed.spans
         assert response[slice(*span)] == "Up"
     assert not parse_response(sampled, ["Up"], prompt_format=PromptFormat.NO_THINK).valid
     # a later prompt shows the words only, as the template does

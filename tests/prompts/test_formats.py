@@ -13,7 +13,7 @@ from ragen_pl.trajectory import Span
 
 NAMES = ["Up", "Down"]
 BLOCKS = {"observation": "goal Down", "reasoning": "go on", "prediction": "goal here"}
-FORMATS = list(PromptFormat)
+FORMATS = [name for name in PromptFormat if name is not PromptFormat.NATIVE]
 FORMS = {
     "free_think": "<think>go on</think><answer>Up</answer>",
     "no_think": "<answer>Up</answer>",

@@ -24,11 +24,19 @@ VOCAB_SIZE = 512
 
 # keeps its prefix: the rendering of a turn starts with that of the turns before, and nothing is trimmed or added
 CHAT_TEMPLATE = (
-    "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
+    # the model learns its tools from demonstrations: their names are enough
+    "{%- if tools -%}{{- '<|system|>' -}}"
+    "{%- for tool in tools -%}{{- tool['function']['name'] + '\\n' -}}{%- endfor -%}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' -}}"
+    "{%- if message['reasoning_content'] -%}"
+    "{{- '<think>' + message['reasoning_content'] + '</think>' -}}{%- endif -%}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
     "{%- for part in message['content'] -%}"
     "{%- if part['type'] == 'image' -%}{{- '<|image|>' -}}{%- else -%}{{- part['text'] -}}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '<tool_call>' + (call['function'] | tojson) + '</tool_call>' -}}{%- endfor -%}"
     "{%- if message['role'] == 'assistant' -%}{{- '<|end|>' -}}{%- endif -%}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )

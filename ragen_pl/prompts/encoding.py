@@ -1,0 +1,136 @@
+"""Token ids of prompts: template text as it is, control tokens' names in other text as plain letters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+# an added token that a chat template uses as a mark, such as <tool_call>
+_MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
+
+
+class TextEncoder:
+    """Encode texts of prompts. What was encoded is kept.
+
+    Args:
+        bundle: tokenizer of the model.
+        bos_token_id: id that precedes a prompt; None for none.
+
+    Attributes:
+        end: text of the token that ends a response.
+
+    Raises:
+        ValueError: the tokenizer does not read that text as one token.
+    """
+
+    def __init__(self, bundle: ModelBundle, *, bos_token_id: int | None) -> None:
+        self._tokenizer, self._bos_token_id = bundle.tokenizer, bos_token_id
+        self._encoded: dict[tuple[str, str], np.ndarray] = {}
+        self._splits: dict[str, tuple[str, str]] = {}
+        added = list(bundle.tokenizer.added_tokens_decoder.values())
+        control = set(bundle.special_tokens.values())
+        takes_blanks = {str(token) for token in added if token.lstrip or token.rstrip}
+        self._control_tokens = any_of(control)
+        self._marks = any_of(
+            control | {str(token) for token in added if _MARK.fullmatch(str(token))}
+        )
+        self._borders = any_of(control - takes_blanks)
+        self.end = str(bundle.tokenizer.decode([bundle.end_of_turn_id]))
+        if self._cached(("start", self.end), self.end).tolist() != [bundle.end_of_turn_id]:
+            raise ValueError(
+                f"the tokenizer does not read {self.end!r}, which ends a response, as one token; set its eos_token "
+                "to the token that ends a response and save it"
+            )
+
+    def plain(self, text: str) -> str:
+        """Return a text without the tokenizer's control tokens."""
+        before = None
+        # removing one token may join the halves of another
+        while text != before:
+            before, text = text, self._control_tokens.sub("", text)
+        return text
+
+    def mark_in(self, text: str) -> str | None:
+        """Return the first control token or mark of the chat template in a text, None without any."""
+        found = self._marks.search(text)
+        return found[0] if found else None
+
+    def encode_parts(
+        self, parts: Sequence[tuple[str, bool]], *, continues: bool, marks: bool = False
+    ) -> np.ndarray:
+        """Return the ids of texts one after the other, int64 `[tokens]`.
+
+        Args:
+            parts: texts, each with whether it is the template's own, as the first one is. A control token's name in
+                another text is plain letters.
+            continues: whether another text stands before them.
+            marks: whether the names of the template's other marks, such as `<tool_response>`, are plain letters too.
+        """
+        names_of = self._marks if marks else self._control_tokens
+        # the template's text up to its last control token is the same in many prompts
+        (left, _), *rest = parts
+        fixed, word = self._split(left)
+        ids = [self.encode(fixed, continues=continues)] if fixed else []
+        for text, is_fixed in rest:
+            if is_fixed:
+                word += text
+                continue
+            first, *words = names_of.split(text)
+            word += first
+            for name, following in zip(names_of.findall(text), words, strict=True):
+                ids += [self.encode(word, continues=continues or bool(ids)), self._spelled(name)]
+                word = following
+        ids.append(self.encode(word, continues=continues or bool(ids)))
+        return np.concatenate(ids)
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Split a text after its last control token, over which no other token reaches."""
+        if text not in self._splits:
+            if len(self._splits) > 1000:
+                self._splits.clear()
+            ends = [match.end() for match in self._borders.finditer(text)]
+            end = ends[-1] if ends else 0
+            self._splits[text] = (text[:end], text[end:])
+        return self._splits[text]
+
+    def encode(self, text: str, *, continues: bool = False) -> np.ndarray:
+        """Return the ids of a text; where it `continues` another, tokenizers add no blank at its start."""
+        if continues:
+            return self._cached(("continues", text), self.end + text)[1:]
+        ids = self._cached(("start", text), text)
+        bos = self._bos_token_id
+        return ids if bos is None else np.append([bos], ids)
+
+    def _spelled(self, name: str) -> np.ndarray:
+        """Return the ids of a control token's name in letters."""
+        if not self._control_tokens.fullmatch(name):
+            # a mark that is no control token to the tokenizer is a token only as a whole
+            halves = (self.encode(half, continues=True) for half in (name[:1], name[1:]))
+            return np.concatenate([*halves])
+        before = self._cached(("spelled", ""), "\n", split_special_tokens=True)
+        ids = self._cached(("spelled", name), "\n" + name, split_special_tokens=True)
+        return ids[len(before) :]
+
+    def _cached(
+        self, key: tuple[str, str], text: str, *, split_special_tokens: bool = False
+    ) -> np.ndarray:
+        if key not in self._encoded:
+            if len(self._encoded) > 20_000:
+                self._encoded.clear()
+            ids = self._tokenizer(
+                text, add_special_tokens=False, split_special_tokens=split_special_tokens
+            )["input_ids"]
+            self._encoded[key] = np.asarray(ids, dtype=np.int64)
+        return self._encoded[key]
+
+
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds any of these names, longer ones first."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

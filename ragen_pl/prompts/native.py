@@ -1,0 +1,183 @@
+"""The model's own chat format: its reasoning, its way to call tools, and tool results (`env.prompt_format=native`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragen_pl.models.chat_template import ChatTemplate, Message, user_message
+from ragen_pl.models.tool_template import (
+    ARGUMENT,
+    NAME,
+    NoToolsError,
+    ToolTemplate,
+    call_message,
+    tool_message,
+)
+from ragen_pl.prompts.parsing import ParsedResponse, named_actions
+from ragen_pl.prompts.tool_calls.message import AssistantMessage, CallFormat
+from ragen_pl.prompts.tool_calls.parsing import parse_message
+
+# texts in a template's own call by which its format is known
+_FORMATS = (
+    ("<|tool_call>call:", CallFormat.GEMMA),
+    ("<|tool_call_start|>[", CallFormat.LFM),
+    ("<function=", CallFormat.QWEN_XML),
+    ("<tool_call>", CallFormat.HERMES),
+    ('"parameters"', CallFormat.LLAMA_JSON),
+)
+
+
+@dataclass(slots=True)
+class NativeFormat:
+    """Responses and tool results of one episode in the model's own chat format.
+
+    Args:
+        template: the chat template with the episode's tools.
+        ends: texts of the tokens that end a response.
+
+    Raises:
+        NoToolsError: the template cannot show the tools, or writes calls in a form that is not known.
+    """
+
+    template: ChatTemplate
+    ends: Sequence[str]
+    tools: ToolTemplate | None = field(init=False, default=None)
+    _call_format: CallFormat = field(init=False, default=CallFormat.HERMES)
+    _parameters: Mapping[str, Mapping[str, Any]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.template.tools:
+            return
+        functions = [tool["function"] for tool in self.template.tools]
+        self._parameters = {function["name"]: function["parameters"] for function in functions}
+        self.tools = ToolTemplate(self.template, self.ends)
+        self._call_format = _format_of(self.tools.example)
+
+    def message(self, text: str) -> AssistantMessage:
+        """Read a response. Any text has a reading; see `parse_message`."""
+        return parse_message(
+            text, call_format=self._call_format, thinks=True, opened=False, tools=self._parameters
+        )
+
+    def parse(
+        self, text: str, action_names: Sequence[str] | None, *, max_actions: int
+    ) -> ParsedResponse:
+        """Return the actions of a response: its tool calls, or without tools what it says.
+
+        A response with tools is valid if it has a call and all of its calls are well formed. Of more calls than
+        `max_actions` the first ones count.
+
+        Args:
+            text: the response, with the think tag that its prompt may have opened.
+            action_names: names of the actions; None where actions are tool calls or free text.
+            max_actions: largest number of actions.
+        """
+        message = self.message(text)
+        parsed = ParsedResponse(
+            think=message.reasoning, spans=message.spans, problem=message.problem
+        )
+        if self.tools is None:
+            parsed.actions = named_actions(message.content, action_names, max_actions=max_actions)
+        elif message.problem is None:
+            parsed.calls = [
+                call_message(number, call.name, call.arguments)
+                for number, call in enumerate(message.calls)
+            ]
+            parsed.actions = [action_text(call) for call in parsed.calls[:max_actions]]
+            if not parsed.calls:
+                parsed.problem = "expected a tool call"
+        return parsed
+
+    def assistant_message(self, text: str, *, plain: Callable[[str], str]) -> Message:
+        """Return the message of a response, for a template that is rendered as a whole.
+
+        Args:
+            text: the response, with the think tag that its prompt may have opened.
+            plain: removes control tokens from a text.
+        """
+        read = self.message(text)
+        if read.problem is not None:
+            return {"role": "assistant", "content": plain(text)}
+        message: Message = {"role": "assistant", "content": plain(read.content)}
+        if read.reasoning is not None:
+            message["reasoning_content"] = plain(read.reasoning)
+        if read.calls:
+            message["tool_calls"] = [
+                call_message(number, plain(call.name), _mapped(call.arguments, plain))
+                for number, call in enumerate(read.calls)
+            ]
+        return message
+
+    def result_messages(
+        self, calls: Sequence[Message], results: Sequence[str], *, images: int
+    ) -> list[Message]:
+        """Return the messages of tool results, for a template that is rendered as a whole.
+
+        Args:
+            calls: the calls.
+            results: a text for each of them.
+            images: number of images that follow the last result.
+        """
+        assert self.tools is not None
+        in_user_message = self.tools.results(calls=len(calls), images=images).user
+        last = len(calls) - 1
+        messages = [
+            tool_message(call, text, images=images if number == last and not in_user_message else 0)
+            for number, (call, text) in enumerate(zip(calls, results, strict=True))
+        ]
+        return [*messages, user_message("", images=images)] if in_user_message else messages
+
+    def response_text(self, action: str, *, reasoning: str | None = None) -> str:
+        """Return a response as the model writes it, for a scripted policy.
+
+        Args:
+            action: a tool call as JSON, `{"name": …, "arguments": {…}}`, or other text.
+            reasoning: its reasoning.
+
+        Raises:
+            NoToolsError: the template cannot write it.
+        """
+        call = _call_of(action) if self.tools is not None else None
+        tools = self.tools or ToolTemplate(self.template, self.ends)
+        if call is None:
+            return tools.written(content=action, calls=[], reasoning=reasoning)
+        return tools.written(content="", calls=[call], reasoning=reasoning)
+
+
+def action_text(call: Message) -> str:
+    """Return a call as the text of an environment's action, `{"name": …, "arguments": {…}}`."""
+    return json.dumps(call["function"], ensure_ascii=False)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(name): _mapped(item, change) for name, item in value.items()}
+    return value
+
+
+def _call_of(action: str) -> Message | None:
+    try:
+        call = json.loads(action)
+    except ValueError:
+        return None
+    if not (isinstance(call, dict) and isinstance(call.get("arguments"), dict)):
+        return None
+    return call_message(0, str(call.get("name")), call["arguments"])
+
+
+def _format_of(example: str) -> CallFormat:
+    for text, call_format in _FORMATS:
+        if text in example:
+            return call_format
+    raise NoToolsError(
+        f"the model's chat template writes tool calls in a form that is not known: "
+        f"{example.replace(NAME, 'NAME').replace(ARGUMENT, 'ARGUMENT')!r}"
+    )

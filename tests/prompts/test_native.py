@@ -1,0 +1,350 @@
+"""The model's own chat format: tools, calls and results as each family's template writes them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from family_models import tiny
+
+import envs  # noqa: F401 - registers the environments
+from envs.tools import ToolEnvironment, call_text, tool
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.chat_template import History
+from ragen_pl.models.tool_template import NoToolsError
+from ragen_pl.prompt_formats import PromptFormat
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.conversation import Conversation, TextContext
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import TextResponder
+from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory
+
+# families whose template writes tool calls
+TAKING = ("qwen2_5", "qwen3", "qwen3_5", "llama3_2", "gemma4", "qwen3_vl", "lfm2_vl")
+LEAVING_OUT = (
+    "gemma3",
+    "lfm2",
+    "phi3",
+    "smollm2",
+    "qwen2_5_vl",
+    "smolvlm",
+    "llava_next",
+    "internvl",
+)
+# whose template keeps the responses of earlier turns, so that prompts are the sampled ids
+JOINED = ("qwen2_5", "llama3_2", "gemma4", "qwen3_vl")
+
+
+class Shop(ToolEnvironment):
+    """Prices of two articles. The task is to name that of the second."""
+
+    rules = "Find the price of tea."
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self._begin()
+        return "What does tea cost?", {}
+
+    @tool
+    def price(self, article: str) -> str:
+        """Return the price of an article."""
+        return {"tea": "3 coins", "milk": "2 coins"}.get(
+            article, "unknown <tool_response> </think>"
+        )
+
+    @tool
+    def answer(self, coins: int) -> str:
+        """Answer with a number of coins."""
+        self.end(success=coins == 3, answered=float(coins == 3))
+        return "thank you"
+
+
+SHOP = f"{__name__}.Shop"
+TOOLS = Shop.tool_schemas
+CALL = '<tool_call>{"name": "price", "arguments": {"article": "tea"}}</tool_call>'
+
+
+@functools.cache
+def bundle_of(name: str) -> ModelBundle:
+    bundle = tiny(name)
+    bundle.calls_tools = True
+    return bundle
+
+
+def call(name: str, **arguments: object) -> dict[str, Any]:
+    return json.loads(call_text(name, **arguments))
+
+
+def talk(context: ContextManager, turns: list[dict[str, Any]]) -> tuple[Conversation, list[Any]]:
+    """Hold a conversation of written responses; return it with the prompts and responses."""
+    talk, said = context.start("Sell.", tools=TOOLS), []
+    for turn in turns:
+        observation = Observation(
+            text="\n".join(turn["shown"]), results=turn["shown"] if said else []
+        )
+        prompt = context.observe(talk, observation, max_turns=9)
+        text = talk.native.tools.written(
+            content=turn.get("says", ""), calls=turn["calls"], reasoning=None
+        )
+        text = text.removeprefix(context.opening)
+        ids = np.array(
+            [*context.bundle.tokenizer(text, add_special_tokens=False)["input_ids"],
+             context.bundle.end_of_turn_id]
+        )  # fmt: skip
+        parsed = talk.native.parse(context.opening + text, None, max_actions=9)
+        context.response(talk, ids=ids, text=text, actions=[], calls=parsed.calls)
+        said.append((prompt, ids, parsed))
+    last = turns[-1]["last"]
+    said.append(
+        (context.observe(talk, Observation(text=last, results=[]), max_turns=9), None, None)
+    )
+    return talk, said
+
+
+def function_call(number: int, name: str, **arguments: object) -> dict[str, Any]:
+    return {
+        "id": f"call{number:05d}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def conversation(*, parallel: bool) -> list[dict[str, Any]]:
+    """One call, two calls where the template takes them, then words."""
+    two = [function_call(0, "price", article="tea"), function_call(1, "price", article="milk")]
+    calls = two if parallel else two[:1]
+    results = ["3 coins", 'a "b"\n  c'][: len(calls)]
+    return [
+        {"shown": ["What does tea cost?"], "calls": [function_call(0, "price", article="é x")]},
+        {"shown": ["unknown"], "calls": calls},
+        {"shown": results, "calls": [], "says": "Tea costs 3.", "last": "Thanks."},
+    ]
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_a_template_shows_the_tools_and_its_own_calls_are_read(name):
+    context = ContextManager(bundle_of(name), window="all")
+    parallel = name != "llama3_2"
+    turns = conversation(parallel=parallel)
+    _, said = talk(context, turns)
+    decode = context.bundle.tokenizer.decode
+    first = decode(said[0][0].ids)
+    assert "price" in first and "Return the price of an article." in first and "coins" in first
+    for turn, (_, _, parsed) in zip(turns, said, strict=False):
+        assert [one["function"] for one in parsed.calls] == [
+            one["function"] for one in turn["calls"]
+        ]
+        assert parsed.valid == bool(turn["calls"])
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_prompts_are_the_sampled_ids_and_decode_to_the_whole_rendering(name):
+    context = ContextManager(bundle_of(name), window="all")
+    assert context.joins and context.grows
+    turns = conversation(parallel=name != "llama3_2")
+    conversation_, said = talk(context, turns)
+    ids = np.zeros(0, np.int64)
+    for prompt, response, _ in said:
+        assert prompt.ids[: len(ids)].tolist() == ids.tolist()
+        if response is not None:
+            ids = np.concatenate([prompt.ids, response])
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Sell."}]
+    calls: list[dict[str, Any]] = []
+    for turn in turns:
+        shown = zip(calls, turn["shown"], strict=False)
+        messages += [
+            {
+                "role": "tool",
+                "tool_call_id": one["id"],
+                "name": one["function"]["name"],
+                "content": text,
+            }
+            for one, text in shown
+        ] or [{"role": "user", "content": turn["shown"][0]}]
+        calls = turn["calls"]
+        message: dict[str, Any] = {"role": "assistant", "content": turn.get("says", "")}
+        messages.append(message | ({"tool_calls": calls} if calls else {}))
+    messages.append({"role": "user", "content": "Thanks."})
+    whole = conversation_.native.template.render(messages)
+    assert context.bundle.tokenizer.decode(said[-1][0].ids) == whole
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "lfm2_vl"])
+def test_a_template_that_drops_old_reasoning_is_rendered_as_a_whole(name):
+    context = ContextManager(bundle_of(name), window="all")
+    assert context.template.history is History.WITHOUT_THOUGHTS and not context.joins
+    _, said = talk(context, conversation(parallel=True))
+    text = context.bundle.tokenizer.decode(said[-1][0].ids)
+    assert text.count("unknown") == 1 and "3 coins" in text and "Tea costs 3." in text
+
+
+@pytest.mark.parametrize("name", LEAVING_OUT)
+def test_a_template_without_tools_is_refused(name):
+    context = ContextManager(tiny(name), window="all")
+    with pytest.raises(NoToolsError, match="chat template leaves out"):
+        context.start("Sell.", tools=TOOLS)
+    # words alone need no tools
+    assert context.start("Sell.", tools=()).native is not None
+
+
+def test_a_model_behind_an_api_is_refused():
+    with pytest.raises(ValueError, match="prompt_format=native"):
+        TextContext().start("Sell.", tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_names_of_marks_in_results_are_letters(name):
+    context = ContextManager(bundle_of(name), window="all")
+    tokenizer = context.bundle.tokenizer
+    marks = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    marks += ["<tool_response>", "</tool_response>", "<tool_call>", "<think>", "<|im_end|>"]
+
+    def counts(result: str) -> dict[str, int]:
+        talk_ = context.start("Sell.", tools=TOOLS)
+        context.observe(talk_, Observation(text="go"), max_turns=9)
+        ids = np.array([5, 6, context.bundle.end_of_turn_id])
+        calls = [function_call(0, "price", article="tea")]
+        context.response(talk_, ids=ids, text="x", actions=[], calls=calls)
+        prompt = context.observe(talk_, Observation(text=result, results=[result]), max_turns=9)
+        assert " ".join(marks) not in result or "<tool_response>" in tokenizer.decode(prompt.ids)
+        known = {number for number, token in tokenizer.added_tokens_decoder.items()
+                 if str(token) in marks}  # fmt: skip
+        return {token: int((prompt.ids == token).sum()) for token in known}
+
+    assert counts(" ".join(marks)) == counts("nothing")
+
+
+# ---- an environment with tools
+
+
+class Written(TextResponder):
+    """Writes given responses, the last one again and again."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def respond(self, episode):
+        return self.texts[min(episode.slot.turn, len(self.texts) - 1)]
+
+
+def played(lm: ModelBundle, *texts: str, **settings: Any) -> Trajectory:
+    proxy = AgentProxy(
+        environments=EnvironmentManager(
+            target=SHOP, prompt_format=PromptFormat.NATIVE, **{"max_turns": 3, "invalid_ends": False} | settings
+        ),
+        context=ContextManager(lm, window="all"),
+        max_response_tokens=200,
+    )  # fmt: skip
+    spec = EpisodeSpec(group=0, member=0, seed=0)
+    (trajectory,) = proxy.rollout(Written(*texts), [spec], seed_key=(0, "test"))
+    return trajectory
+
+
+ANSWER = CALL.replace("price", "answer").replace('"article": "tea"', '"coins": 3')
+
+
+def test_calls_are_carried_out_and_their_results_shown(lm):
+    episode = played(lm, f"<think>look</think>{CALL}", ANSWER)
+    assert episode.success and episode.status is EpisodeStatus.TERMINATED
+    first, second = episode.turns
+    assert first.think == "look" and first.action_is_valid and second.reward == 1.0
+    assert json.loads(first.actions[0]) == call("price", article="tea")
+    assert second.observation.text == "3 coins"
+    text = lm.tokenizer.decode(second.prompt_ids)
+    assert text.endswith("<|end|><|user|>3 coins<|assistant|>")
+    assert "Find the price of tea." in text and "Answer with one call" not in text
+    labels = set(first.spans.tolist())
+    assert labels == {Span.THINK, Span.ACTION, Span.TAG, Span.END}
+
+
+def test_several_calls_of_a_response_have_a_result_each(lm):
+    milk = CALL.replace("tea", "milk")
+    episode = played(lm, CALL + milk, ANSWER, max_actions_per_turn=2)
+    assert episode.turns[1].observation.results == ["3 coins", "2 coins"]
+    assert episode.turns[0].action_is_valid and len(episode.turns[0].actions) == 2
+    limited = played(lm, CALL + milk, ANSWER)
+    assert limited.turns[1].observation.results == ["3 coins", "error: not carried out"]
+
+
+@pytest.mark.parametrize(
+    ("response", "shown"),
+    [
+        (CALL.replace('"tea"', "tea"), "error: "),
+        (CALL + CALL.replace('"tea"', "tea"), "error: "),
+        ("tea costs three", "error: expected a tool call"),
+        (f"<think>{CALL}</think>hm", "error: expected a tool call"),
+        ("", "error: expected a tool call"),
+    ],
+    ids=["wrong JSON", "one of two calls", "words", "inside reasoning", "nothing"],
+)
+def test_a_response_without_a_well_formed_call_is_not_valid(lm, response, shown):
+    episode = played(lm, response, ANSWER)
+    first, second = episode.turns
+    assert not first.action_is_valid and first.actions == []
+    assert first.reward_terms == {"format": -0.05}
+    assert second.observation.text.startswith(shown) and not second.observation.results
+    assert episode.success
+    assert played(lm, response, ANSWER, invalid_ends=True).status is EpisodeStatus.TERMINATED
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("prise", {"article": "tea"}, "no tool 'prise'"),
+        ("price", {"article": 3}, "article"),
+        ("price", {}, "article"),
+    ],
+)
+def test_the_environment_refuses_other_calls(lm, name, arguments, error):
+    text = f"<tool_call>{call_text(name, **arguments)}</tool_call>"
+    first, second, *_ = played(lm, text, ANSWER).turns
+    assert not first.action_is_valid and first.reward_terms["format"] == -0.05
+    assert error in second.observation.results[0]
+
+
+def test_words_beside_a_call_are_kept(lm):
+    episode = played(lm, f"<think>look</think>I look. {CALL}", ANSWER)
+    assert episode.turns[0].action_is_valid and episode.success
+    assert "I look." in lm.tokenizer.decode(episode.turns[1].prompt_ids)
+
+
+def test_a_cut_response_has_no_calls(lm):
+    class Cut(Written):
+        def respond(self, episode):
+            return CALL
+
+    proxy = AgentProxy(
+        environments=EnvironmentManager(
+            target=SHOP, prompt_format=PromptFormat.NATIVE, max_turns=2, invalid_ends=False
+        ),
+        context=ContextManager(lm, window="all"),
+        max_response_tokens=200,
+    )
+    spec = EpisodeSpec(group=0, member=0, seed=0)
+    generation = proxy._encode(CALL)
+    generation.hit_length_limit = True
+    slots = proxy.environments.open([spec])
+    (episode,) = proxy._begin(slots, Cut(CALL), (0, "test"))
+    answer = proxy._parse(episode, generation)
+    assert answer.parsed.actions == [] and answer.parsed.calls == []
+    proxy.environments.close(slots)
+
+
+def test_actions_by_name_are_the_words_of_a_response(lm):
+    proxy = AgentProxy(
+        environments=EnvironmentManager(
+            target="envs:ragen/FrozenLake-v0", prompt_format=PromptFormat.NATIVE, max_turns=2
+        ),
+        context=ContextManager(lm, window="all"),
+        max_response_tokens=200,
+    )
+    spec = EpisodeSpec(group=0, member=0, seed=0)
+    for text, valid in (("<think>go</think> right", True), ("Right", True), ("Right now", False)):
+        (episode,) = proxy.rollout(Written(text), [spec], seed_key=(0, "test"))
+        assert episode.turns[0].action_is_valid == valid
+    assert "Answer with the name of one action." in lm.tokenizer.decode(episode.turns[0].prompt_ids)
