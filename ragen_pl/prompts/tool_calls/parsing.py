@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ragen_pl.prompts.tool_calls.gemma import GEMMA
 from ragen_pl.prompts.tool_calls.hermes import HERMES
+from ragen_pl.prompts.tool_calls.lfm import LFM
+from ragen_pl.prompts.tool_calls.llama_json import LLAMA_JSON
 from ragen_pl.prompts.tool_calls.message import (
     AssistantMessage,
     CallFormat,
     ReasoningTags,
     ToolCall,
 )
+from ragen_pl.prompts.tool_calls.qwen_xml import QWEN_XML
 from ragen_pl.prompts.tool_calls.scanned import ScannedText
 from ragen_pl.prompts.tool_calls.syntax import CallSyntax, Tools
 from ragen_pl.prompts.tool_calls.values import Malformed
@@ -22,6 +26,10 @@ from ragen_pl.trajectory import Span
 
 _SYNTAXES: dict[CallFormat, CallSyntax] = {
     CallFormat.HERMES: HERMES,
+    CallFormat.QWEN_XML: QWEN_XML,
+    CallFormat.LLAMA_JSON: LLAMA_JSON,
+    CallFormat.GEMMA: GEMMA,
+    CallFormat.LFM: LFM,
 }
 
 
