@@ -9,31 +9,33 @@ from ragen_pl.prompts.tool_calls.syntax import MarkedCalls, NamedArguments, Tool
 from ragen_pl.prompts.tool_calls.values import JSON, Malformed, read_value
 
 
-def named_arguments(value: Any, position: int, *, key: str) -> NamedArguments:
+def named_arguments(value: Any, start: int, end: int, *, key: str) -> NamedArguments:
     """Return name and arguments of a call's JSON object.
 
     Args:
         value: the object, read as JSON.
-        position: where it stands in the text.
+        start: where it begins in the text.
+        end: where it ends.
         key: the object's key for the arguments, beside `name`.
 
     Raises:
         Malformed: if it is another object or value.
     """
     if not isinstance(value, dict) or set(value) != {"name", key}:
-        raise Malformed(f"not an object of name and {key}", position)
-    if not isinstance(value["name"], str) or not value["name"]:
-        raise Malformed("name is not a string or empty", position)
-    if not isinstance(value[key], dict):
-        raise Malformed(f"{key} is not an object", position)
-    return value["name"], value[key]
+        raise Malformed(f"not an object of name and {key}", start, reached=end)
+    name, arguments = value["name"], value[key]
+    if not isinstance(name, str) or not name:
+        raise Malformed("name is not a string or empty", start, reached=end)
+    if not isinstance(arguments, dict):
+        raise Malformed(f"{key} is not an object", start, reached=end)
+    return name, arguments
 
 
 def _read_inside(
     scanned: ScannedText, start: int, tools: Tools
 ) -> tuple[list[NamedArguments], int]:
     value, end = read_value(scanned.text, start, JSON)
-    return [named_arguments(value, start, key="arguments")], end
+    return [named_arguments(value, start, end, key="arguments")], end
 
 
 HERMES = MarkedCalls(opening="<tool_call>", closing="</tool_call>", read_inside=_read_inside)

@@ -15,7 +15,7 @@ from ragen_pl.prompts.tool_calls.syntax import CallBlock, Tools
 from ragen_pl.prompts.tool_calls.values import JSON, Malformed, after_blanks, read_value
 
 _TAG = "<|python_tag|>"
-_LIKE_CALL = re.compile(r'\{[ \t\n\r]*"(?:name|type)"')
+_LIKE_CALL = re.compile(r'\{[ \t\n\r]*"(?:name"|type"[ \t\n\r]*:[ \t\n\r]*"function")')
 _KEYS = ("parameters", "arguments")
 
 
@@ -37,7 +37,7 @@ class LlamaJson:
         except Malformed as fault:
             if tagged or _LIKE_CALL.match(text, brace):
                 raise
-            return CallBlock(calls=[], inside=(start, start), end=max(fault.position, start + 1))
+            return CallBlock(calls=[], inside=(start, start), end=max(fault.reached, start + 1))
         keys = [key for key in _KEYS if _is_call(value, key)]
         if not keys and not tagged:
             return CallBlock(calls=[], inside=(start, start), end=end)
@@ -45,7 +45,7 @@ class LlamaJson:
         if isinstance(value, dict) and value.get("type") == "function":
             value = {name: item for name, item in value.items() if name != "type"}
         return CallBlock(
-            calls=[named_arguments(value, brace, key=key)], inside=(inside, end), end=end
+            calls=[named_arguments(value, brace, end, key=key)], inside=(inside, end), end=end
         )
 
     def end_of_malformed(self, scanned: ScannedText, position: int) -> int:

@@ -121,8 +121,9 @@ class _Parser:
                 self._problem = (
                     f"{fault.reason} at character {fault.position}: {self._excerpt(fault)}"
                 )
-            end = self._syntax.end_of_malformed(self._scanned, max(fault.position, start + 1))
-            end = min(end, self._next_thought(end))
+            reached = max(fault.reached, start + 1)
+            end = self._syntax.end_of_malformed(self._scanned, reached)
+            end = min(end, self._next_thought(reached))
             self._label(Span.OTHER, start, end)
             return end
         if not block.calls:

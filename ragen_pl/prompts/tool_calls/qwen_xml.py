@@ -24,7 +24,6 @@ _NAME = re.compile("[^<>\n\ud800-\udfff]+")
 _CLOSING = "</parameter>"
 # Templates before that of Qwen3.8 write words as Python does.
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_MAX_REFERENCES = 8
 
 
 def _read_inside(
@@ -62,25 +61,24 @@ def _parameter(schema: Mapping[str, Any], name: str) -> Any:
     return properties.get(name) if isinstance(properties, Mapping) else None
 
 
-def _types(parameter: Any, schema: Mapping[str, Any], references: int = 0) -> set[str]:
+def _types(parameter: Any, schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a parameter's schema allows; empty if it does not say."""
-    if not isinstance(parameter, Mapping) or references > _MAX_REFERENCES:
-        return set()
-    declared = parameter.get("type")
-    types = {declared} if isinstance(declared, str) else set()
-    if isinstance(declared, list | tuple):
-        types |= {name for name in declared if isinstance(name, str)}
-    if parameter.get("nullable") is True:
-        types.add("null")
-    choices = [
-        choice
-        for union in ("anyOf", "oneOf", "allOf")
-        if isinstance(parameter.get(union), list | tuple)
-        for choice in parameter[union]
-    ]
-    choices.append(_referenced(parameter.get("$ref"), schema))
-    for choice in choices:
-        types |= _types(choice, schema, references + 1)
+    types: set[str] = set()
+    unread, read = [parameter], set()
+    while unread:
+        part = unread.pop()
+        if not isinstance(part, Mapping) or id(part) in read:
+            continue
+        read.add(id(part))
+        declared = part.get("type")
+        names = declared if isinstance(declared, list | tuple) else [declared]
+        types |= {name for name in names if isinstance(name, str)}
+        if part.get("nullable") is True:
+            types.add("null")
+        for union in ("anyOf", "oneOf", "allOf"):
+            choices = part.get(union)
+            unread += choices if isinstance(choices, list | tuple) else []
+        unread.append(_referenced(part.get("$ref"), schema))
     return types
 
 

@@ -46,7 +46,7 @@ class CallSyntax(Protocol):
         ...
 
     def end_of_malformed(self, scanned: ScannedText, position: int) -> int:
-        """Return where a malformed call ends, given the position of its fault."""
+        """Return where a malformed call ends, given the position up to which it was read."""
         ...
 
 

@@ -29,13 +29,15 @@ class Malformed(Exception):
 
     Attributes:
         reason: what is wrong.
-        position: character at which it is; nothing after it was read, except where a string has no end.
+        position: character at which it is.
+        reached: position up to which the text was read, from which reading may go on.
     """
 
-    def __init__(self, reason: str, position: int) -> None:
+    def __init__(self, reason: str, position: int, *, reached: int | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.position = position
+        self.reached = position if reached is None else reached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ class _Reader:
             return position
         name, end = self._name(position)
         if name in container:
-            raise Malformed(f"duplicate name {name[:40]!r}", position)
+            raise Malformed(f"duplicate name {name[:40]!r}", position, reached=end)
         self._names.append(name)
         colon = after_blanks(self._text, end)
         if self._text[colon : colon + 1] != ":":
@@ -220,6 +222,7 @@ class _Strings:
             if sign == quote:
                 return "".join(pieces), position + 1
             if not sign:
+                # `reached` stays here: other calls may follow. No string begins after it, so this happens once.
                 raise Malformed("string without end", start)
             if sign != "\\":
                 refuse_surrogates(text, position, position + 1)
