@@ -29,13 +29,16 @@ class ResultText:
     """Text of a template around the results of a response's calls, up to the next response.
 
     Attributes:
-        parts: the text, with markers in the places of results and of tools' names.
+        parts: the text after the token that ends the response, with markers in the places of results and of tools'
+            names.
+        end: text of that token.
         escapes: whether results are written as JSON strings.
         trims: whether blanks at the edges of a result are removed.
         user: whether the images follow in a user message.
     """
 
     parts: tuple[str, ...]
+    end: str
     escapes: bool
     trims: bool
     user: bool
@@ -142,12 +145,13 @@ class ToolTemplate:
         user = images > 0 and not in_tool_message
         text = self._with_results(calls, images=images, user=user)
         _, found, after = text.rpartition(_argument(calls - 1))
-        ends = [after.find(end) + len(end) for end in self.ends if end in after]
+        ends = [(after.find(end), end) for end in self.ends if end in after]
         if not found or not ends:
             raise NoToolsError(
                 f"the model's chat template shows no response with {calls} tool calls"
             )
-        parts = tuple(_MARKERS.split(after[min(ends) :]))
+        place, end = min(ends)
+        parts = tuple(_MARKERS.split(after[place + len(end) :]))
         expected = [*map(_result, range(calls)), *([_NEXT_USER] if user else [])]
         if [part for part in parts if part in expected] != expected:
             raise NoToolsError(
@@ -156,7 +160,7 @@ class ToolTemplate:
         escapes = _ESCAPED not in self._with_results(calls, last=_ESCAPED)
         blank = json.dumps(_BLANK)[1:-1] if escapes else _BLANK
         trims = blank not in self._with_results(calls, last=_BLANK)
-        found_text = ResultText(parts, escapes=escapes, trims=trims, user=user)
+        found_text = ResultText(parts, end, escapes=escapes, trims=trims, user=user)
         for last in (_ESCAPED, _BLANK):
             if found_text.shown(last) not in self._with_results(calls, last=last):
                 raise NoToolsError("the model's chat template changes the text of a tool's result")

@@ -284,7 +284,9 @@ class ContextManager:
         for exchange in shown:
             first = not parts
             if conversation.native is not None and calls:
-                ids = self._result_block(conversation.native, exchange, calls, expand=expand)
+                ids = self._result_block(
+                    conversation.native, exchange, calls, end=int(parts[-1][-1]), expand=expand
+                )
                 starts.append(length)
             else:
                 ids = self._block(conversation, exchange, before, first=first, expand=expand)
@@ -334,16 +336,25 @@ class ContextManager:
         return np.delete(ids, np.setdiff1d(slots, np.concatenate(shown)))
 
     def _result_block(
-        self, native: NativeFormat, exchange: Exchange, calls: Sequence[Message], *, expand: bool
+        self,
+        native: NativeFormat,
+        exchange: Exchange,
+        calls: Sequence[Message],
+        *,
+        end: int,
+        expand: bool,
     ) -> np.ndarray:
         """Return the ids of the results of a response's calls, from the end of the response to the next one.
 
-        The response has ended: one that was cut has no calls.
+        The response has ended, with the token `end`: one that was cut has no calls.
         """
         assert native.tools is not None
         text = native.tools.results(calls=len(calls), images=len(exchange.images))
         names = [call["function"]["name"] for call in calls]
         parts = text.filled(names, exchange.results)
+        # a template may have another end after calls than after words, Gemma's <|tool_response>
+        if self.bundle.piece(end) != text.end:
+            parts[0] = (text.end + parts[0][0], True)
         if expand and exchange.images:
             border = "\0"
             own = border.join(part if fixed else "" for part, fixed in parts)

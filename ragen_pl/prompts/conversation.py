@@ -70,7 +70,7 @@ class Conversation:
     def observation(self) -> Observation:
         """The latest observation as the prompt shows it."""
         latest = self.exchanges[-1]
-        return Observation(text=latest.text, images=latest.images)
+        return Observation(text=latest.text, images=latest.images, results=[*latest.results])
 
     def latest(self, window: int | Literal["all"]) -> list[Exchange]:
         """Return the latest turns, the present one included."""

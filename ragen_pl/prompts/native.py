@@ -17,7 +17,13 @@ from ragen_pl.models.tool_template import (
     tool_message,
 )
 from ragen_pl.prompts.parsing import ParsedResponse, named_actions
-from ragen_pl.prompts.tool_calls.message import AssistantMessage, CallFormat
+from ragen_pl.prompts.tool_calls.message import (
+    THINK_TAGS,
+    THOUGHT_CHANNEL,
+    AssistantMessage,
+    CallFormat,
+    ReasoningTags,
+)
 from ragen_pl.prompts.tool_calls.parsing import parse_message
 
 # texts in a template's own call by which its format is known
@@ -46,9 +52,13 @@ class NativeFormat:
     ends: Sequence[str]
     tools: ToolTemplate | None = field(init=False, default=None)
     _call_format: CallFormat = field(init=False, default=CallFormat.HERMES)
+    _reasoning: ReasoningTags = field(init=False, default=THINK_TAGS)
     _parameters: Mapping[str, Mapping[str, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        added = self.template.tokenizer.added_tokens_decoder.values()
+        if THOUGHT_CHANNEL.opening.startswith(tuple(map(str, added))):
+            self._reasoning = THOUGHT_CHANNEL
         if not self.template.tools:
             return
         functions = [tool["function"] for tool in self.template.tools]
@@ -59,7 +69,11 @@ class NativeFormat:
     def message(self, text: str) -> AssistantMessage:
         """Read a response. Any text has a reading; see `parse_message`."""
         return parse_message(
-            text, call_format=self._call_format, thinks=True, opened=False, tools=self._parameters
+            text,
+            call_format=self._call_format,
+            thinks=self._reasoning,
+            opened=False,
+            tools=self._parameters,
         )
 
     def parse(

@@ -46,7 +46,7 @@ class Shop(ToolEnvironment):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         super().reset(seed=seed)
-        self._begin()
+        self._begin(seed=seed, options=options)
         return "What does tea cost?", {}
 
     @tool
@@ -79,7 +79,9 @@ def call(name: str, **arguments: object) -> dict[str, Any]:
     return json.loads(call_text(name, **arguments))
 
 
-def talk(context: ContextManager, turns: list[dict[str, Any]]) -> tuple[Conversation, list[Any]]:
+def talk(
+    context: ContextManager, turns: list[dict[str, Any]], *, name_of_end: str | None = None
+) -> tuple[Conversation, list[Any]]:
     """Hold a conversation of written responses; return it with the prompts and responses."""
     talk, said = context.start("Sell.", tools=TOOLS), []
     for turn in turns:
@@ -91,10 +93,12 @@ def talk(context: ContextManager, turns: list[dict[str, Any]]) -> tuple[Conversa
             content=turn.get("says", ""), calls=turn["calls"], reasoning=None
         )
         text = text.removeprefix(context.opening)
+        end = context.bundle.end_of_turn_id
+        if name_of_end and turn["calls"]:
+            end = context.bundle.tokenizer.convert_tokens_to_ids(name_of_end)
         ids = np.array(
-            [*context.bundle.tokenizer(text, add_special_tokens=False)["input_ids"],
-             context.bundle.end_of_turn_id]
-        )  # fmt: skip
+            [*context.bundle.tokenizer(text, add_special_tokens=False)["input_ids"], end]
+        )
         parsed = talk.native.parse(context.opening + text, None, max_actions=9)
         context.response(talk, ids=ids, text=text, actions=[], calls=parsed.calls)
         said.append((prompt, ids, parsed))
@@ -146,7 +150,8 @@ def test_joined_prompts_are_the_sampled_ids_and_decode_to_the_whole_rendering(na
     context = ContextManager(bundle_of(name), window="all")
     assert context.joins and context.grows
     turns = conversation(parallel=name != "llama3_2")
-    conversation_, said = talk(context, turns)
+    end = "<|tool_response>" if name == "gemma4" else None
+    conversation_, said = talk(context, turns, name_of_end=end)
     ids = np.zeros(0, np.int64)
     for prompt, response, _ in said:
         assert prompt.ids[: len(ids)].tolist() == ids.tolist()
