@@ -19,7 +19,7 @@ from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.loggers import RunLogger
 
-FORM = {"form": Alarm(reading="valid_actions", below=0.05)}
+FORMAT = {"format": Alarm(reading="valid_actions", below=0.05)}
 
 
 class Break(RolloutCallback):
@@ -46,7 +46,7 @@ class Break(RolloutCallback):
 
 def monitor(*actions, **settings):
     return CollapseMonitor(
-        **({"alarms": FORM, "actions": actions, "grace": 0, "cooldown": 1, "good_every_n_iterations": 1} | settings)
+        **({"alarms": FORMAT, "actions": actions, "grace": 0, "cooldown": 1, "good_every_n_iterations": 1} | settings)
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path)
                 trainer.current_epoch
             ]
 
-    watch = monitor("warn", alarms={"truth": Alarm(reading="think_accuracy_ratio", below=0.5)})
+    watch = monitor("warn", alarms={"think_accuracy": Alarm(reading="think_accuracy_ratio", below=0.5)})
     _, points, _ = run(setup_of, tmp_path, Thoughts(), Diagnostics(prompts=0, first=5), watch)
     name = "diagnostics/think_accuracy_ratio"
     assert [point[name] for _, point in points if name in point] == pytest.approx(
@@ -161,7 +161,7 @@ def test_warning_names_the_reading_and_the_run_continues(setup_of, tmp_path, cap
     broken, watch = Break(), monitor("warn")
     with caplog.at_level(logging.WARNING, logger="ragen_pl"):
         _, points, trainer = run(setup_of, tmp_path, Diagnostics(prompts=0), broken, watch)
-    assert "iteration 3, collapse? form: valid_actions 0, below 0.05 (warned)" in caplog.text
+    assert "iteration 3, collapse? format: valid_actions 0, below 0.05 (warned)" in caplog.text
     assert trainer.current_epoch == 4 and not (tmp_path / "good.ckpt").exists()
     assert [point["collapse/events"] for _, point in points if "collapse/events" in point] == [
         0,
@@ -170,7 +170,7 @@ def test_warning_names_the_reading_and_the_run_continues(setup_of, tmp_path, cap
         1,
     ]
     (event,) = map(json.loads, (tmp_path / "collapse.jsonl").read_text().splitlines())
-    assert (event["iteration"], event["alarms"], event["done"]) == (3, ["form"], ["warned"])
+    assert (event["iteration"], event["alarms"], event["done"]) == (3, ["format"], ["warned"])
     assert event["readings"] == {"valid_actions": 0.0}
 
 
