@@ -30,7 +30,7 @@ from ragen_pl.trajectory import (
     Turn,
 )
 
-READINGS: Final = (
+DIAGNOSTICS: Final = (
     "conditional_entropy",
     "conditional_entropy_per_token",
     "marginal_entropy",

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from ragen_pl.distributed import gather_over_ranks, gather_states
 from ragen_pl.trajectory import Trajectory
 
-READINGS: Final = (
+DIAGNOSTICS: Final = (
     "think_blocks",
     "distinct_responses",
     "distinct_thoughts",

@@ -64,7 +64,7 @@ METRICS: Final = (
 )
 """Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
 
-READINGS: Final = (
+DIAGNOSTICS: Final = (
     "success",
     "return",
     "valid_actions",

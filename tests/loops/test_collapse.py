@@ -1,4 +1,4 @@
-"""Diagnostics and the collapse monitor in whole runs: readings, warning, stop, rollback, mitigation, resume."""
+"""Diagnostics and the collapse monitor in whole runs: values, warning, stop, rollback, mitigation, resume."""
 
 import json
 import logging
@@ -59,7 +59,7 @@ def run(setup_of, folder, *callbacks, epochs=4, **changes):
     return setup.fit(*callbacks, max_epochs=epochs, **changes)
 
 
-def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
+def test_diagnostics_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     plain, _, _ = run(setup_of, tmp_path)
     read, points, _ = run(
         setup_of, tmp_path, Diagnostics(probe_every_n_iterations=2, prompts=4, first=1)
@@ -78,7 +78,7 @@ def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     assert all(name in point for point in logged for name in wanted)
     taken = {name for _, point in points for name in point if name.startswith("diagnostics/")}
     known = [name.removeprefix("diagnostics/") for name in taken]
-    declared = declared_names("READINGS")
+    declared = declared_names("DIAGNOSTICS")
     assert not [
         name for name in known if not any(fnmatchcase(name, pattern) for pattern in declared)
     ]
@@ -136,8 +136,8 @@ def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["on_rollout_end", "on_train_epoch_end"])
-def test_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
-    """Including readings from before the checkpoint, wherever it was written."""
+def test_resumed_run_ends_with_the_same_diagnostics(setup_of, tmp_path, moment):
+    """Including diagnostics from before the checkpoint, wherever it was written."""
 
     class Save(RolloutCallback):
         def save(self, trainer, *args):
@@ -157,7 +157,7 @@ def test_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
     assert "diagnostics/mutual_information" in whole
 
 
-def test_warning_names_the_reading_and_the_run_continues(setup_of, tmp_path, caplog):
+def test_warning_names_the_diagnostic_and_the_run_continues(setup_of, tmp_path, caplog):
     broken, watch = Break(), monitor("warn")
     with caplog.at_level(logging.WARNING, logger="ragen_pl"):
         _, points, trainer = run(setup_of, tmp_path, Diagnostics(prompts=0), broken, watch)
@@ -355,7 +355,7 @@ def test_a_gradient_that_is_not_finite_is_a_spike(setup_of, tmp_path):
     # the norm is logged as it was, and no later one is compared with it
     norms = [point["update/gradient_norm_policy"] for _, point in points if "update/loss" in point]
     assert [math.isnan(norm) for norm in norms] == [False, False, True, False]
-    assert diagnostics.readings["gradient_spike"] < 20
+    assert diagnostics.values["gradient_spike"] < 20
     assert diagnostics._norms["policy"] == [norms[0], norms[1], norms[3]]
 
 
