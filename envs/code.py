@@ -91,7 +91,7 @@ class Code(Environment):
         if not self.kinds:
             raise ValueError("kinds: found none, expected one or more of number, list, text")
         check_sandbox()
-        self.most_steps, self.example_count, self.test_count = steps, examples, tests
+        self.max_steps, self.example_count, self.test_count = steps, examples, tests
         self.attempts, self.attempt_cost = attempts, attempt_cost
         self.described_share = described_share
         self.action_space = spaces.Text(2000, charset=PRINTABLE)
@@ -107,7 +107,7 @@ class Code(Environment):
         self._begin(seed=seed, options=options)
         self.specification, self.inputs = draw_task(
             self.np_random,
-            steps=int(self.np_random.integers(1, self.most_steps + 1)),
+            steps=int(self.np_random.integers(1, self.max_steps + 1)),
             kinds=self.kinds,
             examples=self.example_count,
             tests=self.test_count,
@@ -159,7 +159,7 @@ class Code(Environment):
 
     def random_action(self, rng: np.random.Generator) -> str:
         """Return the reference program of another function of the grammar."""
-        steps = int(rng.integers(1, self.most_steps + 1))
+        steps = int(rng.integers(1, self.max_steps + 1))
         return draw_specification(rng, steps=steps, kinds=self.kinds).program()
 
     def _judge(self, program: str) -> tuple[bool, str]:

@@ -77,7 +77,7 @@ class KnowledgeBase(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
-        self.most_hops, self.people, self.notes = hops, people, notes
+        self.max_hops, self.people, self.notes = hops, people, notes
         self.amended_share, self.results = amended_share, results
         self.wiki = Wiki()
         # the facts that lead to the answer, first to last
@@ -92,7 +92,7 @@ class KnowledgeBase(ToolEnvironment):
         self._begin(seed=seed, options=options)
         self.wiki = draw_wiki(self.np_random, people=self.people, notes=self.notes)
         # one hop as often as one in three of up to two: its answer is on the first page
-        lots = [hops for hops in range(1, self.most_hops + 1) for _ in range(hops)]
+        lots = [hops for hops in range(1, self.max_hops + 1) for _ in range(hops)]
         hops = lots[int(self.np_random.integers(len(lots)))]
         amended = bool(self.np_random.random() < self.amended_share)
         for _ in range(_DRAWS):

@@ -93,12 +93,12 @@ class PocketCube(Environment):
     ) -> tuple[Observation, dict[str, Any]]:
         """Draw a state by the number of turns that solve it, then uniformly."""
         options = self._begin(seed=seed, options=options)
-        most = options.get("max_turns", self.max_turns)
-        if most not in range(self.min_turns, 7):
+        max_turns = options.get("max_turns", self.max_turns)
+        if max_turns not in range(self.min_turns, 7):
             raise ValueError(
-                f"max_turns: found {most!r}, expected a whole number from {self.min_turns} to 6"
+                f"max_turns: found {max_turns!r}, expected a whole number from {self.min_turns} to 6"
             )
-        distance = int(self.np_random.integers(self.min_turns, most + 1))
+        distance = int(self.np_random.integers(self.min_turns, max_turns + 1))
         states = _states_at(distance)
         self._state = states[int(self.np_random.integers(len(states)))]
         return self._observation(), {}

@@ -98,7 +98,7 @@ class SupportDesk(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
-        self.most_rules, self.request_count, self.order_count = rules, requests, orders
+        self.max_rules, self.request_count, self.order_count = rules, requests, orders
         self.move_share, self.grant_share = move_share, grant_share
         self.insist_share, self.lie_share = insist_share, lie_share
         self.wrong_cost = wrong_cost
@@ -314,7 +314,7 @@ class SupportDesk(ToolEnvironment):
 
     def _draw_policy(self) -> dict[Rule, int | str | None]:
         draw = self.np_random
-        count = int(draw.integers(min(2, self.most_rules), self.most_rules + 1))
+        count = int(draw.integers(min(2, self.max_rules), self.max_rules + 1))
         values: dict[Rule, int | str] = {
             Rule.LATE: int(draw.integers(3, MAX_DAY)),
             Rule.PRICE: int(draw.integers(2, 8)) * 10,

@@ -129,7 +129,7 @@ class WebShop(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
-        self.most_conditions, self.product_count, self.result_count = conditions, products, results
+        self.max_conditions, self.product_count, self.result_count = conditions, products, results
         self.wrong_cost, self.partial = wrong_cost, partial
         self.products: dict[str, Product] = {}
         self.results: list[str] = []
@@ -261,7 +261,7 @@ class WebShop(ToolEnvironment):
         return [name for name, value in asked.items() if self.chosen.get(name) != value]
 
     def _draw_request(self) -> Request:
-        count = int(self.np_random.integers(self.most_conditions))
+        count = int(self.np_random.integers(self.max_conditions))
         asked = self._pick_some(("material", "stars", *OPTIONS), count)
         return Request(
             kind=self._pick(KINDS),
@@ -335,10 +335,10 @@ class WebShop(ToolEnvironment):
         material = request.material or self._pick(MATERIALS)
         if fault == "material":
             material = self._pick([other for other in MATERIALS if other != material])
-        low, least = fault == "stars", request.stars or 1
+        low, min_stars = fault == "stars", request.stars or 1
         lowest, highest = request.prices
         price = self._pick(prices or [price for price in PRICES if lowest <= price <= highest])
-        stars = self._pick([stars for stars in STARS if (stars < least) == low])
+        stars = self._pick([stars for stars in STARS if (stars < min_stars) == low])
         return Product(id, request.kind, material, price, stars, options)
 
     def _pick(self, values: Sequence[T]) -> T:

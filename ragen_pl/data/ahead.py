@@ -61,12 +61,14 @@ class RolloutAhead:
     All ranks call each method together.
 
     Args:
-        most: Largest staleness; 0 for no rollouts ahead.
+        max_staleness: Largest staleness; 0 for no rollouts ahead.
         reward: Applies the reward functions to trajectories. It may gather over ranks.
     """
 
-    def __init__(self, most: IterationsAhead, reward: Callable[[list[Trajectory]], None]) -> None:
-        self.most, self._reward = most, reward
+    def __init__(
+        self, max_staleness: IterationsAhead, reward: Callable[[list[Trajectory]], None]
+    ) -> None:
+        self.max_staleness, self._reward = max_staleness, reward
         self._numbers = (-1, -1)
         self._under_way: BackgroundRollout | None = None
         self._played: PlayedRollout | None = None
@@ -119,9 +121,12 @@ class RolloutAhead:
             raise error
         if self._played is None:
             return None
-        if self._played.iteration != iteration or not 0 <= self._played.staleness <= self.most:
+        if (
+            self._played.iteration != iteration
+            or not 0 <= self._played.staleness <= self.max_staleness
+        ):
             raise RolloutError(
-                f"rollout.iterations_ahead={self.most}: iteration {iteration} got a rollout for iteration "
+                f"rollout.iterations_ahead={self.max_staleness}: iteration {iteration} got a rollout for iteration "
                 f"{self._played.iteration} with the weights of iteration {self._played.weights_of}; the DataModule's "
                 "collect has to be called once in each iteration"
             )
@@ -155,7 +160,7 @@ class RolloutAhead:
             _unpacked(data)
         except (pickle.PickleError, TypeError, AttributeError) as error:
             raise RolloutError(
-                f"rollout.iterations_ahead={self.most}: a checkpoint holds the rollout ahead, which can't be pickled "
+                f"rollout.iterations_ahead={self.max_staleness}: a checkpoint holds the rollout ahead, which can't be pickled "
                 f"({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
             ) from error
         # a tensor, which files without other objects may hold
@@ -169,7 +174,7 @@ class RolloutAhead:
         """
         if state is None:
             return
-        if not self.most:
+        if not self.max_staleness:
             log.info(
                 "rollout.iterations_ahead=0: the rollout ahead in the checkpoint is sampled again, with present weights"
             )

@@ -203,7 +203,7 @@ class RolloutDataModule(MinibatchDataModule):
             self.metrics["curriculum_stage"] = float(self.curriculum.stage(iteration))
             self._observe_stage(self.curriculum, trajectories, iteration)
         batch = self._collated(selection)
-        if self._ahead.most:
+        if self._ahead.max_staleness:
             staleness = 0 if played is None else played.staleness
             self.metrics["staleness"] = staleness / attempts
             self.buffer = self._prepare_and_begin_next(
@@ -274,7 +274,7 @@ class RolloutDataModule(MinibatchDataModule):
         """Prepare a batch while the rollout of the next iteration begins."""
         if not isinstance(module, LendsEngine):
             raise TypeError(
-                f"rollout.iterations_ahead={self._ahead.most}: {type(module).__name__} has no lend_engine; give it one "
+                f"rollout.iterations_ahead={self._ahead.max_staleness}: {type(module).__name__} has no lend_engine; give it one "
                 "(ragen_pl.data.datamodule.LendsEngine), or set iterations_ahead=0"
             )
         self._ahead.drop()

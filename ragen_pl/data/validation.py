@@ -190,8 +190,8 @@ class ValidationLoader:
 
     def __len__(self) -> int:
         # that of the first rank, which has the most: ranks that share an engine play together
-        most = len(self.validation_set.episode_specs[:: world_size()])
-        return max(1, -(-most // self.validation_set.proxy.num_envs))
+        episodes = len(self.validation_set.episode_specs[:: world_size()])
+        return max(1, -(-episodes // self.validation_set.proxy.num_envs))
 
     def __iter__(self) -> Iterator[ValidationChunk]:
         size = self.validation_set.proxy.num_envs

@@ -58,11 +58,11 @@ def workload_of(cfg: DictConfig, bundle: ModelBundle) -> Workload:
     """
     rollout, turns, whole = cfg.rollout, cfg.env.max_turns, cfg.context.window == "all"
     system, turn, images = _prompt(cfg, bundle)
-    response, most = rollout.max_response_tokens, cfg.context.max_tokens
+    response, max_tokens = rollout.max_response_tokens, cfg.context.max_tokens
     # earlier turns are dropped where the context has no room for them
-    room = max(1, (most - system) // (turn + response))
+    room = max(1, (max_tokens - system) // (turn + response))
     window = min(turns if whole else cfg.context.window, turns, room)
-    prompt = min(system + window * turn + (window - 1) * response, most - response)
+    prompt = min(system + window * turn + (window - 1) * response, max_tokens - response)
     episodes = math.ceil(rollout.groups / ranks_asked_for(cfg)) * rollout.group_size
     kept = OmegaConf.select(cfg, "algorithm.filter.keep.fraction") or 1.0
     samples = episodes * kept * (1 if whole else turns)

@@ -113,10 +113,10 @@ class HeldFeatures:
     """Features of images by the key of their content; the oldest go first where they take too much memory.
 
     Attributes:
-        most_bytes: Largest size of the features.
+        max_bytes: Largest size of the features.
     """
 
-    most_bytes: int = HELD_BYTES
+    max_bytes: int = HELD_BYTES
     by_key: dict[bytes, ImageFeatures] = field(default_factory=dict, repr=False)
     _size: int = 0
 
@@ -124,7 +124,7 @@ class HeldFeatures:
         """Hold features."""
         self.by_key |= features
         self._size += sum(map(_bytes, features.values()))
-        while self._size > self.most_bytes:
+        while self._size > self.max_bytes:
             self._size -= _bytes(self.by_key.pop(next(iter(self.by_key))))
 
 

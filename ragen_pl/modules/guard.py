@@ -47,14 +47,14 @@ class SkippedSteps:
     """Counts skipped optimizer steps and says when there are too many.
 
     Attributes:
-        most: skipped steps in a row that are too many. So is 1% of the last 1,000 steps, if that is more.
+        limit: skipped steps in a row that are too many. So is 1% of the last 1,000 steps, if that is more.
         steps: number of steps, skipped ones included.
         in_a_row: skipped steps since the last one that was not.
         in_phase: skipped steps of the present update phase.
         recent: numbers of the skipped steps among the last 1,000.
     """
 
-    most: int
+    limit: int
     steps: int = 0
     in_a_row: int = 0
     in_phase: int = 0
@@ -70,9 +70,9 @@ class SkippedSteps:
 
     def too_many(self) -> str | None:
         """Return in words which steps were skipped if these are too many, else None."""
-        if self.in_a_row >= self.most:
+        if self.in_a_row >= self.limit:
             return f"{self.in_a_row} steps in a row" if self.in_a_row > 1 else "the step"
-        if len(self.recent) >= max(self.most, _FRACTION * _RECENT):
+        if len(self.recent) >= max(self.limit, _FRACTION * _RECENT):
             return f"{len(self.recent)} of the last {_RECENT} steps"
         return None
 
@@ -119,7 +119,7 @@ class GuardedModule(Recordable):
     @checked
     def __init__(self, *, max_skipped_steps: Count = 3) -> None:
         super().__init__()
-        self.skipped = SkippedSteps(most=max_skipped_steps)
+        self.skipped = SkippedSteps(limit=max_skipped_steps)
         self.gradient_norms: dict[str, float] = {}
         # of the minibatches since the last step
         self._losses_are_finite: Tensor | bool = True

@@ -18,7 +18,7 @@ _UPPER_HALF = "▀"
 # dark to light, for a terminal without colors
 _SHADES = " .:-=+*#%@"
 # rows of a terminal that a turn's text needs, and of an image on a small terminal
-_TEXT_ROWS, _LEAST_ROWS = 9, 8
+_TEXT_ROWS, _MIN_ROWS = 9, 8
 
 
 def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
@@ -96,7 +96,7 @@ class Screen:
         if not self.console.is_terminal:
             return self.width
         height, columns = image.shape[:2]
-        rows = max(_LEAST_ROWS, self.console.height - _TEXT_ROWS)
+        rows = max(_MIN_ROWS, self.console.height - _TEXT_ROWS)
         return max(1, 2 * rows * columns // height)
 
     def state(self, images: Sequence[np.ndarray], text: str) -> None:

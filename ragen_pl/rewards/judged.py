@@ -93,16 +93,16 @@ class RubricJudge:
                     f"criteria.{name}.pattern={criterion['pattern']!r} is no regular expression ({error}); correct it, "
                     "or escape it"
                 ) from error
-        if self._most <= 0:
+        if self._max_points <= 0:
             raise ValueError("criteria: found none with positive points, expected one")
 
     @property
-    def _most(self) -> float:
+    def _max_points(self) -> float:
         return sum(max(0.0, criterion["points"]) for criterion in self.criteria.values())
 
     def __call__(self, texts: Sequence[JudgedText]) -> list[float | None]:
         """Score texts; see `Judge`."""
-        return [max(0.0, self._earned(text) / self._most) for text in texts]
+        return [max(0.0, self._earned(text) / self._max_points) for text in texts]
 
     def _earned(self, text: JudgedText) -> float:
         answers = [answer for _, answer in text.exchanges]

@@ -185,7 +185,9 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     ]  # fmt: skip
     runs = {
         name: collapse.Run(
-            diagnostics={at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)},
+            diagnostics={
+                at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)
+            },
             events=events,
             success=rows[-1][0],
         )

@@ -126,7 +126,9 @@ def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path)
                 trainer.current_epoch
             ]
 
-    watch = monitor("warn", alarms={"think_accuracy": Alarm(reading="think_accuracy_ratio", below=0.5)})
+    watch = monitor(
+        "warn", alarms={"think_accuracy": Alarm(reading="think_accuracy_ratio", below=0.5)}
+    )
     _, points, _ = run(setup_of, tmp_path, Thoughts(), Diagnostics(prompts=0, first=5), watch)
     name = "diagnostics/think_accuracy_ratio"
     assert [point[name] for _, point in points if name in point] == pytest.approx(

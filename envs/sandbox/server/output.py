@@ -24,11 +24,13 @@ class Output:
         seconds: Longest time until the last line.
         waiting_seconds: Longest time that the process may wait for something. It can only wait for what never comes,
             such as a lock: it has no threads, and its request is there.
-        most: Largest number of bytes.
+        max_bytes: Largest number of bytes.
     """
 
-    def __init__(self, child: Child, *, seconds: float, waiting_seconds: float, most: int) -> None:
-        self.child, self.left = child, most
+    def __init__(
+        self, child: Child, *, seconds: float, waiting_seconds: float, max_bytes: int
+    ) -> None:
+        self.child, self.left = child, max_bytes
         self.end = time.monotonic() + seconds
         self.looks = round(waiting_seconds / _LOOK_S)
         self.text, self.ended = b"", False
