@@ -49,8 +49,8 @@ class Judge(Protocol):
         ...
 
 
-class Scope(StrEnum):
-    """What is judged at once, and what is rewarded.
+class JudgeScope(StrEnum):
+    """Turns that are judged together, and the score that is rewarded.
 
     `turn` rewards the score of each turn, and so pays for longer episodes; `difference` rewards how much a turn's score
     is above that of the turn judged before it, so an episode gets the score of its last turn, however long it is;
@@ -196,12 +196,12 @@ class JudgedReward:
     Attributes:
         judge: scores the answers.
         weight: reward of the score 1.
-        scope: `turn` and `difference` judge each turn by itself, `episode` all turns together; see `Scope`.
+        scope: `turn` and `difference` judge each turn by itself, `episode` all turns together; see `JudgeScope`.
     """
 
     judge: Judge
     weight: float = 0.1
-    scope: Scope = Scope.EPISODE
+    scope: JudgeScope = JudgeScope.EPISODE
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
         """Score the answers of a rollout and add the weighted scores."""
@@ -218,12 +218,12 @@ class JudgedReward:
         for span, score in zip(spans, scores, strict=True):
             if score is not None:
                 span[-1].reward_terms[TERM] = self.weight * (score - before)
-                before = score if self.scope is Scope.DIFFERENCE else 0.0
+                before = score if self.scope is JudgeScope.DIFFERENCE else 0.0
 
     def _spans(self, trajectory: Trajectory) -> list[list[Turn]]:
         """Return the turns that are judged together."""
         valid = [turn for turn in trajectory.turns if turn.action_is_valid]
-        if self.scope is not Scope.EPISODE:
+        if self.scope is not JudgeScope.EPISODE:
             return [[turn] for turn in valid]
         return [valid] if valid else []
 
