@@ -54,6 +54,11 @@ class Run:
     events: list[dict[str, Any]]
     success: float
 
+    @property
+    def last(self) -> Diagnostics:
+        """Diagnostics of the last iteration."""
+        return self.diagnostics[max(self.diagnostics)]
+
 
 def main() -> None:
     """Run the variants or write the page."""
@@ -191,8 +196,8 @@ def write_page(
     last = max(baseline.diagnostics)
     alarm_rows = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
     action_rows = "\n".join(
-        f"| {name} | {run.success:.3f} | {run.diagnostics[max(run.diagnostics)].get('think_accuracy', float('nan')):.2f} | "
-        f"{run.diagnostics[max(run.diagnostics)]['valid_actions']:.2f} | {_event_text(run.events)} |"
+        f"| {name} | {run.success:.3f} | {run.last.get('think_accuracy', float('nan')):.2f} | "
+        f"{run.last['valid_actions']:.2f} | {_event_text(run.events)} |"
         for name, run in runs.items()
     )
     image = page.with_name("collapse.png")

@@ -52,7 +52,7 @@ class Code(Environment):
     - `kinds`: kinds of the argument: number, list, text.
     - `examples`, `tests`: number of visible and of hidden tests.
     - `attempts`, `attempt_cost`: see Episode End and Rewards.
-    - `described_share`: share of functions that are described in words; others have to be found from the examples.
+    - `described_share`: fraction of functions that are described in words; others have to be found from the examples.
     """
 
     instructions = (

@@ -32,7 +32,8 @@ class Game2048(Environment):
     `Text`: the rows with a comma between them, `_` for an empty cell: `2 _ 4, _ _ 2, 8 _ _`.
 
     ## Rewards
-    1 when a tile has the target number, and `merge_reward` times the share of the target that the largest tile grew by.
+    1 when a tile has the target number, and `merge_reward` times the growth of the largest tile, as a
+    fraction of the target.
 
     ## Episode End
     Terminated with the target number, or when no move changes the board.

@@ -63,8 +63,8 @@ class Invoice(ToolEnvironment):
     Terminated by a decision.
 
     ## Arguments
-    - `lines`: number of items. `most`: largest count and price. `wrong_share`: share of wrong invoices.
-    - `short_share`: share of lines of which less was delivered than ordered, which is no error of the invoice.
+    - `lines`: number of items. `most`: largest count and price. `wrong_share`: fraction of wrong invoices.
+    - `short_share`: fraction of lines of which less was delivered than ordered, which is no error of the invoice.
     - `false_accept`, `read_cost`: see Rewards.
     """
 
@@ -137,9 +137,9 @@ class Invoice(ToolEnvironment):
         right = accepts == (wrong is None)
         loss = self.false_accept if accepts and not right else 0.0
         earns = right and self._read_all()
-        share = self._score(reason) if earns else 0.0
+        score = self._score(reason) if earns else 0.0
         self.opened.append(verdict)
-        self.end(success=share == 1, decision=_DECISION * earns - loss, reason=_REASON * share)
+        self.end(success=score == 1, decision=_DECISION * earns - loss, reason=_REASON * score)
         return "closed"
 
     def describe(self) -> str:
@@ -188,7 +188,7 @@ class Invoice(ToolEnvironment):
         return f"{self._wrong.item} {field}" + (f" {value}" if value is not None else "")
 
     def _score(self, reason: str) -> float:
-        """Return the share of a true reason: all, half without the value, nothing if anything else is named.
+        """Return the score of a reason: 1 if it is true, half without the value, nothing if anything else is named.
 
         A reason that names everything is no reason: items, fields and numbers have to be these and no others.
         """

@@ -45,7 +45,7 @@ class KnowledgeBase(ToolEnvironment):
     ## Arguments
     - `hops`: largest number of facts that lead to the answer, from 1 to 3; the number is drawn, larger ones more often.
     - `people`: number of persons; there are half as many teams, projects and contracts.
-    - `notes`: number of meeting notes. `amended_share`: share of questions about a fact that notes have changed.
+    - `notes`: number of meeting notes. `amended_share`: fraction of questions about a fact that notes have changed.
     - `results`: number of pages that a search shows.
     """
 

@@ -57,10 +57,10 @@ class SupportDesk(ToolEnvironment):
     ## Arguments
     - `rules`: largest number of rules in the policy, from 1 to 7; the number is drawn, from two on where there are two.
     - `requests`: number of requests. `orders`: number of customers with an order of the same item.
-    - `move_share`: share of requests for a new address. `grant_share`: share of requests that are allowed.
-    - `insist_share`: share of requests whose first refusal the customer does not accept.
+    - `move_share`: fraction of requests for a new address. `grant_share`: fraction of requests that are allowed.
+    - `insist_share`: fraction of requests whose first refusal the customer does not accept.
     - `wrong_cost`: see Rewards.
-    - `lie_share`: share of requests in which the customer gives a day, which may be wrong.
+    - `lie_share`: fraction of requests in which the customer gives a day, which may be wrong.
     """
 
     rules = (
@@ -350,5 +350,5 @@ class SupportDesk(ToolEnvironment):
     def _draw_order(self, name: str, customer: str, item: str) -> Order:
         draw = self.np_random
         price, day, code = (int(draw.integers(1, 10)) for _ in range(3))
-        used, sent, gift = (bool(draw.random() < share) for share in (0.5, 0.5, 0.3))
+        used, sent, gift = (bool(draw.random() < chance) for chance in (0.5, 0.5, 0.3))
         return Order(name, customer, item, price * 10, day, used, sent, gift, code)

@@ -91,7 +91,7 @@ class WebShop(ToolEnvironment):
 
     ## Rewards
     `right`: 1 for a product with everything that was asked for. Otherwise `wrong`: minus `wrong_cost`, and `partial`:
-    `partial` times the share of conditions that are met, if the kind is right.
+    `partial` times the fraction of conditions that are met, if the kind is right.
 
     ## Episode End
     Terminated by a purchase.
@@ -193,9 +193,11 @@ class WebShop(ToolEnvironment):
         self._calls += 1
         met = self.request.conditions(product, self.chosen)
         right = product.kind == self.request.kind and all(met)
-        share = float(np.mean(met)) if product.kind == self.request.kind and not right else 0.0
+        met_fraction = (
+            float(np.mean(met)) if product.kind == self.request.kind and not right else 0.0
+        )
         wrong = 0.0 if right else -self.wrong_cost
-        self.end(success=right, right=right, wrong=wrong, partial=self.partial * share)
+        self.end(success=right, right=right, wrong=wrong, partial=self.partial * met_fraction)
         return f"bought {product.id}"
 
     def describe(self) -> str:

@@ -160,8 +160,8 @@ class RolloutAhead:
             _unpacked(data)
         except (pickle.PickleError, TypeError, AttributeError) as error:
             raise RolloutError(
-                f"rollout.iterations_ahead={self.max_staleness}: a checkpoint holds the rollout ahead, which can't be pickled "
-                f"({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
+                f"rollout.iterations_ahead={self.max_staleness}: a checkpoint holds the rollout ahead, which can't be "
+                f"pickled ({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
             ) from error
         # a tensor, which files without other objects may hold
         return by_rank(torch.frombuffer(bytearray(data), dtype=torch.uint8), name="ahead")

@@ -274,8 +274,8 @@ class RolloutDataModule(MinibatchDataModule):
         """Prepare a batch while the rollout of the next iteration begins."""
         if not isinstance(module, LendsEngine):
             raise TypeError(
-                f"rollout.iterations_ahead={self._ahead.max_staleness}: {type(module).__name__} has no lend_engine; give it one "
-                "(ragen_pl.data.datamodule.LendsEngine), or set iterations_ahead=0"
+                f"rollout.iterations_ahead={self._ahead.max_staleness}: {type(module).__name__} has no "
+                "lend_engine; give it one (ragen_pl.data.datamodule.LendsEngine), or set iterations_ahead=0"
             )
         self._ahead.drop()
         if not self._is_last(iteration):

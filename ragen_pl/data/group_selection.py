@@ -59,7 +59,7 @@ def select_groups(
     result = group_filter(torch.tensor([row[1] for row in judged]), group)
     weight = dict(zip(group.tolist(), result.weight.tolist(), strict=True))
     kept = torch.unique(group[result.keep]).tolist()[:limit]
-    metrics = {"kept_share": result.share, "kept_deviation": result.deviation}
+    metrics = {"kept_share": result.kept_fraction, "kept_deviation": result.deviation}
     if not kept:
         kept = [_widest_group(judged)]
         weight[kept[0]] = 1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragen_pl.distributed import max_over_ranks
 
-# share of padding below which one more microbatch costs more than it saves
+# fraction of padding below which one more microbatch costs more than it saves
 _LITTLE_PADDING = 0.05
 
 

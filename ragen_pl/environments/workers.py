@@ -27,7 +27,7 @@ class TimeLimitExceeded(TimeoutError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Share(Generic[T]):
+class _Batch(Generic[T]):
     """Numbered jobs for one thread, and the longest time of each in seconds."""
 
     jobs: Sequence[tuple[int, Job[T]]] = ()
@@ -36,13 +36,13 @@ class _Share(Generic[T]):
 
 @dataclass(slots=True)
 class _Thread(Generic[T]):
-    """A thread that runs shares of jobs in order until it is abandoned."""
+    """A thread that runs batches of jobs in order until it is abandoned."""
 
     finished: queue.SimpleQueue[list[tuple[int, Outcome[T]]]]
-    shares: queue.SimpleQueue[_Share[T] | None] = field(default_factory=queue.SimpleQueue)
+    batches: queue.SimpleQueue[_Batch[T] | None] = field(default_factory=queue.SimpleQueue)
     # an outcome is kept or given up, never both
     lock: threading.Lock = field(default_factory=threading.Lock)
-    share: _Share[T] = field(default_factory=_Share)
+    batch: _Batch[T] = field(default_factory=_Batch)
     outcomes: list[tuple[int, Outcome[T]]] = field(default_factory=list)
     # when the present job is late; None while there is no job or no limit
     due: float | None = None
@@ -53,16 +53,16 @@ class _Thread(Generic[T]):
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        while self._run_share(self.shares.get()):
+        while self._run_batch(self.batches.get()):
             pass
 
-    def _run_share(self, share: _Share[T] | None) -> bool:
+    def _run_batch(self, batch: _Batch[T] | None) -> bool:
         """Run jobs and return whether to go on. A thread that waits refers to no job, and so to no environment."""
-        if share is None:
+        if batch is None:
             return False
         with self.lock:
-            self.share, self.outcomes, self.due = share, [], _due(share)
-        for number, job in share.jobs:
+            self.batch, self.outcomes, self.due = batch, [], _due(batch)
+        for number, job in batch.jobs:
             outcome: Outcome[T]
             try:
                 outcome = job()
@@ -73,10 +73,10 @@ class _Thread(Generic[T]):
                 if self.abandoned:
                     return False
                 self.outcomes.append((number, outcome))
-                self.due = _due(share)
+                self.due = _due(batch)
         with self.lock:
             self.due = None
-            outcomes, self.share, self.outcomes = self.outcomes, _Share(), []
+            outcomes, self.batch, self.outcomes = self.outcomes, _Batch(), []
         self.finished.put(outcomes)
         return True
 
@@ -85,16 +85,16 @@ class _Thread(Generic[T]):
         with self.lock:
             if self.due is None or time.monotonic() < self.due:
                 return None
-            if len(self.outcomes) == len(self.share.jobs):
+            if len(self.outcomes) == len(self.batch.jobs):
                 return None
             self.abandoned = True
-        (late, _), *others = self.share.jobs[len(self.outcomes) :]
-        limit = TimeLimitExceeded(f"the environment took longer than {self.share.timeout_s:g} s")
+        (late, _), *others = self.batch.jobs[len(self.outcomes) :]
+        limit = TimeLimitExceeded(f"the environment took longer than {self.batch.timeout_s:g} s")
         self.finished.put([*self.outcomes, (late, limit)])
         successor = _Thread(self.finished)
-        successor.shares.put(_Share(others, self.share.timeout_s))
-        while not self.shares.empty():
-            successor.shares.put(self.shares.get())
+        successor.batches.put(_Batch(others, self.batch.timeout_s))
+        while not self.batches.empty():
+            successor.batches.put(self.batches.get())
         return successor
 
 
@@ -121,19 +121,19 @@ class EnvironmentWorkers(Generic[T]):
             factor: Factor of the time limit for these jobs.
         """
         numbers = list(islice(self._numbers, len(jobs)))
-        shares: dict[int, list[tuple[int, Job[T]]]] = {}
+        batches: dict[int, list[tuple[int, Job[T]]]] = {}
         for number, (thread, job) in zip(numbers, jobs, strict=True):
-            shares.setdefault(thread % self.count, []).append((number, job))
+            batches.setdefault(thread % self.count, []).append((number, job))
         if self.count == 1 and self.timeout_s is None:
-            for share in shares.values():
-                self._finished.put([(number, _outcome(job)) for number, job in share])
+            for batch in batches.values():
+                self._finished.put([(number, _outcome(job)) for number, job in batch])
             return numbers
-        for thread, share in shares.items():
+        for thread, batch in batches.items():
             if thread not in self._threads:
                 self._threads[thread] = _Thread(self._finished)
                 self._threads[thread].start()
             limit = None if self.timeout_s is None else factor * self.timeout_s
-            self._threads[thread].shares.put(_Share(share, limit))
+            self._threads[thread].batches.put(_Batch(batch, limit))
         return numbers
 
     def collect(self, *, wait_s: float | None = None) -> list[tuple[int, Outcome[T]]]:
@@ -189,9 +189,9 @@ class EnvironmentWorkers(Generic[T]):
         return min(ticks, default=None)
 
 
-def _due(share: _Share[T]) -> float | None:
-    """Return when a job of this share that begins now is late."""
-    return None if share.timeout_s is None else time.monotonic() + share.timeout_s
+def _due(batch: _Batch[T]) -> float | None:
+    """Return when a job of this batch that begins now is late."""
+    return None if batch.timeout_s is None else time.monotonic() + batch.timeout_s
 
 
 def _outcome(job: Job[T]) -> Outcome[T]:
@@ -209,4 +209,4 @@ def _outcome(job: Job[T]) -> Outcome[T]:
 def _end(threads: dict[int, _Thread[T]]) -> None:
     """Let threads end that nobody will give jobs to."""
     for thread in threads.values():
-        thread.shares.put(None)
+        thread.batches.put(None)

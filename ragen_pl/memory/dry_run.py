@@ -207,7 +207,7 @@ class CountedRollout:
         per_position: What a forward pass without gradients makes and frees, for each position.
         prefill: The same of the largest forward pass over prompts.
         cache: Keys and values, with room for the longest conversation of each episode. When responses end, the others
-            are copied, which takes their share once more.
+            are copied, which takes their part of it once more.
         sampling: Logits and what is made of them.
         images: Features of the images.
     """

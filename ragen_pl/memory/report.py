@@ -21,7 +21,7 @@ from ragen_pl.memory.remedies import remedies
 log = logging.getLogger(__name__)
 # width of a log, which has none of its own
 _LOG_WIDTH = 120
-# share of a device beyond which the allocator's fragmentation may not leave enough
+# fraction of a device beyond which the allocator's fragmentation may not leave enough
 _TIGHT = 0.9
 
 

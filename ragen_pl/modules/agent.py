@@ -324,8 +324,8 @@ class AgentModule(GuardedModule):
             metrics |= _prefixed("importance/", self.importance.compute())
         # the scheduler has already stepped to the next iteration
         schedule: Any = self.trainer.lr_scheduler_configs[0].scheduler
-        share = schedule.lr_lambdas[0](self.trainer.current_epoch)
-        metrics["update/learning_rate"] = schedule.base_lrs[0] * share
+        factor = schedule.lr_lambdas[0](self.trainer.current_epoch)
+        metrics["update/learning_rate"] = schedule.base_lrs[0] * factor
         metrics["step"] = float(self.trainer.current_epoch + 1)
         self.log_dict(metrics, rank_zero_only=False)
 

@@ -152,8 +152,8 @@ class AveragedPolicy(PolicyModule):
                 self.register_buffer(f"average_{number}", sharded)
 
     @torch.no_grad()
-    def move(self, policy: PolicyModule, share: float) -> None:
-        """Move the weights towards a policy's by this share of the distance."""
+    def move(self, policy: PolicyModule, fraction: float) -> None:
+        """Move the weights towards a policy's by this fraction of the distance."""
         buffers = dict(self.named_buffers(recurse=False))
         for number, name in enumerate(self.averaged):
             weight = self.get_parameter(name)
@@ -161,7 +161,7 @@ class AveragedPolicy(PolicyModule):
             present: Tensor = policy.get_parameter(name)
             if not isinstance(average, DTensor):
                 present = whole(present)
-            average.lerp_(present.to(average.dtype), share)
+            average.lerp_(present.to(average.dtype), fraction)
             if average is not weight:
                 weight.copy_(average)
 
@@ -172,7 +172,7 @@ class MovingAverage:
     """A moving average of the policy's weights.
 
     Attributes:
-        decay: Share of its own weights that the reference keeps each iteration.
+        decay: Fraction of its own weights that the reference keeps each iteration.
     """
 
     decay: FractionBelowOne = 0.9

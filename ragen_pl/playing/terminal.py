@@ -29,8 +29,8 @@ def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
         width: columns.
     """
     height, columns = image.shape[:2]
-    share = min(1.0, width / columns)
-    size = (max(1, round(columns * share)), max(2, 2 * round(height * share / 2)))
+    scale = min(1.0, width / columns)
+    size = (max(1, round(columns * scale)), max(2, 2 * round(height * scale / 2)))
     if size == (columns, height):
         return image
     return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BOX))

@@ -44,7 +44,7 @@ class ContextManager:
         turn_template: text of the user's block, with the fields {observation}, {turn}, {max_turns},
             {turns_left}, {actions} (all carried out in the episode) and {last_action}.
         max_tokens: longest prompt plus response; a longer conversation is truncated.
-        leave_out: shares of a prompt left out before a response is sampled; None for nothing.
+        leave_out: fractions of a prompt left out before a response is sampled; None for nothing.
         template_kwargs: values of the chat template's own variables, such as `enable_thinking`; None for its
             defaults.
         keep_thoughts: whether think blocks stay in the history where the chat template strips them. An

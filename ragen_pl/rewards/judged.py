@@ -65,7 +65,7 @@ class JudgeScope(StrEnum):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RubricJudge:
-    """Criteria with points; the score is the share of the points that a text earns.
+    """Criteria with points; the score is the fraction of the points that a text earns.
 
     A criterion is met if its pattern occurs in any answer, without regard to case. One with negative points is a fault.
     The score is the sum of the points of the criteria that are met over the sum of the positive points, and at least 0.

@@ -126,8 +126,8 @@ class ThinkLength:
             return
         for turn in turns_of(trajectories):
             tokens = int((turn.spans == Span.THINK).sum())
-            share = (tokens - self.low) / (self.high - self.low)
-            turn.reward_terms["think_length"] = self.amount * min(1.0, max(0.0, share))
+            fraction = (tokens - self.low) / (self.high - self.low)
+            turn.reward_terms["think_length"] = self.amount * min(1.0, max(0.0, fraction))
 
 
 @checked

@@ -34,7 +34,7 @@ from ragen_pl.models.inputs import (
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
 DROP_BELOW = 0.75
-"""Finished rows are dropped when the share of unfinished rows falls below this."""
+"""Finished rows are dropped when the fraction of unfinished rows falls below this."""
 
 
 class TransformersEngine:
