@@ -40,9 +40,9 @@ class Blackjack(Environment):
     ## Information
     `success`: a win. `action_is_effective`: always true.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Always Stand has success at most 0.45 and return at most -0.05, always Hit and random play less: chance decides most
-    hands, and the best player has success 0.44 and return -0.05 in the long run.
+    hands, and the best policy has success 0.44 and return -0.05 in the long run.
 
     ## Version History
     - v0: first version.

@@ -40,7 +40,7 @@ class Code(Environment):
     player hears only that one fails, or that the program ended or took too long there. Their results never enter the
     process of the program, and their inputs after the results of the examples have left it.
 
-    ## Players Without Skill
+    ## Trivial Policies
     A program that is the same for every function has success at most 0.1 and return at most -0.2 with the shipped
     settings, and an answer without a program less.
 

@@ -45,7 +45,7 @@ class Game2048(Environment):
     - `size`: rows and columns, 2 to 5. `target`: a power of 2 from 8 to 2048.
     - `merge_reward`: at least 0.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who slides Up and Left in turn, and another way only where these change nothing, has success at most 0.5 with the
     shipped settings.
 

@@ -55,7 +55,7 @@ class Invoice(ToolEnvironment):
     right acceptance nothing wrong; half of that for item and field without the value. `reading`: `-read_cost` for
     each document opened. A decision about documents that have not all been opened earns nothing.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who opens all documents and always accepts, or always refuses with a guessed field of the first item, has success at
     most 0.4 and return at most 0.35 with the shipped settings.
 

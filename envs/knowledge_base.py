@@ -35,7 +35,7 @@ class KnowledgeBase(ToolEnvironment):
     `answer`: 0.5 for the right answer. `source`: 0.5 more if the source is the page that states it now and has been
     read. Nothing for a wrong answer, whatever its source.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who reads the first result of a single search has success at most 0.45 with the shipped settings:
     one of three questions has a single hop.
 

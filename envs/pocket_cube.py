@@ -51,7 +51,7 @@ class PocketCube(Environment):
     - `min_turns`, `max_turns`: fewest turns that solve the starting state, 1 to 6. The reset option `max_turns` sets
       them for an episode.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who makes the same turns in the same order has success at most 0.1 with the shipped settings, in which no cube is
     one turn from its solution.
 

@@ -85,7 +85,7 @@ class Sokoban(Environment):
     - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 crate 2 3 mark 4 4 stones 2 2`, and
       W . * C in the grid), to test whether a policy generalizes beyond the symbols.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who walks in a circle has success at most 0.2 with the shipped settings, and who moves at random at most 0.3.
 
     ## Version History

@@ -46,7 +46,7 @@ class SupportDesk(ToolEnvironment):
     `wrong_cost` of it for each wrong change, when it is made. `said`: half of it if the outcome told is the right one
     and true, minus `wrong_cost` of it if it is not.
 
-    ## Players Without Skill
+    ## Trivial Policies
     A clerk who grants everything, and one who refuses everything by the first rule that concerns the request, have
     success at most 0.5 and return at most 0.45 with the shipped settings: the policy never has a single rule only, and
     somewhat more than half of the requests are to be refused.

@@ -1,4 +1,4 @@
-"""Trivial policies: players without skill, whose reward is the least that an agent has to exceed.
+"""Trivial policies, whose reward is the least that an agent has to exceed.
 
 They answer nothing, always the same or in a cycle, or follow the first habit that comes to mind, such as granting
 every request. The class docstring of each environment says what they earn at most with the shipped settings.

@@ -85,7 +85,7 @@ class WebShop(ToolEnvironment):
     words. It is dearer than the request allows. Among the others the right product is as likely the cheapest as the
     dearest.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who searches for the request, chooses its options, and buys the cheapest, the dearest, the best rated or the first
     result has success at most 0.45 and return at most 0.4 with the shipped settings.
 

@@ -79,7 +79,7 @@ class Svg(Environment):
     The changes of two similarities above that of a blank page, a quarter each: `outline` (which pixels are drawn on)
     and `color`. Their sum over an episode is the similarity of the last image. `solved`: half.
 
-    ## Players Without Skill
+    ## Trivial Policies
     A blank image, or one that is the same for every task, has success at most 0.02 and return at most 0.05.
 
     ## Episode End

@@ -55,7 +55,7 @@ class MiniGrid(Environment):
     ## Episode End
     Terminated by success or failure of the mission, truncated at the library's limit of steps.
 
-    ## Players Without Skill
+    ## Trivial Policies
     In the task of `env=babyai`, who goes Forward twice and turns Left again and again has success at most 0.35.
 
     ## Information

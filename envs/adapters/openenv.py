@@ -59,7 +59,7 @@ class OpenEnv(Environment):
     - `replay`: whether an episode whose session is lost goes on in a new one, where its actions are played again and
       the answers compared; otherwise the episode fails.
     - `rules`: instructions in full sentences.
-    - `example_actions`: actions from which a random player chooses.
+    - `example_actions`: actions from which a random policy chooses.
     """
 
     @checked_arguments

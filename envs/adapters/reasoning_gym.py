@@ -57,7 +57,7 @@ class ReasoningGym(Environment):
     ## Rewards
     `retry_discount ** n` for a right answer after n wrong ones, 0 otherwise.
 
-    ## Players Without Skill
+    ## Trivial Policies
     In `env=countdown`, an expression of the same form for all questions has success at most 0.25, and in
     `env=arithmetic` the same number for all of them at most 0.25.
 
