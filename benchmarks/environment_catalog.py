@@ -39,7 +39,7 @@ from ragen_pl.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "environment_catalog.md"
-PICTURES = ROOT / "docs" / "environments"
+IMAGES = ROOT / "docs" / "environments"
 LEFT_OUT = ("custom", "openenv")  # your own one, and one on a server
 # extra and licence of the library that an environment plays, by a part of its target
 LIBRARIES = {
@@ -181,9 +181,9 @@ def section(cfg: DictConfig, env: Any, summary: str, play: Play) -> str:
     trajectory = min(play.trajectories[:20], key=lambda episode: abs(len(episode.turns) - 3))
     lines = [f"## {cfg.env.name}", "", f"{summary}.", "", quoted(env.instructions), ""]
     if trajectory.turns[0].observation.images:
-        PICTURES.mkdir(exist_ok=True)
-        picture = save_episode(trajectory, PICTURES / f"{cfg.env.name}.png")
-        lines += [f"![An episode of {cfg.env.name}]({picture.relative_to(PAGE.parent)})", ""]
+        IMAGES.mkdir(exist_ok=True)
+        image = save_episode(trajectory, IMAGES / f"{cfg.env.name}.png")
+        lines += [f"![An episode of {cfg.env.name}]({image.relative_to(PAGE.parent)})", ""]
     lines += ["```text"]
     for turn in trajectory.turns[:_TURNS_SHOWN]:
         lines += [cut(turn.observation.text), f"> {cut(' || '.join(turn.actions))}"]

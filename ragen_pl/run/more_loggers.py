@@ -104,7 +104,7 @@ class RunWandbLogger(WandbLogger):
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
-        """Log a picture; other files stay in the run's folder."""
+        """Log an image; other files stay in the run's folder."""
         if path.suffix == ".png":
             import wandb
 
@@ -169,12 +169,10 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
-        """Log a picture at the last step; other files stay in the run's folder."""
+        """Log an image at the last step; other files stay in the run's folder."""
         if path.suffix == ".png":
-            picture = np.asarray(Image.open(path).convert("RGB"))
-            self.experiment.add_image(
-                f"{place}/{path.stem}", picture, self._step, dataformats="HWC"
-            )
+            image = np.asarray(Image.open(path).convert("RGB"))
+            self.experiment.add_image(f"{place}/{path.stem}", image, self._step, dataformats="HWC")
 
     @rank_zero_only
     def close(self) -> None:
