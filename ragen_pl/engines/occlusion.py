@@ -144,4 +144,4 @@ def _features(bundle: ModelBundle, prompt: Prompt) -> ImageFeatures:
     assert bundle.images is not None
     features = bundle.images.encode(prompt.images)
     shown = shown_patches(bundle, prompt.images, prompt.patches)
-    return features.of(range(len(prompt.images)), shown)
+    return features.select(range(len(prompt.images)), shown)

@@ -73,19 +73,19 @@ class EnvironmentCalls:
             text = f"{what} raised: {text}" if what else text.removeprefix(f"{self._env.target} ")
             raise ConfigError(f"{self.place}: {text}") from error
 
-    def attempt(self, what: str, function: Callable[[], T], *, factor: float = 1.0) -> T:
+    def attempt(self, what: str, function: Callable[[], T], *, time_limit_factor: float = 1.0) -> T:
         """Return what a call of the environment returns, or raise its own error.
 
         Args:
             what: as that of `call`.
             function: makes the call.
-            factor: factor of the time limit.
+            time_limit_factor: factor of the time limit.
 
         Raises:
             ConfigError: it ended the program or took too long.
             Exception: its own error.
         """
-        (outcome,) = self._workers.run([(0, function)], factor=factor)
+        (outcome,) = self._workers.run([(0, function)], time_limit_factor=time_limit_factor)
         named = f"{what}: " if what else ""
         if isinstance(outcome, TimeLimitExceeded):
             self._kill()
@@ -116,8 +116,10 @@ class EnvironmentCalls:
         assert isinstance(settings, dict)
         kwargs = {str(name): value for name, value in settings.items()}
         try:
-            make = self.attempt("its module", find, factor=CREATION_FACTOR)
-            made = self.attempt("its constructor", partial(make, **kwargs), factor=CREATION_FACTOR)
+            make = self.attempt("its module", find, time_limit_factor=CREATION_FACTOR)
+            made = self.attempt(
+                "its constructor", partial(make, **kwargs), time_limit_factor=CREATION_FACTOR
+            )
         except ConfigError:
             raise
         except Exception as error:  # an environment's constructor may raise anything

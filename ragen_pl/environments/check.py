@@ -192,7 +192,7 @@ class _Check:
             actions = self.calls.attempt(
                 f"{type(policy).__name__}.act(env, rng)",
                 lambda: [policy.act(slot.env, rng) for _ in range(_ACTIONS)],
-                factor=_ACTIONS,
+                time_limit_factor=_ACTIONS,
             )
             if wrong := [action for action in actions if not _is_action(action, slot)]:
                 raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")

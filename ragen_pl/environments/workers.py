@@ -36,11 +36,15 @@ class _Batch(Generic[T]):
 
 @dataclass(slots=True)
 class _Thread(Generic[T]):
-    """A thread that runs batches of jobs in order until it is abandoned."""
+    """A thread that runs batches of jobs in order: WAITING -> RUNNING -> WAITING, or RUNNING -> ABANDONED.
+
+    WAITING has no job and no `due`. RUNNING has `due`, the time at which the present job is late; without a time limit
+    there is none. ABANDONED is final: the job may run on, and its outcome is ignored.
+    """
 
     finished: queue.SimpleQueue[list[tuple[int, Outcome[T]]]]
     batches: queue.SimpleQueue[_Batch[T] | None] = field(default_factory=queue.SimpleQueue)
-    # an outcome is kept or given up, never both
+    # held while an outcome is added or the thread is abandoned, so a job has exactly one outcome
     lock: threading.Lock = field(default_factory=threading.Lock)
     batch: _Batch[T] = field(default_factory=_Batch)
     outcomes: list[tuple[int, Outcome[T]]] = field(default_factory=list)
@@ -81,7 +85,7 @@ class _Thread(Generic[T]):
         return True
 
     def abandon_late(self) -> _Thread[T] | None:
-        """Give the present job up if it takes too long; return the thread that takes over the other jobs."""
+        """Abandon the thread if its job takes too long; return the thread that takes over its other jobs."""
         with self.lock:
             if self.due is None or time.monotonic() < self.due:
                 return None
@@ -101,9 +105,22 @@ class _Thread(Generic[T]):
 class EnvironmentWorkers(Generic[T]):
     """Run jobs of environments, each in the thread of its environment.
 
+    A job goes QUEUED -> RUNNING -> ENDED with its outcome, or RUNNING -> LATE with `TimeLimitExceeded`. The thread of a
+    late job is abandoned, and a new one takes over the jobs queued behind it. Jobs of a thread that
+    were submitted together are returned together.
+
     Args:
         count: Number of threads. A single one without a time limit is the caller's.
         timeout_s: Longest time of a job in seconds; None for no limit.
+
+    Example:
+        Two threads, the second job hangs::
+
+            workers = EnvironmentWorkers(2, timeout_s=1.0)
+            workers.submit([(0, step), (1, hang), (1, step)])  # [0, 1, 2]; 0 and 1 RUNNING, 2 QUEUED behind 1
+            workers.collect()  # [(0, outcome)]
+            workers.collect()  # [(1, TimeLimitExceeded)] after a second; 2 RUNNING in a new thread
+            workers.collect()  # [(2, outcome)]
     """
 
     def __init__(self, count: int, *, timeout_s: float | None) -> None:
@@ -113,12 +130,14 @@ class EnvironmentWorkers(Generic[T]):
         self._numbers = count_up()
         weakref.finalize(self, _end, self._threads)
 
-    def submit(self, jobs: Sequence[tuple[int, Job[T]]], *, factor: float = 1.0) -> list[int]:
+    def submit(
+        self, jobs: Sequence[tuple[int, Job[T]]], *, time_limit_factor: float = 1.0
+    ) -> list[int]:
         """Queue jobs and return their numbers.
 
         Args:
             jobs: Number of each job's thread, and the job. Threads beyond `count` begin again at the first.
-            factor: Factor of the time limit for these jobs.
+            time_limit_factor: Factor of the time limit for these jobs.
         """
         numbers = list(islice(self._numbers, len(jobs)))
         batches: dict[int, list[tuple[int, Job[T]]]] = {}
@@ -132,7 +151,7 @@ class EnvironmentWorkers(Generic[T]):
             if thread not in self._threads:
                 self._threads[thread] = _Thread(self._finished)
                 self._threads[thread].start()
-            limit = None if self.timeout_s is None else factor * self.timeout_s
+            limit = None if self.timeout_s is None else time_limit_factor * self.timeout_s
             self._threads[thread].batches.put(_Batch(batch, limit))
         return numbers
 
@@ -158,14 +177,16 @@ class EnvironmentWorkers(Generic[T]):
             ended += self._finished.get()
         return ended
 
-    def run(self, jobs: Sequence[tuple[int, Job[T]]], *, factor: float = 1.0) -> list[Outcome[T]]:
+    def run(
+        self, jobs: Sequence[tuple[int, Job[T]]], *, time_limit_factor: float = 1.0
+    ) -> list[Outcome[T]]:
         """Run jobs and return their outcomes in order; the outcomes of others under way are dropped.
 
         Args:
             jobs: As those of `submit`.
-            factor: Factor of the time limit for these jobs.
+            time_limit_factor: Factor of the time limit for these jobs.
         """
-        numbers = self.submit(jobs, factor=factor)
+        numbers = self.submit(jobs, time_limit_factor=time_limit_factor)
         outcomes: dict[int, Outcome[T]] = {}
         while not outcomes.keys() >= set(numbers):
             outcomes.update(self.collect())
@@ -207,6 +228,6 @@ def _outcome(job: Job[T]) -> Outcome[T]:
 
 
 def _end(threads: dict[int, _Thread[T]]) -> None:
-    """Let threads end that nobody will give jobs to."""
+    """End the threads once they have run their jobs."""
     for thread in threads.values():
         thread.batches.put(None)

@@ -209,7 +209,7 @@ class AbstractImages:
         An encoder without gradients runs on the first image only: it keeps nothing of the others but their features.
         """
         if len(images) > 1 and not (torch.is_grad_enabled() and self._is_trained()):
-            return self.encode(images[:1]).of([0] * len(images), [None] * len(images))
+            return self.encode(images[:1]).select([0] * len(images), [None] * len(images))
         return self._features(self._processed(images[0], count=len(images)))
 
     def encode_together(self, images: Sequence[np.ndarray]) -> ImageFeatures:

@@ -33,7 +33,7 @@ from ragen_pl.optimizers import MasterWeights, OptimizerFactory
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 
 MAX_ROWS = 16
-"""Samples of a microbatch that are run; more are reckoned from fewer."""
+"""Samples of a microbatch that are run; the bytes of more are extrapolated."""
 # the engine's log-probs and probabilities of a token, and their sums in float64
 _SAMPLING_BYTES = 4 + 4 + 8
 

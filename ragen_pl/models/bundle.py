@@ -120,7 +120,7 @@ class ModelBundle:
         """
         eos = self.tokenizer.eos_token_id
         if template_source(self.renderer):
-            close = self.tokenizer(self.chat_template().close, add_special_tokens=False)[
+            close = self.tokenizer(self.chat_template().response_suffix, add_special_tokens=False)[
                 "input_ids"
             ]
             control = {*self.special_tokens, eos}

@@ -100,11 +100,11 @@ class ContextManager:
                 f"the tokenizer does not read {self._end!r}, which ends a response, as one token; set its eos_token "
                 "to the token that ends a response and save it"
             )
-        before, found, after = self.template.close.partition(self._end)
+        before, found, after = self.template.response_suffix.partition(self._end)
         self._ending, self._after_end = (before + found, after) if found else (self._end, before)
 
     def _or_keep_thoughts(self) -> str:
-        strips = self.template.history is History.WITHOUT_THOUGHTS and self.template.fixed
+        strips = self.template.history is History.WITHOUT_THOUGHTS and self.template.is_static
         return ", or context.keep_thoughts=true" if strips else ""
 
     @property
@@ -117,7 +117,7 @@ class ContextManager:
         history = self.template.history
         kept = history in (History.KEPT, History.TRIMMED)
         thoughts_kept = history is History.WITHOUT_THOUGHTS and self.keep_thoughts
-        return self.template.fixed and (self.window == 1 or kept or thoughts_kept)
+        return self.template.is_static and (self.window == 1 or kept or thoughts_kept)
 
     @property
     def grows(self) -> bool:
@@ -133,7 +133,7 @@ class ContextManager:
     def start(self, instructions: str) -> Conversation:
         """Open a conversation in an environment with these instructions."""
         system = system_text(self.system_prompt, instructions)
-        if not self.template.fixed:
+        if not self.template.is_static:
             self.template.system_messages(system)
             return Conversation(system=system)
         head = self.template.head(system)
@@ -195,7 +195,7 @@ class ContextManager:
     def encode_response(self, text: str) -> np.ndarray:
         """Return the ids of a written response as the policy would sample it, its end-of-turn token included."""
         opening = self.template.opening.strip()
-        text = self.template.lead + (text.removeprefix(opening) if opening else text)
+        text = self.template.response_prefix + (text.removeprefix(opening) if opening else text)
         return self._encode_around(self.template.header, text, self._ending, continues=True)
 
     def pieces(self, ids: np.ndarray) -> list[str]:
@@ -262,7 +262,7 @@ class ContextManager:
             if response_ids is not None:
                 parts.append(response_ids)
                 ended = len(response_ids) and int(response_ids[-1]) in self._ends
-                before = self._after_end if ended else self.template.close
+                before = self._after_end if ended else self.template.response_suffix
             length = sum(map(len, parts))
         return np.concatenate(parts), starts
 

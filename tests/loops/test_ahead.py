@@ -211,7 +211,9 @@ def test_a_module_that_lends_no_engine_is_refused(ahead_of):
 
     agent, datamodule = ahead_of().build()
     agent.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(TypeError, match=r"Lent has no lend_engine; give it one .*, or set iterat"):
+    with pytest.raises(
+        TypeError, match=r"Lent has no async_rollout_engine; give it one .*, or set iterat"
+    ):
         datamodule.collect(0, Lent(agent))
 
 
@@ -273,7 +275,7 @@ def test_a_rollout_is_dropped_once_its_environments_are_free(ahead_of, monkeypat
     ahead.begin(2, first, weights_of=1)
     entered.wait()
     threading.Timer(0.5, gate.set).start()
-    ahead.drop(patient=True)
+    ahead.drop(wait=True)
     assert background_threads() == []
     again = BackgroundRollout(datamodule.proxy, Silent(), specs, seed_key=(0,)).result()
     assert len(again) == len(specs)
@@ -408,7 +410,7 @@ def test_a_checkpoint_runs_no_code(rollout_ahead, name):
 
 def test_a_rollout_of_an_earlier_version_is_sampled_again(rollout_ahead, caplog):
     ahead = rollout_ahead(1, weights_of=0)
-    ahead.settle()
+    ahead.wait()
     written = pickle.dumps(ahead.played(1))
     ahead.drop()
     ahead.load_state_dict([torch.frombuffer(bytearray(written), dtype=torch.uint8)])

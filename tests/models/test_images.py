@@ -125,7 +125,7 @@ def test_features_are_chosen_by_image_and_patch(data, counts):
     patches = [
         data.draw(st.none() | st.just(np.arange(0, counts[number], 2))) for number in numbers
     ]
-    chosen = features.of(numbers, patches)
+    chosen = features.select(numbers, patches)
     starts = [sum(counts[:number]) for number in numbers]
     expected = [
         start + place
