@@ -91,7 +91,7 @@ class Blackjack(Environment):
         return self._observation(), reward, self._over, False, info
 
     def state_key(self) -> str:
-        """Return what the player sees."""
+        """Return the player's cards and the dealer's card."""
         return self._observation()
 
     def describe(self) -> str:

@@ -163,7 +163,7 @@ class Code(Environment):
         return draw_specification(rng, steps=steps, kinds=self.kinds).program()
 
     def _judge(self, program: str) -> tuple[bool, str]:
-        """Return whether a text is a program that defines `f`, and what fails, or an empty text."""
+        """Return whether a text is a program that defines `f`, and the failures in words."""
         shown = self.example_count
         examples, tests = self.inputs[:shown], self.inputs[shown:]
         run = SANDBOX.run(program, name="f", inputs=examples, hidden=tests)

@@ -104,7 +104,7 @@ class Invoice(ToolEnvironment):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Draw an order, what was delivered, and an invoice that is right or has one wrong field."""
+        """Draw an order, a delivery, and an invoice that is right or has one wrong field."""
         self._begin(seed=seed, options=options)
         draw = self.np_random
         self.opened = []
@@ -143,7 +143,7 @@ class Invoice(ToolEnvironment):
         return "closed"
 
     def describe(self) -> str:
-        """Describe what the opened documents show: the documents, or the wrong field once all are open."""
+        """Describe the opened documents: the documents, or the wrong field once all are open."""
         if not self._read_all():
             return f"read {' '.join(self._read()) or 'none'}"
         return self._finding()

@@ -142,7 +142,7 @@ class KnowledgeBase(ToolEnvironment):
         return f"{entity} {relation} at {page}"
 
     def state_key(self) -> str:
-        """Return the wiki, the question and what has been shown and read."""
+        """Return the wiki, the question and the results and pages shown so far."""
         pages = [(page.id, page.text) for page in self.wiki.pages.values()]
         seen = f"{sorted(self.shown)} {sorted(self.read_ids)} {self._calls}"
         return f"{self._question()} {sorted(pages)} {seen}"

@@ -187,7 +187,7 @@ class SupportDesk(ToolEnvironment):
         return self._decide(outcomes, words)
 
     def describe(self) -> str:
-        """Describe what is known about the request: the order, and what the policy says about it."""
+        """Describe the known facts of the request: the order, and what the policy says about it."""
         request = self._request
         if not request.found:
             return f"{'move' if request.city else 'refund'} {request.item}"
@@ -201,7 +201,7 @@ class SupportDesk(ToolEnvironment):
         return f"{order.id} fine {request.city or self._amount(order)}"
 
     def state_key(self) -> str:
-        """Return the policy, the database, the requests, and what has been done and decided."""
+        """Return the policy, the database, the requests, and the calls and decisions so far."""
         orders = [astuple(order) for order in self.orders.values()]
         requests = [astuple(request) for request in self.requests]
         record = f"{sorted(self._unchecked)} {self._harm} {self._all_right}"

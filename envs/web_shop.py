@@ -201,7 +201,7 @@ class WebShop(ToolEnvironment):
         return f"bought {product.id}"
 
     def describe(self) -> str:
-        """Describe what was asked for, the result that fits, or what has not been chosen."""
+        """Describe the request, the result that fits, or the options that are still to be chosen."""
         if self.opened is not None:
             missing = self._missing(self.opened)
             state = f"{' '.join(missing)} open" if missing else "ready"
@@ -211,7 +211,7 @@ class WebShop(ToolEnvironment):
         return self.request.query()
 
     def state_key(self) -> str:
-        """Return the request, the catalogue, what is shown and chosen, and the number of calls."""
+        """Return the request, the catalogue, the present page and choices, and the number of calls."""
         catalogue = [(str(product), product.options) for product in self.products.values()]
         shown = f"{self.results} {self.opened and self.opened.id} {self.chosen} {self._calls}"
         return f"{self.request} {catalogue} {shown}"
@@ -222,7 +222,7 @@ class WebShop(ToolEnvironment):
         return sum(value is not None for value in asked) + len(self.request.options)
 
     def optimal_action(self, rng: np.random.Generator) -> str:
-        """Return the next step of a buyer who searches for all words and opens what fits."""
+        """Return the next step of a buyer who searches for all words and opens a product that fits."""
         if self.opened is not None:
             if not self.request.fits(self.opened):
                 return call_text("back")

@@ -245,7 +245,7 @@ class OpenEnv(Environment):
 
 
 def _digest(answer: Mapping[str, Any]) -> bytes:
-    """Return a digest of what an answer says of the episode; metadata may hold times and names of sessions."""
+    """Return a digest of an answer's episode, without metadata, which may hold times and names of sessions."""
     data = answer.get("data") or {}
     content = [
         answer.get("type"),

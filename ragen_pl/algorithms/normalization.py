@@ -49,7 +49,7 @@ class Normalizer(Protocol):
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
     ) -> Scale:
-        """Return what to subtract from each return and what to divide it by.
+        """Return the shift and the scale of each return.
 
         Args:
             returns: `[trajectories]`.
@@ -246,7 +246,7 @@ class RewardNormalizer:
         *,
         all_reduce: AllReduce | None = None,
     ) -> NormalizedRewards:
-        """Return the turns' rewards and what their returns are centered by.
+        """Return the turns' rewards and the center of their returns.
 
         Each reward is divided by the divisor of the return. What is clipped off goes to the last turn, where the
         outcome is known.

@@ -80,7 +80,7 @@ class Alarm:
 
 
 class Action(StrEnum):
-    """What to do when an alarm trips; there is always a warning."""
+    """Response to an alarm, in addition to the warning."""
 
     WARN = "warn"
     STOP = "stop"
@@ -133,7 +133,7 @@ class CollapseMonitor(pl.Callback):
         self._is_written = False
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that the run has the diagnostics, and what the mitigation switches."""
+        """Check that the run has the diagnostics and the settings that the mitigation changes."""
         if not any(isinstance(callback, Diagnostics) for callback in facts.callbacks):
             raise ValueError(
                 "callbacks.diagnostics=null: callbacks.collapse reads it; set callbacks.collapse=null too"

@@ -1,4 +1,4 @@
-"""Does an agent's reasoning depend on what it sees? Cross-scoring of first thoughts under other prompts.
+"""Probe of whether an agent's reasoning depends on its observation: cross-scoring under other prompts.
 
 After RAGEN-2 (Wang et al., 2026, arXiv 2604.06268). The first reasoning of several episodes is scored under
 the first prompt of each of them. Nothing is sampled: a run with probes has the weights of the run without.
@@ -45,7 +45,7 @@ DIAGNOSTICS: Final = (
 
 
 class Regime(StrEnum):
-    """What entropy within a prompt and information between prompts imply together."""
+    """State of a policy's reasoning, by entropy within a prompt and information between prompts."""
 
     DIVERSE = "diverse"
     """Reasoning varies and depends on the prompt."""

@@ -1,4 +1,4 @@
-"""Check of what rollout engines return: a response that no policy can have sampled is refused before it is used."""
+"""Check of the responses of rollout engines: one that no policy can have sampled is refused before it is used."""
 
 from __future__ import annotations
 

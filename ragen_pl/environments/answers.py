@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReader:
-    """Read what an environment returns.
+    """Read the return values of an environment.
 
     Attributes:
         target: gymnasium id or class path, for messages.
@@ -75,7 +75,7 @@ class AnswerReader:
         return answer[0]
 
     def step(self, answer: Any, *, reward_range: tuple[float, float] | None = None) -> Step:
-        """Read what a step returned.
+        """Read the return value of a step.
 
         Args:
             answer: the five values.

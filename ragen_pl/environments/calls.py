@@ -54,7 +54,7 @@ class EnvironmentCalls:
         self._made: gymnasium.Env[Any, Any] | None = None
 
     def call(self, what: str, function: Callable[[], T]) -> T:
-        """Return what a call of the environment returns.
+        """Return the result of a call of the environment.
 
         Args:
             what: the call, for messages; empty for one that names itself.
@@ -74,7 +74,7 @@ class EnvironmentCalls:
             raise ConfigError(f"{self.place}: {text}") from error
 
     def attempt(self, what: str, function: Callable[[], T], *, time_limit_factor: float = 1.0) -> T:
-        """Return what a call of the environment returns, or raise its own error.
+        """Return the result of a call of the environment, or raise its own error.
 
         Args:
             what: as that of `call`.

@@ -275,7 +275,7 @@ class _Check:
             _warn_of_memory(memory, place=self.place)
 
     def _played(self, seed: int, memory: list[int | None]) -> list[_Moment]:
-        """Return what the beginning of a random episode shows, and append the memory in use before it."""
+        """Return the first moments of a random episode, and append the memory in use before it."""
         memory.append(used_memory())
         slot, rng = self._reset(seed), np.random.default_rng(seed)
         assert slot.observation is not None

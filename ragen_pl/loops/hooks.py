@@ -1,4 +1,4 @@
-"""What the rollout/update loop asks of a DataModule, and the hooks that it adds to Lightning's."""
+"""Protocol of the rollout/update loop's DataModule, and the hooks that the loop adds to Lightning's."""
 
 from __future__ import annotations
 

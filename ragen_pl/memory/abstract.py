@@ -162,7 +162,7 @@ def _packed_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Return what attention over windows allocates, not its values: `[1, patches, heads, width]`."""
+    """Allocate the tensors of attention over windows, without its values: `[1, patches, heads, width]`."""
     output = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
     # transformers joins the outputs of the windows in a copy
     return output.transpose(1, 2).clone(memory_format=torch.contiguous_format), None

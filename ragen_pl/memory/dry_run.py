@@ -1,4 +1,4 @@
-"""Count what a run allocates by running it on a model without data (`ragen_pl.memory.abstract`).
+"""Count a run's allocations on a model without data (`ragen_pl.memory.abstract`).
 
 Forward, loss, backward and optimizer step are the run's own code, so microbatches, checkpointing, chunks of the head,
 adapters, master weights and precision count as they are.
@@ -127,7 +127,7 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
 
 
 def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> Counter[str]:
-    """Run forward and backward pass and return what they need at their peak; leaves the gradients."""
+    """Run forward and backward pass and return their peak memory; leaves the gradients."""
     trained = [weight for weight in agent.parameters() if weight.requires_grad]
     batch = minibatch_of(agent, workload)
     for weight in trained:

@@ -1,4 +1,4 @@
-"""What a run computes at once, from its config: numbers and lengths of samples."""
+"""Sizes of a run's batches, from its config: numbers and lengths of samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LETTERS = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Sizes of what a run computes at once on one device.
+    """Sizes of the batches that a run computes on one device.
 
     Attributes:
         episodes: Episodes that are played at once.

@@ -150,7 +150,7 @@ class ImageEncoder:
     _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
     _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     _pixels: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
-    # sizes of images that are the same alone and among others
+    # sizes of images whose tokens do not depend on the other images
     _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     # of encoder and projector; None before the first use
     _weights: list[Parameter] | None = field(default=None, repr=False)

@@ -166,13 +166,13 @@ class AgentModule(GuardedModule):
             self.critic.shard(mesh)
 
     def store_reference(self) -> None:
-        """Round what autocast would round at each use of the reference."""
+        """Round the weights of the reference as autocast would at each use."""
         dtype = _AUTOCAST.get(self.trainer.precision)
         if dtype is not None and self.reference is not None and self.loss.kl is not None:
             self.loss.kl.reference.store(self.reference, self.policy, dtype)
 
     def on_fit_start(self) -> None:
-        """Log what the precision of the run has changed."""
+        """Log the changes that the run's precision has made."""
         if rank() > 0:
             return
         if isinstance(self.optimizers(use_pl_optimizer=False), MasterWeights):
@@ -222,7 +222,7 @@ class AgentModule(GuardedModule):
         return engine
 
     def _end_rollout(self) -> None:
-        """Free what only a rollout needs."""
+        """Free the memory that only a rollout needs."""
         if self._engine is not None and self._wait_for_rollout is None:
             self._engine.sleep()
         if self._gathered is not None and not self._gathered.is_empty:

@@ -189,7 +189,7 @@ class GuardedModule(Recordable):
         self._losses_are_finite, self._random = True, {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the norms and counts, and what is known of an unfinished step."""
+        """Save the norms and counts, and the state of an unfinished step."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[_STATE] = {
             "skipped": self.skipped.state_dict(),
@@ -237,7 +237,7 @@ class GuardedModule(Recordable):
 
 
 def _described(finding: Finding | None, ranks: list[int], minibatches: int) -> str:
-    """Return in words what repeating the last step showed."""
+    """Return the result of repeating the last step, in words."""
     if finding is None:
         return "a repetition of the last one shows finite numbers"
     part = f" in minibatch {finding.minibatch + 1} of {minibatches}" if minibatches > 1 else ""

@@ -53,7 +53,7 @@ class Importance:
 @checked
 @dataclass(kw_only=True)
 class Masks:
-    """Which sampled tokens are trained on (M_loss) and which carry credit (M_adv).
+    """Masks of the sampled tokens: those that are trained on (M_loss) and those that carry credit (M_adv).
 
     Args:
         loss: M_loss; may return weights.
@@ -125,7 +125,7 @@ def _weights(mask: Mask) -> Tensor:
 
 
 def _weight(mask: Mask, label: Span) -> float:
-    """Return what a mask gives a token of this label among tokens of other labels."""
+    """Return a mask's weight for a label, among tokens of other labels."""
     return float(_weights(mask)[0, _LABELS.index(label)])
 
 

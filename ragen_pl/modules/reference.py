@@ -82,7 +82,7 @@ class Reference(Protocol):
         """Return the reference of a policy with its present weights."""
 
     def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:
-        """Store what autocast would cast at each use in its dtype; called once, before training."""
+        """Store weights that autocast would cast at each use in the cast dtype; called once, before training."""
 
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
         """Move the reference; called once an iteration, before credit is assigned."""
@@ -224,7 +224,7 @@ class AdaptersOff:
 class InitialPolicy:
     """The policy with its initial weights, in the cheaper of two ways.
 
-    `AdaptersOff` if adapters that still add nothing are all that is trained, else a `FrozenCopy`.
+    `AdaptersOff` if only fresh adapters are trained, else a `FrozenCopy`.
     """
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:

@@ -117,7 +117,7 @@ def _shown(value: object) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class Usage:
-    """What has been used of a chat API.
+    """Counts of the tokens and answers of a chat API.
 
     Attributes:
         prices: USD for a million prompt tokens and for a million completion tokens; None for a price that is not known.

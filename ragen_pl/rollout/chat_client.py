@@ -43,7 +43,7 @@ _NO_KEY = "none"
 
 
 class Effect(Enum):
-    """What follows from a failed attempt."""
+    """Consequence of a failed attempt."""
 
     AGAIN = "another attempt may succeed"
     REQUEST = "this request fails"

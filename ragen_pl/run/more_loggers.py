@@ -113,7 +113,7 @@ class RunWandbLogger(WandbLogger):
 
     @rank_zero_only
     def close(self) -> None:
-        """Send what is left, in a limited time."""
+        """Send the remaining records, in a limited time."""
         with self._trouble:
             # the package has no limit of its own
             thread = threading.Thread(target=self.experiment.finish, daemon=True)
@@ -153,7 +153,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """Show what the run adds to its config as a text."""
+        """Show the run's additions to its config as a text."""
         for name, value in flattened(vars(params) if isinstance(params, Namespace) else params):
             self.experiment.add_text(name, value)
 

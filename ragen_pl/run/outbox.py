@@ -93,7 +93,7 @@ class Outbox:
             return self._is_empty
 
     def close(self, *, limit_s: float) -> str | None:
-        """Send what is left, then end.
+        """Send the remaining records, then end.
 
         Returns:
             A clause that says how many calls are not sent, and why; None if all are.

@@ -39,7 +39,7 @@ def report_accelerator(name: str) -> None:
 
 
 def report_template(context: ContextManager) -> None:
-    """Log what the model's chat template does to earlier responses, and which date it shows."""
+    """Log the changes of the model's chat template to earlier responses, and the date that it shows."""
     template = context.template
     if template.pinned is not None:
         log.info(

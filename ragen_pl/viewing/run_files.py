@@ -169,7 +169,7 @@ def recorded(folder: Path) -> list[str]:
 
 
 def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
-    """Return the trajectory page of one of the `recorded` folders, with what went wrong first.
+    """Return the trajectory page of one of the `recorded` folders, failed episodes first.
 
     Raises:
         ValueError: the records are too large, or not those of this version.

@@ -149,7 +149,7 @@ class RunWatch:
 
 @web.middleware
 async def local_only(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer only what a page of this server, or a person, asks for.
+    """Answer only requests of a page of this server, or of a person.
 
     A name that somebody has pointed at the loopback address (DNS rebinding) is another host, and pages of other origins
     may link to the view but not read from it.

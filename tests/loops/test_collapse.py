@@ -390,5 +390,5 @@ def test_alarm_needs_exactly_one_limit_and_patience(settings, message):
 
 
 def test_monitor_needs_diagnostics_before_it(setup_of, tmp_path):
-    with pytest.raises(ValueError, match="Diagnostics takes: put"):
+    with pytest.raises(ValueError, match="the values of Diagnostics: put"):
         run(setup_of, tmp_path, monitor("warn"), Diagnostics())

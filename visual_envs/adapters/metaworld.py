@@ -155,7 +155,7 @@ class MetaWorld(Environment):
         return list(_TASKS).index(self._task) + 1
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return the move nearest to what the library's scripted policy does."""
+        """Return the move nearest to that of the library's scripted policy."""
         with warnings.catch_warnings():
             # policies ask for more than the arm can do
             warnings.simplefilter("ignore")

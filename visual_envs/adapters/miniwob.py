@@ -136,7 +136,7 @@ class MiniWoB(ToolEnvironment):
 
     @tool
     def type(self, element: int, text: str) -> str:
-        """Write a text into a field instead of what it holds; a date as 2024-12-31."""
+        """Write a text into a field in place of its present one; a date as 2024-12-31."""
         field = self._page.numbered(element)
         if not field.takes_text:
             raise ToolError(f"element {element} is no field for text")

@@ -36,7 +36,7 @@ class Output:
         self.text, self.ended = b"", False
 
     def line(self) -> bytes:
-        """Return the next line; where none comes, and none will, what there is of it or why not."""
+        """Return the next line; at the end of the output its unfinished part, or the reason why there is none."""
         while b"\n" not in self.text:
             part = os.read(self.child.result, 1 << 16) if self._comes() else None
             self.left -= len(part or b"")
