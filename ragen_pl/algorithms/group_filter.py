@@ -1,4 +1,4 @@
-"""Group filters: which groups are trained on, and with which weight.
+"""Group filters: the groups that are trained on, and their weights.
 
 A rule takes the returns and groups of all trajectories of the iteration, all ranks included, and returns the
 trajectories to keep. Groups are kept or dropped whole. `GroupFilter` adds loss rescaling, reweighting and

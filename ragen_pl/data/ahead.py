@@ -66,7 +66,7 @@ class AheadState(StrEnum):
 
 
 class RolloutAhead:
-    """The rollout for a later iteration, at most one: NONE -> UNDER_WAY -> PLAYED or FAILED -> NONE.
+    """The rollout for a later iteration, at most one: NONE → UNDER_WAY → PLAYED or FAILED → NONE.
 
     All ranks call each method together, and their states are equal. `begin` starts a rollout, `wait` ends UNDER_WAY,
     `played` returns it or raises its error, and `drop` leads from each state to NONE. Checkpoints hold PLAYED.

@@ -41,7 +41,7 @@ def select_groups(
     returns: Return,
     limit: int | None = None,
 ) -> GroupSelection:
-    """Judge the groups of all ranks and return this rank's share of those kept.
+    """Judge the groups of all ranks and return this rank's part of those kept.
 
     If no group passes, the group whose returns differ most is kept, so an update always has a batch.
 

@@ -182,7 +182,7 @@ class ValidationChunk:
 
 
 class ValidationLoader:
-    """Yield this rank's share of a validation set in chunks of `num_envs` episodes."""
+    """Yield this rank's part of a validation set in chunks of `num_envs` episodes."""
 
     def __init__(self, validation_set: ValidationSet) -> None:
         self.validation_set = validation_set

@@ -1,4 +1,4 @@
-"""The border between environments and the trainer: what `reset` and `step` return is read here.
+"""Reader of the values that environments return from `reset` and `step`, with a check of each.
 
 A value of another type than the protocol asks for is refused and never guessed at: the text "no" is not false. The
 error names what was found and what was expected, and costs the episode.

@@ -1,4 +1,4 @@
-"""Calls of an environment before a run: each has a time limit, and what it raises is one line."""
+"""Calls of an environment before a run: each has a time limit, and an error of one line."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _KEPT, _FIRST_EPISODES = 4 * 2**20, 3
 
 
 def manager_settings(env: DictConfig) -> dict[str, Any]:
-    """Return the settings of the environment manager: those of the node `env` without what describes the task."""
+    """Return the settings of the environment manager: those of the node `env` without name, visual and words."""
     settings = OmegaConf.to_container(env, resolve=True)
     assert isinstance(settings, dict)
     return {str(key): value for key, value in settings.items() if key not in _DESCRIPTIONS}

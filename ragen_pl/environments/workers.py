@@ -36,7 +36,7 @@ class _Batch(Generic[T]):
 
 @dataclass(slots=True)
 class _Thread(Generic[T]):
-    """A thread that runs batches of jobs in order: WAITING -> RUNNING -> WAITING, or RUNNING -> ABANDONED.
+    """A thread that runs batches of jobs in order: WAITING → RUNNING → WAITING, or RUNNING → ABANDONED.
 
     WAITING has no job and no `due`. RUNNING has `due`, the time at which the present job is late; without a time limit
     there is none. ABANDONED is final: the job may run on, and its outcome is ignored.
@@ -105,7 +105,7 @@ class _Thread(Generic[T]):
 class EnvironmentWorkers(Generic[T]):
     """Run jobs of environments, each in the thread of its environment.
 
-    A job goes QUEUED -> RUNNING -> ENDED with its outcome, or RUNNING -> LATE with `TimeLimitExceeded`. The thread of a
+    A job goes QUEUED → RUNNING → ENDED with its outcome, or RUNNING → LATE with `TimeLimitExceeded`. The thread of a
     late job is abandoned, and a new one takes over the jobs queued behind it. Jobs of a thread that
     were submitted together are returned together.
 

@@ -1,4 +1,4 @@
-"""Which weights of a loaded model are trained; LoRA adapters (Hu et al., 2021) by peft, switched off and merged.
+"""Trained weights of a loaded model; LoRA adapters (Hu et al., 2021) by peft, switched off and merged.
 
 They are added to the model's own layers. The model keeps its class, and all code works with and without adapters.
 """

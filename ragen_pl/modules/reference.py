@@ -76,7 +76,7 @@ ReferencePolicy = PolicyModule | WithoutAdapters
 
 
 class Reference(Protocol):
-    """How the reference policy is built and how it follows the policy; named by the config."""
+    """Rule by which the reference policy is built and follows the policy; named by the config."""
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference of a policy with its present weights."""

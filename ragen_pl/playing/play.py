@@ -1,4 +1,4 @@
-"""`ragen_pl.play` from its config: which responder plays, what is shown, what is saved. Imported late."""
+"""`ragen_pl.play` from its config: the responder, the display and the saved files. Imported late."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class BackgroundRollout:
 
 
 class _Stopped(Exception):
-    """The rollout is not wanted any more."""
+    """The rollout was stopped."""
 
 
 @dataclass(slots=True)

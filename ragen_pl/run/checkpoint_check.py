@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, found in milliseconds and without torch; and the newest whole one of a folder."""
+"""Check that a checkpoint is whole, in milliseconds and without torch; and the newest whole one of a folder."""
 
 from __future__ import annotations
 

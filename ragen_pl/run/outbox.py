@@ -1,4 +1,4 @@
-"""Calls of a tracking server, kept in a file until they are sent, so that no trouble of the server reaches a run.
+"""Calls of a tracking server, kept in a file until they are sent, so that a run does not depend on the server.
 
     put -> file of calls -> thread: send, note how far it came -> next call
                               |

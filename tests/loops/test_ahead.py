@@ -17,7 +17,7 @@ from copy_engine import CopyEngine
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.callbacks.checkpoint import RunCheckpoint
-from ragen_pl.data.ahead import RolloutAhead
+from ragen_pl.data.ahead import AheadState, RolloutAhead
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
 from ragen_pl.engines.errors import RolloutError
@@ -246,14 +246,37 @@ def rollout_ahead(ahead_of):
     """Return a function that begins a rollout for an iteration."""
     _, datamodule = ahead_of().build()
 
-    def begin(iteration, *, weights_of, reward=lambda trajectories: None):
+    def begin(iteration, *, weights_of, reward=lambda trajectories: None, responder=None):
         ahead = RolloutAhead(1, reward)
+        assert ahead.state is AheadState.NONE and ahead.played(iteration) is None
         specs = datamodule.episode_specs(iteration)
-        rollout = BackgroundRollout(datamodule.proxy, Silent(), specs, seed_key=(0,))
+        rollout = BackgroundRollout(datamodule.proxy, responder or Silent(), specs, seed_key=(0,))
         ahead.begin(iteration, rollout, weights_of=weights_of)
         return ahead
 
     return begin
+
+
+class Failing(TextResponder):
+    """Raises an error."""
+
+    def respond(self, episode):
+        raise RuntimeError("broken")
+
+
+def test_a_rollout_is_under_way_until_it_is_played_or_has_failed(rollout_ahead):
+    ahead = rollout_ahead(1, weights_of=0)
+    assert ahead.state is AheadState.UNDER_WAY
+    ahead.wait()
+    assert ahead.state is AheadState.PLAYED and ahead.played(1) is ahead.played(1)
+    ahead.drop()
+    assert ahead.state is AheadState.NONE
+    broken = rollout_ahead(1, weights_of=0, responder=Failing())
+    broken.wait()
+    assert broken.state is AheadState.FAILED and broken.state_dict() is None
+    with pytest.raises(RuntimeError, match="broken"):
+        broken.played(1)
+    assert broken.state is AheadState.NONE
 
 
 def test_a_rollout_is_dropped_once_its_environments_are_free(ahead_of, monkeypatch):

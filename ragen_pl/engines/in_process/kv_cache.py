@@ -228,7 +228,7 @@ class StateCache(DynamicCache):
 
 @dataclass(slots=True)
 class SessionCache:
-    """Keys and values of sessions between turns, row i those of `sessions[i]`: EMPTY -> HELD -> HELD, or HELD -> EMPTY.
+    """Keys and values of sessions between turns, row i those of `sessions[i]`: EMPTY → HELD → HELD, or HELD → EMPTY.
 
     A row is EMPTY where none of its slots is valid, so the whole prompt is computed. `commit` and `share` make it HELD.
     It stays HELD as long as each prompt continues the ids that are held, and only the new ids are computed. Another
