@@ -257,7 +257,7 @@ def rollout_ahead(ahead_of):
     return begin
 
 
-class Failing(TextResponder):
+class Defective(TextResponder):
     """Raises an error."""
 
     def respond(self, episode):
@@ -271,7 +271,7 @@ def test_a_rollout_is_under_way_until_it_is_played_or_has_failed(rollout_ahead):
     assert ahead.state is AheadState.PLAYED and ahead.played(1) is ahead.played(1)
     ahead.drop()
     assert ahead.state is AheadState.NONE
-    broken = rollout_ahead(1, weights_of=0, responder=Failing())
+    broken = rollout_ahead(1, weights_of=0, responder=Defective())
     broken.wait()
     assert broken.state is AheadState.FAILED and broken.state_dict() is None
     with pytest.raises(RuntimeError, match="broken"):
