@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from ragen_pl.callbacks.collapse import Alarm
 
 ROOT = Path(__file__).parents[1]
-Readings = dict[str, float]
+Diagnostics = dict[str, float]
 _ACT = (
     "callbacks.collapse.actions=[rollback,mitigate]",
     "callbacks.collapse.mitigation.clip_high=null",
@@ -48,11 +48,16 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of a finished run: readings by iteration, the monitor's events, success on the validation set."""
+    """Result of a finished run: diagnostics by iteration, the monitor's events, success on the validation set."""
 
-    readings: Mapping[int, Readings]
+    diagnostics: Mapping[int, Diagnostics]
     events: list[dict[str, Any]]
     success: float
+
+    @property
+    def last(self) -> Diagnostics:
+        """Diagnostics of the last iteration."""
+        return self.diagnostics[max(self.diagnostics)]
 
 
 def main() -> None:
@@ -126,7 +131,7 @@ def fit(folder: Path, *overrides: str) -> None:
 
 def read(folder: Path) -> Run:
     """Read the folder of a finished run."""
-    readings: dict[int, Readings] = {}
+    diagnostics: dict[int, Diagnostics] = {}
     (metrics_file,) = folder.rglob("metrics.csv")
     with metrics_file.open() as lines:
         for row in csv.DictReader(lines):
@@ -136,11 +141,11 @@ def read(folder: Path) -> Run:
                 if name.startswith("diagnostics/") and value
             }
             if values:
-                readings.setdefault(int(float(row["step"])), {}).update(values)
+                diagnostics.setdefault(int(float(row["step"])), {}).update(values)
     events = folder / "collapse.jsonl"
     metrics = json.loads((folder / "metrics.json").read_text())
     return Run(
-        readings=readings,
+        diagnostics=diagnostics,
         events=[json.loads(line) for line in events.read_text().splitlines()]
         if events.exists()
         else [],
@@ -155,21 +160,21 @@ def alarms_of(folder: Path) -> dict[str, Alarm]:
     return {name: instantiate(alarm) for name, alarm in alarms.items() if alarm is not None}
 
 
-def first_trip(alarm: Alarm, readings: Mapping[int, Readings]) -> int | None:
+def first_trip(alarm: Alarm, diagnostics: Mapping[int, Diagnostics]) -> int | None:
     """Return the first iteration in which an alarm trips, None if it never does."""
     count = 0
-    for iteration in sorted(readings):
-        count = count + 1 if alarm.holds(readings[iteration]) else 0
+    for iteration in sorted(diagnostics):
+        count = count + 1 if alarm.holds(diagnostics[iteration]) else 0
         if count == alarm.patience:
             return iteration
     return None
 
 
-def failure(readings: Mapping[int, Readings]) -> int | None:
+def failure(diagnostics: Mapping[int, Diagnostics]) -> int | None:
     """Return the iteration after which sampled success stays below half of its mean over the first three."""
-    iterations = sorted(readings)
-    first = sum(readings[at]["success"] for at in iterations[:3]) / 3
-    low = [at for at in iterations if readings[at]["success"] >= first / 2]
+    iterations = sorted(diagnostics)
+    first = sum(diagnostics[at]["success"] for at in iterations[:3]) / 3
+    low = [at for at in iterations if diagnostics[at]["success"] >= first / 2]
     after = max(low) + 1
     return after if after <= iterations[-1] else None
 
@@ -179,20 +184,20 @@ def write_page(
 ) -> None:
     """Write the page and its image."""
     baseline = runs["none"]
-    failed = failure(baseline.readings)
+    failed = failure(baseline.diagnostics)
     rows = []
     for name, alarm in alarms.items():
-        at = first_trip(alarm, baseline.readings)
+        at = first_trip(alarm, baseline.diagnostics)
         ahead = "" if at is None or failed is None else f"{failed - at:+d}"
         limit = f"below {alarm.below:g}" if alarm.below is not None else f"above {alarm.above:g}"
         rows.append(
             (at or 10**6, f"| `{name}` | `{alarm.reading}` {limit} | {at or 'never'} | {ahead} |")
         )
-    last = max(baseline.readings)
+    last = max(baseline.diagnostics)
     alarm_rows = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
     action_rows = "\n".join(
-        f"| {name} | {run.success:.3f} | {run.readings[max(run.readings)].get('think_accuracy', float('nan')):.2f} | "
-        f"{run.readings[max(run.readings)]['valid_actions']:.2f} | {_event_text(run.events)} |"
+        f"| {name} | {run.success:.3f} | {run.last.get('think_accuracy', float('nan')):.2f} | "
+        f"{run.last['valid_actions']:.2f} | {_event_text(run.events)} |"
         for name, run in runs.items()
     )
     image = page.with_name("collapse.png")
@@ -224,9 +229,9 @@ def _event_text(events: list[dict[str, Any]]) -> str:
 
 
 def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
-    """Draw the readings of the run without actions, and the success of all runs."""
+    """Draw the diagnostics of the run without actions, and the success of all runs."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    baseline = runs["none"].readings
+    baseline = runs["none"].diagnostics
     for name in (
         "think_accuracy",
         "mutual_information_share",
@@ -234,7 +239,7 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
         "entropy",
         "success",
     ):
-        values = {at: reading[name] for at, reading in baseline.items() if name in reading}
+        values = {at: diagnostic[name] for at, diagnostic in baseline.items() if name in diagnostic}
         left.plot(list(values), list(values.values()), label=name)
     if failed:
         left.axvline(failed, color="grey", linestyle=":")
@@ -242,8 +247,8 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
     left.legend(fontsize=8)
     for name, run in runs.items():
         right.plot(
-            list(run.readings),
-            [reading["success"] for reading in run.readings.values()],
+            list(run.diagnostics),
+            [diagnostic["success"] for diagnostic in run.diagnostics.values()],
             label=name,
         )
     right.set(title="sampled success by action", xlabel="iteration")

@@ -1,6 +1,6 @@
-"""Write docs/environment_catalog.md: what each shipped environment is, how its players do, and an episode of each.
+"""Write docs/environment_catalog.md: what each shipped environment is, how policies do, and an episode of each.
 
-Each environment of `conf/env` is played as shipped, with the players of its `validation.baselines`, through the
+Each environment of `conf/env` is played as shipped, with the policies of its `validation.baselines`, through the
 trainer's own turn loop. Success has a 95% interval (Wilson). An environment whose library is not installed keeps what
 the page says of it. Run `python benchmarks/environment_catalog.py`, or with `--only NAME …` for some of them.
 """
@@ -39,7 +39,7 @@ from ragen_pl.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "environment_catalog.md"
-PICTURES = ROOT / "docs" / "environments"
+IMAGES = ROOT / "docs" / "environments"
 LEFT_OUT = ("custom", "openenv")  # your own one, and one on a server
 # extra and licence of the library that an environment plays, by a part of its target
 LIBRARIES = {
@@ -54,21 +54,21 @@ LIBRARIES = {
     "svg": ("svg", "MIT"),
 }
 HEAD = (
-    "| environment | observation | actions | turns | return | garbage | random player | without skill | best player "
+    "| environment | observation | actions | turns | return | garbage | random policy | trivial | best policy "
     "| turns/s | library |"
 )
 INTRODUCTION = """\
 # Environments
 
 Written by `python benchmarks/environment_catalog.py` from the settings in `conf/env`. Each environment is played as
-shipped, by the random player, by players without skill, and by the scripted or optimal one, on the first initial
-states of the validation set. Garbage is the return of responses without a valid action. Of the players without skill
+shipped, by the random policy, by trivial policies, and by the scripted or optimal one, on the first initial
+states of the validation set. Garbage is the return of responses without a valid action. Of the trivial policies
 (`envs/trivial_policies.py`, `validation.baselines` of the environment's file) the table has the one with the most
 success; what none of them exceeds is in the docstring of the environment's class. Success has 95% intervals. Turns are
-those of the best player, and the most allowed. Turns per second are those of one thread of a busy machine, without
+those of the best policy, and the most allowed. Turns per second are those of one thread of a busy machine, without
 prompts and model. [Bring your own environment](own_environments.md) has the protocol.
 """
-# players that are not without skill, or have a column of their own
+# policies that are not trivial, or have a column of their own
 _OTHERS = ("random", "garbage", "optimal")
 _TURNS_SHOWN = 4
 _CHARACTERS_SHOWN = 400
@@ -76,7 +76,7 @@ _CHARACTERS_SHOWN = 400
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """Episodes of a player, and the seconds that they took."""
+    """Episodes of a policy, and the seconds that they took."""
 
     trajectories: list[Trajectory]
     seconds: float
@@ -102,9 +102,9 @@ class Play:
         return f"{fraction.value:.2f} [{fraction.low:.2f}, {fraction.high:.2f}]"
 
 
-def play(cfg: DictConfig, player: str, *, episodes: int, seconds: float) -> Play | None:
-    """Play with a scripted player of the config for a number of episodes, or less when the time is over."""
-    settings = cfg.validation.baselines.get(player)
+def play(cfg: DictConfig, policy: str, *, episodes: int, seconds: float) -> Play | None:
+    """Play with a scripted policy of the config for a number of episodes, or less when the time is over."""
+    settings = cfg.validation.baselines.get(policy)
     if settings is None:
         return None
     proxy = AgentProxy(
@@ -118,7 +118,7 @@ def play(cfg: DictConfig, player: str, *, episodes: int, seconds: float) -> Play
     for number in range(episodes):
         seed = initial_state_seed(HELD_OUT, number)
         spec = EpisodeSpec(group=number, member=0, seed=seed, held_out=True)
-        trajectories += proxy.rollout(responder, [spec], seed_key=(0, "catalog", player))
+        trajectories += proxy.rollout(responder, [spec], seed_key=(0, "catalog", policy))
         if time.perf_counter() - begun > seconds:
             break
     if failed := [trajectory.error for trajectory in trajectories if trajectory.error]:
@@ -181,9 +181,9 @@ def section(cfg: DictConfig, env: Any, summary: str, play: Play) -> str:
     trajectory = min(play.trajectories[:20], key=lambda episode: abs(len(episode.turns) - 3))
     lines = [f"## {cfg.env.name}", "", f"{summary}.", "", quoted(env.instructions), ""]
     if trajectory.turns[0].observation.images:
-        PICTURES.mkdir(exist_ok=True)
-        picture = save_episode(trajectory, PICTURES / f"{cfg.env.name}.png")
-        lines += [f"![An episode of {cfg.env.name}]({picture.relative_to(PAGE.parent)})", ""]
+        IMAGES.mkdir(exist_ok=True)
+        image = save_episode(trajectory, IMAGES / f"{cfg.env.name}.png")
+        lines += [f"![An episode of {cfg.env.name}]({image.relative_to(PAGE.parent)})", ""]
     lines += ["```text"]
     for turn in trajectory.turns[:_TURNS_SHOWN]:
         lines += [cut(turn.observation.text), f"> {cut(' || '.join(turn.actions))}"]
@@ -218,8 +218,8 @@ def catalog(names: Sequence[str], *, episodes: int, seconds: float) -> dict[str,
         try:
             env.reset(seed=0)
             plays = {
-                player: play(cfg, player, episodes=episodes, seconds=seconds)
-                for player in map(str, cfg.validation.baselines)
+                policy: play(cfg, policy, episodes=episodes, seconds=seconds)
+                for policy in map(str, cfg.validation.baselines)
             }
             comment = (config_dir() / "env" / f"{name}.yaml").read_text().splitlines()[1]
             shown = plays.get("optimal") or plays["random"]
@@ -261,8 +261,8 @@ def main() -> None:
     names = sorted(path.stem for path in (config_dir() / "env").glob("*.yaml"))
     names = [name for name in names if name not in LEFT_OUT]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--episodes", type=int, default=200, help="episodes of each player")
-    parser.add_argument("--seconds", type=float, default=20.0, help="longest time of a player")
+    parser.add_argument("--episodes", type=int, default=200, help="episodes of each policy")
+    parser.add_argument("--seconds", type=float, default=20.0, help="longest time of a policy")
     parser.add_argument("--page", type=Path, default=PAGE)
     chosen = parser.parse_args()
     entries = present_entries(chosen.page.read_text()) if chosen.page.exists() else {}

@@ -60,7 +60,7 @@ def main() -> None:
         random = [cell(policies["random"]) for policies in played]
     print("| trained in | " + " | ".join(args.envs) + " |")
     print("|---" * (len(args.envs) + 1) + "|")
-    for name, cells in (rows | {"random player": random}).items():
+    for name, cells in (rows | {"random policy": random}).items():
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

@@ -83,7 +83,7 @@ class Bandit(Environment):
     - `safe_reward`, `risky_reward`: at least 0. `risky_probability`: from 0 to 1.
       The two expected payoffs must differ.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who always pulls the first arm has success at most 0.6: it is the better one half of the time.
 
     ## Version History

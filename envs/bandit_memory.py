@@ -49,7 +49,7 @@ class BanditMemory(Environment):
     ## Arguments
     - `arms`: 2 to 8. `turns`: pulls per episode, 3 to 20. With fewer turns memory has no value.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who always pulls the same arm has success at most 0.4 and return at most 2.2 with the shipped settings.
 
     ## Version History

@@ -94,7 +94,7 @@ class Environment(gymnasium.Env[Observation, Any]):
         raise NotImplementedError
 
     def random_action(self, rng: np.random.Generator) -> int | str:
-        """Return a valid action of a player who knows the rules but not the task.
+        """Return a valid action of a policy that knows the rules but not the task.
 
         Raises:
             NotImplementedError: Actions are free text and the environment draws none.

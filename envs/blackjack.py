@@ -14,7 +14,7 @@ from envs.base import TEXT_CHARSET, Environment, Observation, checked_arguments
 HIT, STAND = 0, 1
 # an endless deck: ace to nine once in thirteen each, ten four times
 CARDS = (*range(1, 10), 10, 10, 10, 10)
-_MOST, _DEALER_STANDS = 21, 17
+_MAX_SUM, _DEALER_STANDS = 21, 17
 
 
 class Blackjack(Environment):
@@ -40,9 +40,9 @@ class Blackjack(Environment):
     ## Information
     `success`: a win. `action_is_effective`: always true.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Always Stand has success at most 0.45 and return at most -0.05, always Hit and random play less: chance decides most
-    hands, and the best player has success 0.44 and return -0.05 in the long run.
+    hands, and the best policy has success 0.44 and return -0.05 in the long run.
 
     ## Version History
     - v0: first version.
@@ -81,22 +81,22 @@ class Blackjack(Environment):
         if self._take(action) == HIT:
             card = self._card()
             self._sum, self._ace = self._sum + card, self._ace or card == 1
-            self._over = self._sum > _MOST
+            self._over = self._sum > _MAX_SUM
             reward = -1.0 if self._over else 0.0
         else:
             self._over = True
             self._dealt, own = self._dealer(), total(self._sum, self._ace)
-            reward = 1.0 if self._dealt > _MOST else float(np.sign(own - self._dealt))
+            reward = 1.0 if self._dealt > _MAX_SUM else float(np.sign(own - self._dealt))
         info = {"success": reward > 0, "action_is_effective": True}
         return self._observation(), reward, self._over, False, info
 
     def state_key(self) -> str:
-        """Return what the player sees."""
+        """Return the player's cards and the dealer's card."""
         return self._observation()
 
     def describe(self) -> str:
         """Return how many of the thirteen cards would lose the hand: `10 of 13 lose`."""
-        return f"{sum(self._sum + card > _MOST for card in CARDS)} of 13 lose"
+        return f"{sum(self._sum + card > _MAX_SUM for card in CARDS)} of 13 lose"
 
     def difficulty(self) -> int:
         """Return the dealer's card, 1 for an ace."""
@@ -136,7 +136,7 @@ def total(hand: int, ace: bool) -> int:
     >>> [total(7, True), total(12, True)]
     [17, 12]
     """
-    return hand + 10 if ace and hand + 10 <= _MOST else hand
+    return hand + 10 if ace and hand + 10 <= _MAX_SUM else hand
 
 
 @cache
@@ -163,12 +163,12 @@ def action_values(hand: int, ace: bool, shown: int) -> tuple[float, float]:
     """
     own = total(hand, ace)
     stand = sum(
-        chance * (1.0 if final > _MOST else float(np.sign(own - final)))
+        chance * (1.0 if final > _MAX_SUM else float(np.sign(own - final)))
         for final, chance in _dealer_totals(shown, shown == 1).items()
     )
     hit = 0.0
     for card in CARDS:
         after = hand + card
-        value = -1.0 if after > _MOST else max(action_values(after, ace or card == 1, shown))
+        value = -1.0 if after > _MAX_SUM else max(action_values(after, ace or card == 1, shown))
         hit += value / len(CARDS)
     return hit, stand

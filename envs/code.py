@@ -40,7 +40,7 @@ class Code(Environment):
     player hears only that one fails, or that the program ended or took too long there. Their results never enter the
     process of the program, and their inputs after the results of the examples have left it.
 
-    ## Players Without Skill
+    ## Trivial Policies
     A program that is the same for every function has success at most 0.1 and return at most -0.2 with the shipped
     settings, and an answer without a program less.
 
@@ -52,7 +52,7 @@ class Code(Environment):
     - `kinds`: kinds of the argument: number, list, text.
     - `examples`, `tests`: number of visible and of hidden tests.
     - `attempts`, `attempt_cost`: see Episode End and Rewards.
-    - `described_share`: share of functions that are described in words; others have to be found from the examples.
+    - `described_share`: fraction of functions that are described in words; others have to be found from the examples.
     """
 
     instructions = (
@@ -91,7 +91,7 @@ class Code(Environment):
         if not self.kinds:
             raise ValueError("kinds: found none, expected one or more of number, list, text")
         check_sandbox()
-        self.most_steps, self.example_count, self.test_count = steps, examples, tests
+        self.max_steps, self.example_count, self.test_count = steps, examples, tests
         self.attempts, self.attempt_cost = attempts, attempt_cost
         self.described_share = described_share
         self.action_space = spaces.Text(2000, charset=PRINTABLE)
@@ -107,7 +107,7 @@ class Code(Environment):
         self._begin(seed=seed, options=options)
         self.specification, self.inputs = draw_task(
             self.np_random,
-            steps=int(self.np_random.integers(1, self.most_steps + 1)),
+            steps=int(self.np_random.integers(1, self.max_steps + 1)),
             kinds=self.kinds,
             examples=self.example_count,
             tests=self.test_count,
@@ -159,11 +159,11 @@ class Code(Environment):
 
     def random_action(self, rng: np.random.Generator) -> str:
         """Return the reference program of another function of the grammar."""
-        steps = int(rng.integers(1, self.most_steps + 1))
+        steps = int(rng.integers(1, self.max_steps + 1))
         return draw_specification(rng, steps=steps, kinds=self.kinds).program()
 
     def _judge(self, program: str) -> tuple[bool, str]:
-        """Return whether a text is a program that defines `f`, and what fails, or an empty text."""
+        """Return whether a text is a program that defines `f`, and the failures in words."""
         shown = self.example_count
         examples, tests = self.inputs[:shown], self.inputs[shown:]
         run = SANDBOX.run(program, name="f", inputs=examples, hidden=tests)

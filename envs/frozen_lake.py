@@ -93,7 +93,7 @@ class FrozenLake(Environment):
     - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 flag 3 0 pits 0 1`,
       and A . # F in the grid), to test whether a policy generalizes beyond the symbols.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who walks Right and Down in turn has success at most 0.3 with the shipped settings.
 
     ## Version History

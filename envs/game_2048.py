@@ -32,7 +32,8 @@ class Game2048(Environment):
     `Text`: the rows with a comma between them, `_` for an empty cell: `2 _ 4, _ _ 2, 8 _ _`.
 
     ## Rewards
-    1 when a tile has the target number, and `merge_reward` times the share of the target that the largest tile grew by.
+    1 when a tile has the target number, and `merge_reward` times the growth of the largest tile, as a
+    fraction of the target.
 
     ## Episode End
     Terminated with the target number, or when no move changes the board.
@@ -44,7 +45,7 @@ class Game2048(Environment):
     - `size`: rows and columns, 2 to 5. `target`: a power of 2 from 8 to 2048.
     - `merge_reward`: at least 0.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who slides Up and Left in turn, and another way only where these change nothing, has success at most 0.5 with the
     shipped settings.
 

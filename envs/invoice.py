@@ -55,7 +55,7 @@ class Invoice(ToolEnvironment):
     right acceptance nothing wrong; half of that for item and field without the value. `reading`: `-read_cost` for
     each document opened. A decision about documents that have not all been opened earns nothing.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who opens all documents and always accepts, or always refuses with a guessed field of the first item, has success at
     most 0.4 and return at most 0.35 with the shipped settings.
 
@@ -63,8 +63,8 @@ class Invoice(ToolEnvironment):
     Terminated by a decision.
 
     ## Arguments
-    - `lines`: number of items. `most`: largest count and price. `wrong_share`: share of wrong invoices.
-    - `short_share`: share of lines of which less was delivered than ordered, which is no error of the invoice.
+    - `lines`: number of items. `most`: largest count and price. `wrong_share`: fraction of wrong invoices.
+    - `short_share`: fraction of lines of which less was delivered than ordered, which is no error of the invoice.
     - `false_accept`, `read_cost`: see Rewards.
     """
 
@@ -104,7 +104,7 @@ class Invoice(ToolEnvironment):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Draw an order, what was delivered, and an invoice that is right or has one wrong field."""
+        """Draw an order, a delivery, and an invoice that is right or has one wrong field."""
         self._begin(seed=seed, options=options)
         draw = self.np_random
         self.opened = []
@@ -137,13 +137,13 @@ class Invoice(ToolEnvironment):
         right = accepts == (wrong is None)
         loss = self.false_accept if accepts and not right else 0.0
         earns = right and self._read_all()
-        share = self._score(reason) if earns else 0.0
+        score = self._score(reason) if earns else 0.0
         self.opened.append(verdict)
-        self.end(success=share == 1, decision=_DECISION * earns - loss, reason=_REASON * share)
+        self.end(success=score == 1, decision=_DECISION * earns - loss, reason=_REASON * score)
         return "closed"
 
     def describe(self) -> str:
-        """Describe what the opened documents show: the documents, or the wrong field once all are open."""
+        """Describe the opened documents: the documents, or the wrong field once all are open."""
         if not self._read_all():
             return f"read {' '.join(self._read()) or 'none'}"
         return self._finding()
@@ -188,7 +188,7 @@ class Invoice(ToolEnvironment):
         return f"{self._wrong.item} {field}" + (f" {value}" if value is not None else "")
 
     def _score(self, reason: str) -> float:
-        """Return the share of a true reason: all, half without the value, nothing if anything else is named.
+        """Return the score of a reason: 1 if it is true, half without the value, nothing if anything else is named.
 
         A reason that names everything is no reason: items, fields and numbers have to be these and no others.
         """

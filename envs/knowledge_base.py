@@ -35,7 +35,7 @@ class KnowledgeBase(ToolEnvironment):
     `answer`: 0.5 for the right answer. `source`: 0.5 more if the source is the page that states it now and has been
     read. Nothing for a wrong answer, whatever its source.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who reads the first result of a single search has success at most 0.45 with the shipped settings:
     one of three questions has a single hop.
 
@@ -45,7 +45,7 @@ class KnowledgeBase(ToolEnvironment):
     ## Arguments
     - `hops`: largest number of facts that lead to the answer, from 1 to 3; the number is drawn, larger ones more often.
     - `people`: number of persons; there are half as many teams, projects and contracts.
-    - `notes`: number of meeting notes. `amended_share`: share of questions about a fact that notes have changed.
+    - `notes`: number of meeting notes. `amended_share`: fraction of questions about a fact that notes have changed.
     - `results`: number of pages that a search shows.
     """
 
@@ -77,7 +77,7 @@ class KnowledgeBase(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
-        self.most_hops, self.people, self.notes = hops, people, notes
+        self.max_hops, self.people, self.notes = hops, people, notes
         self.amended_share, self.results = amended_share, results
         self.wiki = Wiki()
         # the facts that lead to the answer, first to last
@@ -92,7 +92,7 @@ class KnowledgeBase(ToolEnvironment):
         self._begin(seed=seed, options=options)
         self.wiki = draw_wiki(self.np_random, people=self.people, notes=self.notes)
         # one hop as often as one in three of up to two: its answer is on the first page
-        lots = [hops for hops in range(1, self.most_hops + 1) for _ in range(hops)]
+        lots = [hops for hops in range(1, self.max_hops + 1) for _ in range(hops)]
         hops = lots[int(self.np_random.integers(len(lots)))]
         amended = bool(self.np_random.random() < self.amended_share)
         for _ in range(_DRAWS):
@@ -142,7 +142,7 @@ class KnowledgeBase(ToolEnvironment):
         return f"{entity} {relation} at {page}"
 
     def state_key(self) -> str:
-        """Return the wiki, the question and what has been shown and read."""
+        """Return the wiki, the question and the results and pages shown so far."""
         pages = [(page.id, page.text) for page in self.wiki.pages.values()]
         seen = f"{sorted(self.shown)} {sorted(self.read_ids)} {self._calls}"
         return f"{self._question()} {sorted(pages)} {seen}"

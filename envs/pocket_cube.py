@@ -51,7 +51,7 @@ class PocketCube(Environment):
     - `min_turns`, `max_turns`: fewest turns that solve the starting state, 1 to 6. The reset option `max_turns` sets
       them for an episode.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who makes the same turns in the same order has success at most 0.1 with the shipped settings, in which no cube is
     one turn from its solution.
 
@@ -93,12 +93,12 @@ class PocketCube(Environment):
     ) -> tuple[Observation, dict[str, Any]]:
         """Draw a state by the number of turns that solve it, then uniformly."""
         options = self._begin(seed=seed, options=options)
-        most = options.get("max_turns", self.max_turns)
-        if most not in range(self.min_turns, 7):
+        max_turns = options.get("max_turns", self.max_turns)
+        if max_turns not in range(self.min_turns, 7):
             raise ValueError(
-                f"max_turns: found {most!r}, expected a whole number from {self.min_turns} to 6"
+                f"max_turns: found {max_turns!r}, expected a whole number from {self.min_turns} to 6"
             )
-        distance = int(self.np_random.integers(self.min_turns, most + 1))
+        distance = int(self.np_random.integers(self.min_turns, max_turns + 1))
         states = _states_at(distance)
         self._state = states[int(self.np_random.integers(len(states)))]
         return self._observation(), {}

@@ -23,7 +23,7 @@ from envs.base import (
     check_number,
     checked_arguments,
 )
-from envs.sokoban_rules import Room, State, draw_start, least_pushes, move, shortest_way
+from envs.sokoban_rules import Room, State, draw_start, fewest_pushes, move, shortest_way
 from envs.sokoban_text import (
     SIGNS,
     coordinates_text,
@@ -85,7 +85,7 @@ class Sokoban(Environment):
     - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 crate 2 3 mark 4 4 stones 2 2`, and
       W . * C in the grid), to test whether a policy generalizes beyond the symbols.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who walks in a circle has success at most 0.2 with the shipped settings, and who moves at random at most 0.3.
 
     ## Version History
@@ -135,7 +135,7 @@ class Sokoban(Environment):
         self._resize(options.get("size", self.largest))
         if "layout" in options:
             self.room, self.state = read_room(options["layout"], size=self.size)
-            pushes = least_pushes(self.room, self.state)
+            pushes = fewest_pushes(self.room, self.state)
         else:
             low = options.get("min_pushes", self.min_pushes)
             high = options.get("max_pushes", self.max_pushes)
@@ -145,8 +145,8 @@ class Sokoban(Environment):
                 size=self.size,
                 boxes=self.boxes,
                 walls=self.walls,
-                least=low,
-                most=high,
+                min_pushes=low,
+                max_pushes=high,
             )
         self._pushes_of_state = (self.state, pushes)
         self._solution = {}
@@ -184,7 +184,7 @@ class Sokoban(Environment):
     def difficulty(self) -> int:
         """Return the number of pushes in the shortest solution of the current state, or -1 without one."""
         if self._pushes_of_state[0] != self.state:
-            self._pushes_of_state = (self.state, least_pushes(self.room, self.state))
+            self._pushes_of_state = (self.state, fewest_pushes(self.room, self.state))
         return self._pushes_of_state[1]
 
     def optimal_action(self, rng: np.random.Generator) -> int:

@@ -73,7 +73,7 @@ def region(room: Room, *, boxes: int, player: int) -> int:
         reached = spread
 
 
-def least_pushes(room: Room, state: State) -> int:
+def fewest_pushes(room: Room, state: State) -> int:
     """Return the number of pushes in the shortest solution, or -1 without a solution."""
     first = (state.boxes, region(room, boxes=state.boxes, player=state.player))
     queue, depth = deque([first]), {first: 0}
@@ -114,8 +114,8 @@ def shortest_way(room: Room, state: State) -> list[tuple[State, int]]:
     return []
 
 
-def pulled_states(room: Room, *, most: int) -> list[list[tuple[int, int]]]:
-    """Return the (boxes, region) states by the number of pushes in their shortest solution, 0 to `most`.
+def pulled_states(room: Room, *, max_pushes: int) -> list[list[tuple[int, int]]]:
+    """Return the (boxes, region) states by the number of pushes in their shortest solution, 0 to `max_pushes`.
 
     A breadth-first search pulls boxes backwards from the solved room. The depth of a state is the number of
     pushes in its shortest solution. The search stops after `MAX_STATES` states.
@@ -127,7 +127,7 @@ def pulled_states(room: Room, *, most: int) -> list[list[tuple[int, int]]]:
         layer.append((room.targets, part))
         left &= ~part
     layers, seen = [layer], set(layer)
-    while layer and len(layers) <= most and len(seen) < MAX_STATES:
+    while layer and len(layers) <= max_pushes and len(seen) < MAX_STATES:
         layer = []
         for boxes, reach in layers[-1]:
             for by in steps(room.size):
@@ -144,9 +144,9 @@ def pulled_states(room: Room, *, most: int) -> list[list[tuple[int, int]]]:
 
 
 def draw_start(
-    rng: np.random.Generator, *, size: int, boxes: int, walls: int, least: int, most: int
+    rng: np.random.Generator, *, size: int, boxes: int, walls: int, min_pushes: int, max_pushes: int
 ) -> tuple[Room, State, int]:
-    """Draw a room, a start state whose shortest solution has `least` to `most` pushes, and that number.
+    """Draw a room, a start state whose shortest solution has `min_pushes` to `max_pushes` pushes, and that number.
 
     Inner walls and targets are uniform over those with a connected floor. The start state is uniform over
     box positions and the regions of the floor that the boxes leave.
@@ -161,12 +161,12 @@ def draw_start(
         room = Room(size, sum(cells[walls:]), sum(cells[walls : walls + boxes]))
         if region(room, boxes=0, player=cells[-1]) != room.floor:
             continue
-        layers = pulled_states(room, most=most)
-        count = sum(len(layer) for layer in layers[least:])
+        layers = pulled_states(room, max_pushes=max_pushes)
+        count = sum(len(layer) for layer in layers[min_pushes:])
         if not count:
             continue
         pick = int(rng.integers(count))
-        for pushes in range(least, len(layers)):
+        for pushes in range(min_pushes, len(layers)):
             if pick < len(layers[pushes]):
                 break
             pick -= len(layers[pushes])
@@ -176,7 +176,7 @@ def draw_start(
         return room, State(placed, player), pushes
     raise RuntimeError(
         f"{_ROOM_TRIES} rooms of size {size} with {boxes} boxes and {walls} inner walls in a row "
-        f"had no start that takes {least} to {most} pushes; set fewer walls, a smaller "
+        f"had no start that takes {min_pushes} to {max_pushes} pushes; set fewer walls, a smaller "
         "min_pushes or a larger max_pushes"
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 Value = int | list[int] | str
 _LETTERS = "abcde"
-_MOST = 9
+_MAX_NUMBER = 9
 # draws of a function until it is worth testing
 _DRAWS = 200
 
@@ -121,9 +121,9 @@ def draw_task(
         # An empty example shows little.
         inputs.sort(key=lambda value: value in ([], ""))
         results = [specification.apply(value) for value in inputs]
-        most = max(results.count(result) for result in results)
+        commonest = max(results.count(result) for result in results)
         same = sum(result == value for result, value in zip(results, inputs, strict=True))
-        if 2 * max(most, same) < len(inputs):
+        if 2 * max(commonest, same) < len(inputs):
             return specification, inputs
     raise RuntimeError(f"found no function of {steps} steps in {_DRAWS} draws")
 
@@ -131,8 +131,8 @@ def draw_task(
 def draw_value(rng: np.random.Generator, kind: Kind) -> Value:
     """Draw an argument."""
     if kind is Kind.NUMBER:
-        return int(rng.integers(-_MOST, 3 * _MOST))
+        return int(rng.integers(-_MAX_NUMBER, 3 * _MAX_NUMBER))
     length = int(rng.integers(0, 7))
     if kind is Kind.LIST:
-        return [int(number) for number in rng.integers(-_MOST, _MOST + 1, length)]
+        return [int(number) for number in rng.integers(-_MAX_NUMBER, _MAX_NUMBER + 1, length)]
     return "".join(_LETTERS[index] for index in rng.integers(len(_LETTERS), size=length))

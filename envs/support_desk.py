@@ -46,7 +46,7 @@ class SupportDesk(ToolEnvironment):
     `wrong_cost` of it for each wrong change, when it is made. `said`: half of it if the outcome told is the right one
     and true, minus `wrong_cost` of it if it is not.
 
-    ## Players Without Skill
+    ## Trivial Policies
     A clerk who grants everything, and one who refuses everything by the first rule that concerns the request, have
     success at most 0.5 and return at most 0.45 with the shipped settings: the policy never has a single rule only, and
     somewhat more than half of the requests are to be refused.
@@ -57,10 +57,10 @@ class SupportDesk(ToolEnvironment):
     ## Arguments
     - `rules`: largest number of rules in the policy, from 1 to 7; the number is drawn, from two on where there are two.
     - `requests`: number of requests. `orders`: number of customers with an order of the same item.
-    - `move_share`: share of requests for a new address. `grant_share`: share of requests that are allowed.
-    - `insist_share`: share of requests whose first refusal the customer does not accept.
+    - `move_share`: fraction of requests for a new address. `grant_share`: fraction of requests that are allowed.
+    - `insist_share`: fraction of requests whose first refusal the customer does not accept.
     - `wrong_cost`: see Rewards.
-    - `lie_share`: share of requests in which the customer gives a day, which may be wrong.
+    - `lie_share`: fraction of requests in which the customer gives a day, which may be wrong.
     """
 
     rules = (
@@ -98,7 +98,7 @@ class SupportDesk(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
-        self.most_rules, self.request_count, self.order_count = rules, requests, orders
+        self.max_rules, self.request_count, self.order_count = rules, requests, orders
         self.move_share, self.grant_share = move_share, grant_share
         self.insist_share, self.lie_share = insist_share, lie_share
         self.wrong_cost = wrong_cost
@@ -187,7 +187,7 @@ class SupportDesk(ToolEnvironment):
         return self._decide(outcomes, words)
 
     def describe(self) -> str:
-        """Describe what is known about the request: the order, and what the policy says about it."""
+        """Describe the known facts of the request: the order, and what the policy says about it."""
         request = self._request
         if not request.found:
             return f"{'move' if request.city else 'refund'} {request.item}"
@@ -201,7 +201,7 @@ class SupportDesk(ToolEnvironment):
         return f"{order.id} fine {request.city or self._amount(order)}"
 
     def state_key(self) -> str:
-        """Return the policy, the database, the requests, and what has been done and decided."""
+        """Return the policy, the database, the requests, and the calls and decisions so far."""
         orders = [astuple(order) for order in self.orders.values()]
         requests = [astuple(request) for request in self.requests]
         record = f"{sorted(self._unchecked)} {self._harm} {self._all_right}"
@@ -314,7 +314,7 @@ class SupportDesk(ToolEnvironment):
 
     def _draw_policy(self) -> dict[Rule, int | str | None]:
         draw = self.np_random
-        count = int(draw.integers(min(2, self.most_rules), self.most_rules + 1))
+        count = int(draw.integers(min(2, self.max_rules), self.max_rules + 1))
         values: dict[Rule, int | str] = {
             Rule.LATE: int(draw.integers(3, MAX_DAY)),
             Rule.PRICE: int(draw.integers(2, 8)) * 10,
@@ -350,5 +350,5 @@ class SupportDesk(ToolEnvironment):
     def _draw_order(self, name: str, customer: str, item: str) -> Order:
         draw = self.np_random
         price, day, code = (int(draw.integers(1, 10)) for _ in range(3))
-        used, sent, gift = (bool(draw.random() < share) for share in (0.5, 0.5, 0.3))
+        used, sent, gift = (bool(draw.random() < chance) for chance in (0.5, 0.5, 0.3))
         return Order(name, customer, item, price * 10, day, used, sent, gift, code)

@@ -144,7 +144,7 @@ class ToolEnvironment(Environment):
         return call_text(name, **arguments)
 
     def argument_values(self, argument: str) -> list[Any]:
-        """Return values that a player who knows the rules could give to an argument, for `random_action`."""
+        """Return values that a policy that knows the rules could give to an argument, for `random_action`."""
         return ["none"]
 
     def _cut(self, result: Observation) -> Observation:
@@ -207,7 +207,7 @@ class ToolEnvironment(Environment):
 
 
 def call_text(name: str, **arguments: Any) -> str:
-    """Return a call as a player writes it.
+    """Return a call as a policy writes it.
 
     >>> call_text("refund", order="A17")
     '{"name": "refund", "arguments": {"order": "A17"}}'

@@ -1,4 +1,4 @@
-"""Trivial policies: players without skill, whose reward is the least that an agent has to exceed.
+"""Trivial policies, whose reward is the least that an agent has to exceed.
 
 They answer nothing, always the same or in a cycle, or follow the first habit that comes to mind, such as granting
 every request. The class docstring of each environment says what they earn at most with the shipped settings.
@@ -84,7 +84,7 @@ class Cycle:
 
 
 class GrantAll:
-    """Clerk at the support desk who grants what is asked, whatever the policy forbids."""
+    """Clerk at the support desk who grants every request, whatever the policy forbids."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Find the order, ask for a code that the policy names, change the database, and tell the outcome."""
@@ -179,7 +179,7 @@ class ReadOne:
     """Reader of the knowledge base who opens the first result of one search, and answers from it."""
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
-        """Search for the entity, read the first result, and answer with what it says about the relation asked for."""
+        """Search for the entity, read the first result, and answer with its value of the relation asked for."""
         reader: Any = env.unwrapped
         entity, relation = reader.chain[0][0], reader.chain[-1][1]
         page = reader.wiki.search(entity, count=1)[0]

@@ -85,13 +85,13 @@ class WebShop(ToolEnvironment):
     words. It is dearer than the request allows. Among the others the right product is as likely the cheapest as the
     dearest.
 
-    ## Players Without Skill
+    ## Trivial Policies
     Who searches for the request, chooses its options, and buys the cheapest, the dearest, the best rated or the first
     result has success at most 0.45 and return at most 0.4 with the shipped settings.
 
     ## Rewards
     `right`: 1 for a product with everything that was asked for. Otherwise `wrong`: minus `wrong_cost`, and `partial`:
-    `partial` times the share of conditions that are met, if the kind is right.
+    `partial` times the fraction of conditions that are met, if the kind is right.
 
     ## Episode End
     Terminated by a purchase.
@@ -129,7 +129,7 @@ class WebShop(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
-        self.most_conditions, self.product_count, self.result_count = conditions, products, results
+        self.max_conditions, self.product_count, self.result_count = conditions, products, results
         self.wrong_cost, self.partial = wrong_cost, partial
         self.products: dict[str, Product] = {}
         self.results: list[str] = []
@@ -193,13 +193,15 @@ class WebShop(ToolEnvironment):
         self._calls += 1
         met = self.request.conditions(product, self.chosen)
         right = product.kind == self.request.kind and all(met)
-        share = float(np.mean(met)) if product.kind == self.request.kind and not right else 0.0
+        met_fraction = (
+            float(np.mean(met)) if product.kind == self.request.kind and not right else 0.0
+        )
         wrong = 0.0 if right else -self.wrong_cost
-        self.end(success=right, right=right, wrong=wrong, partial=self.partial * share)
+        self.end(success=right, right=right, wrong=wrong, partial=self.partial * met_fraction)
         return f"bought {product.id}"
 
     def describe(self) -> str:
-        """Describe what was asked for, the result that fits, or what has not been chosen."""
+        """Describe the request, the result that fits, or the options that are still to be chosen."""
         if self.opened is not None:
             missing = self._missing(self.opened)
             state = f"{' '.join(missing)} open" if missing else "ready"
@@ -209,7 +211,7 @@ class WebShop(ToolEnvironment):
         return self.request.query()
 
     def state_key(self) -> str:
-        """Return the request, the catalogue, what is shown and chosen, and the number of calls."""
+        """Return the request, the catalogue, the present page and choices, and the number of calls."""
         catalogue = [(str(product), product.options) for product in self.products.values()]
         shown = f"{self.results} {self.opened and self.opened.id} {self.chosen} {self._calls}"
         return f"{self.request} {catalogue} {shown}"
@@ -220,7 +222,7 @@ class WebShop(ToolEnvironment):
         return sum(value is not None for value in asked) + len(self.request.options)
 
     def optimal_action(self, rng: np.random.Generator) -> str:
-        """Return the next step of a buyer who searches for all words and opens what fits."""
+        """Return the next step of a buyer who searches for all words and opens a product that fits."""
         if self.opened is not None:
             if not self.request.fits(self.opened):
                 return call_text("back")
@@ -261,7 +263,7 @@ class WebShop(ToolEnvironment):
         return [name for name, value in asked.items() if self.chosen.get(name) != value]
 
     def _draw_request(self) -> Request:
-        count = int(self.np_random.integers(self.most_conditions))
+        count = int(self.np_random.integers(self.max_conditions))
         asked = self._pick_some(("material", "stars", *OPTIONS), count)
         return Request(
             kind=self._pick(KINDS),
@@ -335,10 +337,10 @@ class WebShop(ToolEnvironment):
         material = request.material or self._pick(MATERIALS)
         if fault == "material":
             material = self._pick([other for other in MATERIALS if other != material])
-        low, least = fault == "stars", request.stars or 1
+        low, min_stars = fault == "stars", request.stars or 1
         lowest, highest = request.prices
         price = self._pick(prices or [price for price in PRICES if lowest <= price <= highest])
-        stars = self._pick([stars for stars in STARS if (stars < least) == low])
+        stars = self._pick([stars for stars in STARS if (stars < min_stars) == low])
         return Product(id, request.kind, material, price, stars, options)
 
     def _pick(self, values: Sequence[T]) -> T:

@@ -98,8 +98,8 @@ def bm25(query: Sequence[str], documents: Sequence[Sequence[str]]) -> list[float
         rarity = math.log(1 + (len(documents) - containing + 0.5) / (containing + 0.5))
         for index, count in enumerate(counts):
             length = len(documents[index]) / mean_length
-            share = count / (count + _K1 * (1 - _B + _B * length)) if count else 0
-            scores[index] += rarity * share * (_K1 + 1)
+            saturation = count / (count + _K1 * (1 - _B + _B * length)) if count else 0
+            scores[index] += rarity * saturation * (_K1 + 1)
     return scores
 
 

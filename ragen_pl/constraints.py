@@ -225,7 +225,7 @@ def options(annotation: Any) -> Iterator[Any]:
 
 
 def problem(annotation: Any, value: object, *, components: bool = True) -> str | None:
-    """Return what an annotation expects where a value misses it, else None.
+    """Return the expectation of an annotation that a value misses, None if it fits.
 
     Args:
         annotation: the annotation of a parameter; `Any` and what is unknown accept everything.
@@ -248,7 +248,7 @@ def problem(annotation: Any, value: object, *, components: bool = True) -> str |
 
 
 def expectation(annotation: Any) -> str:
-    """Return in words what an annotation accepts.
+    """Return the values that an annotation accepts, in words.
 
     >>> expectation(Count | None)
     'a whole number, at least 1 or null'

@@ -98,7 +98,7 @@ class StopRequestedError(Exception):
 
 
 class _Errors:
-    """What a run does with an error before the other ranks meet the one that has raised it."""
+    """Handler of a rank's error, called before the other ranks meet that rank."""
 
     listener: Callable[[Exception], None] | None = None
 
@@ -114,7 +114,7 @@ def errors_told(listener: Callable[[Exception], None]) -> Iterator[None]:
 
 
 def all_ranks_do(work: Callable[[], T]) -> T:
-    """Return a function's result; raise on all ranks what it raises on one. All ranks must call it.
+    """Return a function's result; an error of one rank is raised on all. All ranks must call it.
 
     The function must not wait for other ranks: one that fails in it is not there.
     """

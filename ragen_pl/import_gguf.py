@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @hydra_main("import_gguf")
 def main(cfg: DictConfig) -> None:
-    """Write the folder and log what it holds."""
+    """Write the folder and log its contents."""
     from ragen_pl.run.checks import check_new_folder
 
     if cfg.dtype is None:

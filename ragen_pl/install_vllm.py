@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install(package: str, *, dry_run: bool) -> None:
-    """Install a build of vLLM and what it needs other than `KEPT`.
+    """Install a build of vLLM and its dependencies, except `KEPT`.
 
     Args:
         package: Name and version.
@@ -102,7 +102,7 @@ def other_requirements(requirements: Sequence[str]) -> list[str]:
 
 
 def _check(package: str) -> int:
-    """Import vLLM in a process of its own; say what to do where it fails."""
+    """Import vLLM in a process of its own; on failure print the remedy."""
     found = subprocess.run([sys.executable, "-c", _CHECK], capture_output=True, text=True)
     if found.returncode == 0:
         print(f"{package} is installed; rollout/engine=vllm and rollout/engine=vllm_server use it")
@@ -132,7 +132,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _pip(*arguments: str) -> str:
-    """Run pip of this environment and return its output; what it complains about is shown."""
+    """Run pip of this environment and return its output; its errors are shown."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     done: subprocess.CompletedProcess[Any] = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""JSON without NaN and infinity. Without torch: what reads records needs it too."""
+"""JSON without NaN and infinity. Without torch: readers of records need it too."""
 
 from __future__ import annotations
 

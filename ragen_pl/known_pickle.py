@@ -1,4 +1,4 @@
-"""Pickles of plain values, arrays and objects of known classes. To read one runs no code that the file brings along."""
+"""Pickles of plain values, arrays and objects of known classes. Reading one runs no code of the file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_name(objects: Iterable[Any]) -> dict[tuple[str, str], Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes arrays by type, shape and bytes. What numpy's own pickles say of a type can break its memory."""
+    """Writes arrays by type, shape and bytes. A type in one of numpy's own pickles can break its memory."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray or isinstance(value, np.generic):

@@ -28,7 +28,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def _without_records(folder: Path, *, name: str) -> str:
-    """Return what a folder without records has below it."""
+    """Return the remedy for a folder without records, which names the newest records below it."""
     newest = max(folder.rglob(name), key=lambda file: file.stat().st_mtime, default=None)
     if newest is None:
         return f"there is no {name} in it or below; give the folder of an iteration or of an evaluated validation set"

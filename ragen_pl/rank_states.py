@@ -1,4 +1,4 @@
-"""State of a checkpoint that every rank has its own of: samples, accumulated gradients, a rollout ahead.
+"""States of the ranks in a checkpoint: samples, accumulated gradients, a rollout ahead.
 
 On several ranks each writes a file of its own into a folder beside the checkpoint, which names the files with their
 sizes and digests. Gathered, they would fill the memory of every rank.

@@ -79,7 +79,7 @@ class Statement:
 
 @dataclass(kw_only=True, slots=True)
 class Observation:
-    """What the environment shows at the start of a turn.
+    """Text and images that the environment shows at the start of a turn.
 
     Attributes:
         text: words of the observation.

@@ -79,7 +79,7 @@ class Svg(Environment):
     The changes of two similarities above that of a blank page, a quarter each: `outline` (which pixels are drawn on)
     and `color`. Their sum over an episode is the similarity of the last image. `solved`: half.
 
-    ## Players Without Skill
+    ## Trivial Policies
     A blank image, or one that is the same for every task, has success at most 0.02 and return at most 0.05.
 
     ## Episode End
@@ -90,7 +90,7 @@ class Svg(Environment):
 
     ## Arguments
     - `size`: rows and columns of the grid.
-    - `min_shapes`, `max_shapes`: fewest and most shapes.
+    - `min_shapes`, `max_shapes`: smallest and largest number of shapes.
     - `image_scale`: factor of the images' height and width.
 
     ## Version History
@@ -239,8 +239,8 @@ def _svg(shapes: list[Shape]) -> str:
 
 def _check_counts(low: int, high: int, *, size: int) -> None:
     # white stays the median colour: see color_match
-    most = min(8, (size**2 - 1) // 2)
-    if not 1 <= low <= high <= most:
+    limit = min(8, (size**2 - 1) // 2)
+    if not 1 <= low <= high <= limit:
         raise ValueError(
-            f"min_shapes={low}, max_shapes={high}: expected 1 <= min_shapes <= max_shapes <= {most} for size={size}"
+            f"min_shapes={low}, max_shapes={high}: expected 1 <= min_shapes <= max_shapes <= {limit} for size={size}"
         )

@@ -55,7 +55,7 @@ class MiniGrid(Environment):
     ## Episode End
     Terminated by success or failure of the mission, truncated at the library's limit of steps.
 
-    ## Players Without Skill
+    ## Trivial Policies
     In the task of `env=babyai`, who goes Forward twice and turns Left again and again has success at most 0.35.
 
     ## Information
@@ -137,7 +137,7 @@ class MiniGrid(Environment):
         return self._observation(), float(reward), terminated, truncated, info
 
     def state_key(self) -> str:
-        """Return the mission, the agent's place and what it carries, and a digest of the grid."""
+        """Return the mission, the agent's place and load, and a digest of the grid."""
         return self._key
 
     def _state_key(self) -> str:
@@ -150,7 +150,7 @@ class MiniGrid(Environment):
         return json.dumps([environment.mission, place, carried, digest])
 
     def describe(self) -> str:
-        """Return what the agent sees: `red ball 2 ahead 1 left, free 3`."""
+        """Return the agent's view in words: `red ball 2 ahead 1 left, free 3`."""
         columns, rows = self._view.shape[:2]
         seen = []
         for column, row in np.argwhere(self._view[..., 0] > _EMPTY):
@@ -185,7 +185,7 @@ class MiniGrid(Environment):
         return max(1, min(int(abs(row - place[0]) + abs(column - place[1])) for place in places))
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return the action of BabyAI's bot, which searches what it has not seen.
+        """Return the action of BabyAI's bot, which explores cells that it has not seen.
 
         Raises:
             NotImplementedError: the task is not one of BabyAI, or `actions` lacks what the bot does.

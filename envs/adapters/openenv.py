@@ -59,7 +59,7 @@ class OpenEnv(Environment):
     - `replay`: whether an episode whose session is lost goes on in a new one, where its actions are played again and
       the answers compared; otherwise the episode fails.
     - `rules`: instructions in full sentences.
-    - `example_actions`: actions from which a random player chooses.
+    - `example_actions`: actions from which a random policy chooses.
     """
 
     @checked_arguments
@@ -245,7 +245,7 @@ class OpenEnv(Environment):
 
 
 def _digest(answer: Mapping[str, Any]) -> bytes:
-    """Return a digest of what an answer says of the episode; metadata may hold times and names of sessions."""
+    """Return a digest of an answer's episode, without metadata, which may hold times and names of sessions."""
     data = answer.get("data") or {}
     content = [
         answer.get("type"),

@@ -89,7 +89,7 @@ class Session:
         return None
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work on the loop; what goes wrong there is a ConnectionError."""
+        """Run work on the loop; an error there is raised as a ConnectionError."""
         try:
             return asyncio.run_coroutine_threadsafe(work, _loop(self._process)).result()
         except SessionLost:

@@ -29,7 +29,7 @@ RUN_BY_SCORER = frozenset(
     }
 )
 # A scorer that tries all values of the names in an answer, known or not.
-_TRIES_VALUES, _MOST_NAMES = "propositional_logic", 8
+_TRIES_VALUES, _MAX_NAMES = "propositional_logic", 8
 # A scorer that takes one of these as right does not read the answer.
 _NONSENSE = ("", "?", "no answer")
 # keys of the metadata that hold an answer where the item itself has none
@@ -57,7 +57,7 @@ class ReasoningGym(Environment):
     ## Rewards
     `retry_discount ** n` for a right answer after n wrong ones, 0 otherwise.
 
-    ## Players Without Skill
+    ## Trivial Policies
     In `env=countdown`, an expression of the same form for all questions has success at most 0.25, and in
     `env=arithmetic` the same number for all of them at most 0.25.
 
@@ -202,7 +202,7 @@ class ReasoningGym(Environment):
         """Return the library's score; its scorers raise on texts that they cannot read."""
         if self.dataset in RUN_BY_SCORER or self.dataset in _JUDGES:
             return 0.0
-        if self.dataset == _TRIES_VALUES and len(set(re.findall(r"\w+", text))) > _MOST_NAMES:
+        if self.dataset == _TRIES_VALUES and len(set(re.findall(r"\w+", text))) > _MAX_NAMES:
             return 0.0
         try:
             return float(self._data.score_answer(text, self._item))

@@ -158,7 +158,7 @@ class TextArena(Environment):
     be earned by
     giving up early.
 
-    ## Players Without Skill
+    ## Trivial Policies
     In `env=textarena`, guessing 1, 2, 3 and so on has success at most 0.65: ten guesses are half of the numbers.
 
     ## Episode End

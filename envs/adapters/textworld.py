@@ -123,7 +123,7 @@ class TextWorld(Environment):
         return json.dumps([self._state["objective"], sorted(map(str, self._state["facts"]))])
 
     def describe(self) -> str:
-        """Return the room and what is carried: `in the kitchen, carrying worm`."""
+        """Return the room and the inventory: `in the kitchen, carrying worm`."""
         carried = ", ".join(self._carried())[:120] or "nothing"
         return f"in the {self._room()}, carrying {carried}"
 
@@ -181,7 +181,7 @@ class TextWorld(Environment):
         )
 
     def _sights(self, room: str) -> list[str]:
-        """Return the things of a room with their states and what is on or in them; nothing of closed containers."""
+        """Return the things of a room with their states and contents, without those of closed containers."""
         facts = self._facts()
         doors = [things[1] for name, things in facts if name == "link" and things[0] == room]
         here = sorted(

@@ -71,7 +71,7 @@ class Sandbox:
         Args:
             program: The program.
             name: The function.
-            inputs: Inputs that the player knows.
+            inputs: Inputs that the policy knows.
             hidden: Inputs of later calls in the same process. They are not there before the results of the first ones
                 have left it.
 
@@ -211,7 +211,7 @@ def _read(descriptor: int, count: int, *, end: float) -> bytes:
 
 
 def _outcome(reply: bytes, *, count: int) -> Run:
-    """Return a run from what the child wrote, which the program may have forged."""
+    """Return a run from the child's output, which the program may have forged."""
     if not reply:
         return Run(starts=True, error="ended early")
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Aggregation(StrEnum):
-    """How token losses are averaged.
+    """Averages of token losses.
 
     A sequence is a row; `constant` is Dr. GRPO's sum / constant per sequence. An episode of several turns may be
     several rows: averages over sequences weigh it by their number, and `seq-mean-token-sum` changes its scale with it.

@@ -116,7 +116,7 @@ class Advantages:
     returns: Tensor
 
 
-Scope = Literal["group", "batch"]
+StandardizationScope = Literal["group", "batch"]
 """Trajectories that share a shift and a scale of their returns."""
 
 
@@ -137,7 +137,7 @@ class Estimator(Protocol):
     needs_groups: ClassVar[bool] = False
 
     @property
-    def standardizes(self) -> Scope | None:
+    def standardizes(self) -> StandardizationScope | None:
         """Trajectories over which the estimator standardizes returns, None if it does not."""
         return None
 

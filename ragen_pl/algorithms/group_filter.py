@@ -1,4 +1,4 @@
-"""Group filters: which groups are trained on, and with which weight.
+"""Group filters: the groups that are trained on, and their weights.
 
 A rule takes the returns and groups of all trajectories of the iteration, all ranks included, and returns the
 trajectories to keep. Groups are kept or dropped whole. `GroupFilter` adds loss rescaling, reweighting and
@@ -55,7 +55,7 @@ class KeepAll(Filter):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TopFraction(Filter):
-    """Keep this share of the groups, and at least `minimum`, by highest deviation (StarPO-S)."""
+    """Keep this fraction of the groups, and at least `minimum`, by highest deviation (StarPO-S)."""
 
     fraction: PositiveFraction = 0.25
     minimum: Count = 1
@@ -83,17 +83,17 @@ class TopCount(Filter):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TopMass(Filter):
-    """Keep the fewest groups that hold this share of the summed deviation (top-p), and at least `minimum`."""
+    """Keep the fewest groups that hold this fraction of the summed deviation (top-p), and at least `minimum`."""
 
     share: PositiveFraction = 0.9
     minimum: Count = 1
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
-        """Return the trajectories of the groups up to the one that reaches the share."""
+        """Return the trajectories of the groups up to the one that reaches that fraction."""
         ranked, deviations = rank_groups(returns, group)
         mass = deviations.double().cumsum(0)
         threshold = self.share * mass[-1] if len(mass) else 0.0
-        # The group that reaches the share is kept: count the groups below it and add one.
+        # The group that reaches that fraction is kept: count the groups below it and add one.
         count = int((mass < threshold - 1e-9).sum()) + 1
         return torch.isin(group, ranked[: max(count, self.minimum)])
 
@@ -132,19 +132,19 @@ def rank_groups(returns: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Rescale(StrEnum):
-    """Factor of the policy's loss as a function of the share of groups that were kept."""
+    """Factor of the policy's loss as a function of the fraction of groups that were kept."""
 
     NONE = "none"
     LINEAR = "linear"
     SQRT = "sqrt"
 
-    def factor(self, share: float) -> float:
-        """Return the factor at this share.
+    def factor(self, fraction: float) -> float:
+        """Return the factor at this fraction.
 
         >>> Rescale.SQRT.factor(0.25)
         0.5
         """
-        return {Rescale.NONE: 1.0, Rescale.LINEAR: share, Rescale.SQRT: share**0.5}[self]
+        return {Rescale.NONE: 1.0, Rescale.LINEAR: fraction, Rescale.SQRT: fraction**0.5}[self]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,13 +154,13 @@ class FilterResult:
     Attributes:
         keep: bool `[trajectories]`.
         weight: float32 `[trajectories]`, factor of the policy's loss; 0 where dropped.
-        share: number of kept groups divided by the number of groups.
+        kept_fraction: number of kept groups divided by the number of groups.
         deviation: mean in-group deviation of the kept groups' returns.
     """
 
     keep: Tensor
     weight: Tensor
-    share: float
+    kept_fraction: float
     deviation: float
 
 
@@ -171,7 +171,7 @@ class GroupFilter:
 
     Args:
         keep: rule that selects groups.
-        rescale: factor of the policy's loss as a function of the kept share.
+        rescale: factor of the policy's loss as a function of the kept fraction.
         reweight: exponent; the loss of a kept group is multiplied by its deviation to this power, scaled to
             mean 1 over the kept groups. 0 treats them alike.
         resample: maximum number of further rollouts to fill the batch with groups that pass (DAPO, Yu et
@@ -190,7 +190,7 @@ class GroupFilter:
     def __post_init__(self) -> None:
         if self.rescale is not Rescale.NONE and not self.keep.needs_groups:
             raise ValueError(
-                f"algorithm.filter.rescale={self.rescale}: all groups are kept, and the share is 1; "
+                f"algorithm.filter.rescale={self.rescale}: all groups are kept, and the fraction of kept groups is 1; "
                 "set rescale=none, or another rule to keep groups by"
             )
         if self.resample and not self.keep.judges_alone:
@@ -217,13 +217,13 @@ class GroupFilter:
         """
         keep = self.keep(returns, group)
         groups, kept = len(torch.unique(group)), len(torch.unique(group[keep]))
-        share = kept / groups if groups else 1.0
+        fraction = kept / groups if groups else 1.0
         deviation = group_std(returns, group)
-        weight = self._deviation_weight(deviation, keep, group) * self.rescale.factor(share)
+        weight = self._deviation_weight(deviation, keep, group) * self.rescale.factor(fraction)
         return FilterResult(
             keep=keep,
             weight=torch.where(keep, weight, 0.0),
-            share=share,
+            kept_fraction=fraction,
             deviation=float(_per_group(deviation, group, keep).mean()) if kept else 0.0,
         )
 

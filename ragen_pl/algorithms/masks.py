@@ -68,7 +68,7 @@ def above_quantile(values: Tensor, mask: Tensor, *, fraction: float, everywhere:
     Args:
         values: `[trajectories, tokens]`.
         mask: bool `[trajectories, tokens]`.
-        fraction: share of the tokens to keep; ties with the lowest kept value are kept too.
+        fraction: fraction of the tokens to keep; ties with the lowest kept value are kept too.
         everywhere: `[tokens]`, the values inside the masks of all ranks.
 
     >>> row = torch.tensor([[4.0, 1.0, 3.0, 2.0]])
@@ -120,25 +120,25 @@ def until_action(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Te
     )
 
 
-def top_in_turn(scores: Tensor, mask: Tensor, turn: Tensor, *, share: float) -> Tensor:
-    """Keep the share of each turn's tokens inside the mask that score highest, one at least.
+def top_in_turn(scores: Tensor, mask: Tensor, turn: Tensor, *, fraction: float) -> Tensor:
+    """Keep the fraction of each turn's tokens inside the mask that score highest, one at least.
 
-    Of a turn's n tokens, `ceil(share n)` are kept. Ties go to the earlier token.
+    Of a turn's n tokens, `ceil(fraction n)` are kept. Ties go to the earlier token.
 
     Args:
         scores: `[trajectories, tokens]`.
         mask: bool `[trajectories, tokens]`, the tokens to choose from.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
-        share: from 0 to 1; 1 keeps all.
+        fraction: from 0 to 1; 1 keeps all.
 
     Returns:
         bool `[trajectories, tokens]`.
 
     >>> scores = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
-    >>> top_in_turn(scores, scores >= 0, torch.tensor([[0, 0, 0, 1]]), share=0.5)
+    >>> top_in_turn(scores, scores >= 0, torch.tensor([[0, 0, 0, 1]]), fraction=0.5)
     tensor([[False,  True,  True,  True]])
     """
-    if share >= 1 or not scores.numel():
+    if fraction >= 1 or not scores.numel():
         return mask.clone()
     # tokens outside the mask form one group before all turns
     group = torch.where(mask, turn, -1)
@@ -151,7 +151,7 @@ def top_in_turn(scores: Tensor, mask: Tensor, turn: Tensor, *, share: float) -> 
     sizes = torch.zeros(len(scores), int(group.max()) + 2, device=scores.device)
     sizes = sizes.scatter_add(1, ordered + 1, torch.ones_like(ordered, dtype=sizes.dtype))
     # in float64, since 0.1 * 10 must not exceed 1
-    limit = (sizes.double() * share - 1e-9).ceil().clamp(min=1).gather(1, ordered + 1)
+    limit = (sizes.double() * fraction - 1e-9).ceil().clamp(min=1).gather(1, ordered + 1)
     keep = torch.zeros_like(mask).scatter(1, order, rank < limit)
     return keep & mask
 

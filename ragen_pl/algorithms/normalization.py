@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, group_std
-from ragen_pl.algorithms.credit import Scope
+from ragen_pl.algorithms.credit import StandardizationScope
 from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.checked import checked
@@ -39,7 +39,7 @@ class Normalizer(Protocol):
         scope: trajectories that share a shift and a scale, None if the rule changes nothing.
     """
 
-    scope: ClassVar[Scope | None] = "batch"
+    scope: ClassVar[StandardizationScope | None] = "batch"
 
     @property
     def needs_groups(self) -> bool:
@@ -49,7 +49,7 @@ class Normalizer(Protocol):
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
     ) -> Scale:
-        """Return what to subtract from each return and what to divide it by.
+        """Return the shift and the scale of each return.
 
         Args:
             returns: `[trajectories]`.
@@ -72,7 +72,7 @@ class Normalizer(Protocol):
 class Raw(Normalizer):
     """Leave returns as they are (the first step of RAGEN's ladder, ARPO)."""
 
-    scope: ClassVar[Scope | None] = None
+    scope: ClassVar[StandardizationScope | None] = None
 
     def __call__(
         self, returns: Tensor, group: Tensor, *, iteration: int, all_reduce: AllReduce | None = None
@@ -85,7 +85,7 @@ class Raw(Normalizer):
 class ByGroup(Normalizer):
     """Center and scale by the group's own returns (its start state's; GRPO's step of the ladder)."""
 
-    scope: ClassVar[Scope | None] = "group"
+    scope: ClassVar[StandardizationScope | None] = "group"
 
     scale_by_std: bool = True
 
@@ -246,7 +246,7 @@ class RewardNormalizer:
         *,
         all_reduce: AllReduce | None = None,
     ) -> NormalizedRewards:
-        """Return the turns' rewards and what their returns are centered by.
+        """Return the turns' rewards and the center of their returns.
 
         Each reward is divided by the divisor of the return. What is clipped off goes to the last turn, where the
         outcome is known.

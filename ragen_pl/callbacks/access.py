@@ -1,4 +1,4 @@
-"""Typed access to what callbacks read from a Trainer: its DataModule, other callbacks and MLflow loggers."""
+"""Typed access to the parts of a Trainer that callbacks read: its DataModule, other callbacks and MLflow loggers."""
 
 from __future__ import annotations
 

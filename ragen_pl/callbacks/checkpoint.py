@@ -100,7 +100,7 @@ class StopSignals:
         self.stop()
 
     def stop(self, received: signal.Signals | None = None) -> None:
-        """Raise what ends a Trainer after a signal, of this rank or another one."""
+        """Raise the exception that ends a Trainer after a signal, of this rank or another one."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         received = received or self.received or signal.SIGTERM
         if received is signal.SIGINT:

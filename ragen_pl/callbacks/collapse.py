@@ -38,17 +38,17 @@ _TAG_LENGTH = 5000
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A limit on one reading of `Diagnostics`; exactly one of `below` and `above` is given.
+    """A limit on one diagnostic of `Diagnostics`; exactly one of `below` and `above` is given.
 
     Attributes:
-        reading: name of the reading, without `diagnostics/`.
+        reading: name of the diagnostic, without `diagnostics/`.
         below: lower limit.
         above: upper limit.
         patience: number of iterations in a row that must pass the limit.
         max_success: no alarm at a success rate of at least this: the responses of a successful run may become alike.
     """
 
-    reading: Annotated[str, Declared("READINGS")]
+    reading: Annotated[str, Declared("DIAGNOSTICS")]
     below: float | None = None
     above: float | None = None
     patience: Count = 1
@@ -62,25 +62,25 @@ class Alarm:
                 "expected one of below and above; set the other to null"
             )
 
-    def holds(self, readings: Mapping[str, float]) -> bool:
-        """Return whether the limit is passed: never by a missing reading, always by NaN, at any success."""
-        value = readings.get(self.reading)
+    def holds(self, diagnostics: Mapping[str, float]) -> bool:
+        """Return whether the limit is passed: never by a missing diagnostic, always by NaN, at any success."""
+        value = diagnostics.get(self.reading)
         if value is None:
             return False
         if math.isnan(value):
             return True
-        if self.max_success is not None and readings.get("success", 0.0) >= self.max_success:
+        if self.max_success is not None and diagnostics.get("success", 0.0) >= self.max_success:
             return False
         return value < self.below if self.below is not None else value > (self.above or 0.0)
 
     def describe(self, value: float) -> str:
-        """Return the reading's value and the limit as text."""
+        """Return the diagnostic's value and the limit as text."""
         limit = f"below {self.below:g}" if self.below is not None else f"above {self.above:g}"
         return f"{self.reading} {value:.4g}, {limit}"
 
 
 class Action(StrEnum):
-    """What to do when an alarm trips; there is always a warning."""
+    """Response to an alarm, in addition to the warning."""
 
     WARN = "warn"
     STOP = "stop"
@@ -89,7 +89,7 @@ class Action(StrEnum):
 
 
 class CollapseMonitor(pl.Callback):
-    """Act when a reading passes its limit.
+    """Act when a diagnostic passes its limit.
 
     Events are kept in `collapse.jsonl` in the run's folder, as the metric `collapse/events`, as a tag and an
     artifact in MLflow, and in checkpoints. A resumed run keeps the switched settings.
@@ -133,7 +133,7 @@ class CollapseMonitor(pl.Callback):
         self._is_written = False
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that the run has the diagnostics, and what the mitigation switches."""
+        """Check that the run has the diagnostics and the settings that the mitigation changes."""
         if not any(isinstance(callback, Diagnostics) for callback in facts.callbacks):
             raise ValueError(
                 "callbacks.diagnostics=null: callbacks.collapse reads it; set callbacks.collapse=null too"
@@ -151,12 +151,12 @@ class CollapseMonitor(pl.Callback):
     # ---- Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that the run takes readings and can switch to the mitigation's settings."""
+        """Check that the run computes diagnostics and can switch to the mitigation's settings."""
         callbacks = callbacks_of(trainer, pl.Callback)
         before = callbacks[: callbacks.index(self)]
         if not any(isinstance(callback, Diagnostics) for callback in before):
             raise ValueError(
-                "CollapseMonitor reads what Diagnostics takes: put callbacks.diagnostics before it"
+                "CollapseMonitor reads the values of Diagnostics: put callbacks.diagnostics before it"
             )
         if Action.MITIGATE in self.actions:
             self.mitigation.check(trainer, pl_module)
@@ -170,21 +170,21 @@ class CollapseMonitor(pl.Callback):
                 agent.loss.adjust(entropy_coefficient=self.entropy_coefficient)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the iteration's readings with the alarms and act."""
-        readings = callbacks_of(trainer, Diagnostics)[0].readings
+        """Compare the iteration's diagnostics with the alarms and act."""
+        diagnostics = callbacks_of(trainer, Diagnostics)[0].values
         iteration = trainer.current_epoch + 1
-        if self.mitigated and "entropy" in readings:
+        if self.mitigated and "entropy" in diagnostics:
             self.entropy_coefficient = self.mitigation.steer_entropy(
                 cast(AgentModule, pl_module),
-                entropy=readings["entropy"],
+                entropy=diagnostics["entropy"],
                 coefficient=self.entropy_coefficient,
             )
-        holding = [name for name, alarm in self.alarms.items() if alarm.holds(readings)]
-        tripped = self._count(holding, readings, quiet=iteration <= self.quiet_until)
-        # All ranks act together. Rank 0 decides: a reading's last bit may differ between ranks.
-        tripped, holding, readings = trainer.strategy.broadcast((tripped, holding, readings))
+        holding = [name for name, alarm in self.alarms.items() if alarm.holds(diagnostics)]
+        tripped = self._count(holding, diagnostics, quiet=iteration <= self.quiet_until)
+        # All ranks act together. Rank 0 decides: a diagnostic's last bit may differ between ranks.
+        tripped, holding, diagnostics = trainer.strategy.broadcast((tripped, holding, diagnostics))
         if tripped:
-            self._act(trainer, pl_module, tripped, readings=readings, iteration=iteration)
+            self._act(trainer, pl_module, tripped, diagnostics=diagnostics, iteration=iteration)
         elif not holding and (iteration % self.good_every_n_iterations == 0 or self.good is None):
             self._keep(trainer, iteration)
         metrics = {"collapse/events": float(len(self.events)), "step": float(iteration)}
@@ -218,14 +218,14 @@ class CollapseMonitor(pl.Callback):
     # ---- acting
 
     def _count(
-        self, holding: Collection[str], readings: Mapping[str, float], *, quiet: bool
+        self, holding: Collection[str], diagnostics: Mapping[str, float], *, quiet: bool
     ) -> list[str]:
         """Count iterations in a row by alarm and return the alarms that reach their patience."""
         for name, alarm in self.alarms.items():
             if quiet:
                 self.counts[name] = 0
-            # A probe's readings are missing in most iterations, which then do not count.
-            elif alarm.reading in readings:
+            # The diagnostics of a probe are missing in most iterations, which then do not count.
+            elif alarm.reading in diagnostics:
                 self.counts[name] = self.counts[name] + 1 if name in holding else 0
         return [name for name in holding if self.counts[name] >= self.alarms[name].patience]
 
@@ -235,7 +235,7 @@ class CollapseMonitor(pl.Callback):
         pl_module: pl.LightningModule,
         tripped: Sequence[str],
         *,
-        readings: Mapping[str, float],
+        diagnostics: Mapping[str, float],
         iteration: int,
     ) -> None:
         done = []
@@ -249,7 +249,7 @@ class CollapseMonitor(pl.Callback):
         self.quiet_until = iteration + self.cooldown
         self.counts = dict.fromkeys(self.alarms, 0)
         alarms = {name: self.alarms[name] for name in tripped}
-        values = {alarm.reading: readings[alarm.reading] for alarm in alarms.values()}
+        values = {alarm.reading: diagnostics[alarm.reading] for alarm in alarms.values()}
         event = {
             "iteration": iteration,
             "alarms": list(alarms),

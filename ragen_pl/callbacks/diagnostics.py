@@ -1,6 +1,6 @@
-"""Readings that explain a run, logged as `diagnostics/...`; `docs/diagnostics.md` explains how to read them.
+"""Diagnostics that explain a run, logged as `diagnostics/...`; `docs/diagnostics.md` explains how to read them.
 
-Each module that computes readings declares their names in its `READINGS`. The config collects these
+Each module that computes diagnostics declares their names in its `DIAGNOSTICS`. The config collects these
 constants, so an alarm may watch any of them.
 """
 
@@ -26,13 +26,13 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
-from ragen_pl.metrics.rollout import READINGS as ROLLOUT_READINGS
+from ragen_pl.metrics.rollout import DIAGNOSTICS as ROLLOUT_DIAGNOSTICS
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-READINGS: Final = (
+DIAGNOSTICS: Final = (
     "deviation",
     "gradient_norm_*",
     "gradient_spike",
@@ -44,9 +44,9 @@ READINGS: Final = (
     "mutual_information_share_ratio",
     "think_accuracy_ratio",
 )
-"""Names of the readings of this module. The config reads this constant without importing the module."""
+"""Names of the diagnostics of this module. The config reads this constant without importing the module."""
 
-# Readings with a ratio to their mean over the first iterations, and the smallest mean that a ratio makes
+# Diagnostics with a ratio to their mean over the first iterations, and the smallest mean that a ratio makes
 # sense for.
 _COMPARED = {
     "deviation": 1e-3,
@@ -56,13 +56,13 @@ _COMPARED = {
     "mutual_information_share": 0.1,
     "think_accuracy": 0.1,
 }
-# Readings compared with their first value alone: a probe is rare, and thoughts may turn false within five
+# Diagnostics compared with their first value alone: a probe is rare, and thoughts may turn false within five
 # iterations.
 _COMPARED_WITH_FIRST = ("mutual_information_share", "think_accuracy")
 
 
 class Diagnostics(RolloutCallback):
-    """Take an iteration's readings and log them at its end.
+    """Compute an iteration's diagnostics and log them at its end.
 
     It draws no random number and changes no weight: a run with it is bit for bit the run without.
 
@@ -85,11 +85,11 @@ class Diagnostics(RolloutCallback):
     ) -> None:
         self.probe_every_n_iterations, self.prompts = probe_every_n_iterations, prompts
         self.first, self.window = first, window
-        # Readings of the iteration that just ended.
-        self.readings: dict[str, float] = {}
-        # The latest value of each reading, which is what is logged.
+        # Diagnostics of the iteration that just ended.
+        self.values: dict[str, float] = {}
+        # The latest value of each diagnostic, which is what is logged.
         self._latest: dict[str, float] = {}
-        # Readings of the current iteration's rollout.
+        # Diagnostics of the current iteration's rollout.
         self._rollout: dict[str, float] = {}
         self._firsts: dict[str, list[float]] = {name: [] for name in _COMPARED}
         self._norms: dict[str, list[float]] = {}
@@ -100,7 +100,7 @@ class Diagnostics(RolloutCallback):
         pl_module: pl.LightningModule,
         trajectories: Sequence[Trajectory],
     ) -> None:
-        """Take the readings of the iteration's trajectories, on all ranks."""
+        """Compute the diagnostics of the iteration's trajectories, on all ranks."""
         diversity = ResponseDiversity().to(pl_module.device)
         diversity.update(trajectories)
         self._rollout = diversity.compute()
@@ -111,23 +111,23 @@ class Diagnostics(RolloutCallback):
                 self._report(trainer, probe)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Complete the readings and log them."""
+        """Complete the diagnostics and log them."""
         metrics = rollout_metrics_of(trainer)
-        self.readings = self._rollout | _rollout_readings(metrics) | self._gradients(pl_module)
-        if "entropy" not in self.readings and isinstance(pl_module, AgentModule):
-            self.readings["entropy"] = pl_module.preparation.compute()["policy_entropy"]
-        self.readings |= self._ratios()
-        # Every reading ever taken is logged: a resumed run ends with the same metrics as the whole run.
+        self.values = self._rollout | _rollout_diagnostics(metrics) | self._gradients(pl_module)
+        if "entropy" not in self.values and isinstance(pl_module, AgentModule):
+            self.values["entropy"] = pl_module.preparation.compute()["policy_entropy"]
+        self.values |= self._ratios()
+        # Every diagnostic ever computed is logged: a resumed run ends with the same metrics as the whole run.
         absent_actions = {name: 0.0 for name in self._latest if name.startswith("action/")}
-        self._latest |= absent_actions | self.readings
+        self._latest |= absent_actions | self.values
         logged = {f"diagnostics/{name}": value for name, value in self._latest.items()}
         logged["step"] = float(trainer.current_epoch + 1)
         pl_module.log_dict(logged, rank_zero_only=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs to take the same readings."""
+        """Return the state that a resumed run needs to compute the same diagnostics."""
         return {
-            "readings": dict(self.readings),
+            "readings": dict(self.values),
             "latest": dict(self._latest),
             "rollout": dict(self._rollout),
             "firsts": {name: list(values) for name, values in self._firsts.items()},
@@ -136,7 +136,7 @@ class Diagnostics(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.readings, self._latest = dict(state_dict["readings"]), dict(state_dict["latest"])
+        self.values, self._latest = dict(state_dict["readings"]), dict(state_dict["latest"])
         self._rollout = dict(state_dict["rollout"])
         self._firsts = {name: list(values) for name, values in state_dict["firsts"].items()}
         self._norms = {name: list(values) for name, values in state_dict["norms"].items()}
@@ -167,39 +167,39 @@ class Diagnostics(RolloutCallback):
         A norm that is not finite is infinitely large, and no later one is compared with it.
         """
         norms = pl_module.gradient_norms if isinstance(pl_module, AgentModule) else {}
-        readings: dict[str, float] = {}
+        values: dict[str, float] = {}
         spikes = []
         for group, norm in norms.items():
             earlier = self._norms.setdefault(group, [])
-            readings[f"gradient_norm_{group}"] = norm
+            values[f"gradient_norm_{group}"] = norm
             if not math.isfinite(norm):
                 spikes.append(math.inf)
-                readings[f"gradient_spike_{group}"] = math.inf
+                values[f"gradient_spike_{group}"] = math.inf
                 continue
             if len(earlier) >= 2 and median(earlier) > 0:
                 spikes.append(norm / median(earlier))
-                readings[f"gradient_spike_{group}"] = spikes[-1]
+                values[f"gradient_spike_{group}"] = spikes[-1]
             earlier.append(norm)
             del earlier[: -self.window]
-        return readings | ({"gradient_spike": max(spikes)} if spikes else {})
+        return values | ({"gradient_spike": max(spikes)} if spikes else {})
 
     def _ratios(self) -> dict[str, float]:
-        """Return readings as ratios to their mean over the first iterations, once these are over."""
+        """Return diagnostics as ratios to their mean over the first iterations, once these are over."""
         ratios: dict[str, float] = {}
         for name, smallest in _COMPARED.items():
-            if name not in self.readings:
+            if name not in self.values:
                 continue
             firsts = self._firsts[name]
             if len(firsts) < (1 if name in _COMPARED_WITH_FIRST else self.first):
-                if math.isfinite(self.readings[name]):
-                    firsts.append(self.readings[name])
+                if math.isfinite(self.values[name]):
+                    firsts.append(self.values[name])
             elif fmean(firsts) >= smallest:
-                ratios[f"{name}_ratio"] = self.readings[name] / fmean(firsts)
+                ratios[f"{name}_ratio"] = self.values[name] / fmean(firsts)
         return ratios
 
 
-def _rollout_readings(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the readings of the rollout's metrics; deviation is over all episodes if groups are single."""
-    readings = {name: metrics[name] for name in ROLLOUT_READINGS if name in metrics}
+def _rollout_diagnostics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the diagnostics of the rollout's metrics; deviation is over all episodes if groups are single."""
+    values = {name: metrics[name] for name in ROLLOUT_DIAGNOSTICS if name in metrics}
     deviation = metrics.get("group_return_std", metrics.get("return_std"))
-    return readings if deviation is None else readings | {"deviation": deviation}
+    return values if deviation is None else values | {"deviation": deviation}

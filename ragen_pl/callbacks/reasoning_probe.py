@@ -1,4 +1,4 @@
-"""Does an agent's reasoning depend on what it sees? Cross-scoring of first thoughts under other prompts.
+"""Probe of whether an agent's reasoning depends on its observation: cross-scoring under other prompts.
 
 After RAGEN-2 (Wang et al., 2026, arXiv 2604.06268). The first reasoning of several episodes is scored under
 the first prompt of each of them. Nothing is sampled: a run with probes has the weights of the run without.
@@ -30,7 +30,7 @@ from ragen_pl.trajectory import (
     Turn,
 )
 
-READINGS: Final = (
+DIAGNOSTICS: Final = (
     "conditional_entropy",
     "conditional_entropy_per_token",
     "marginal_entropy",
@@ -45,7 +45,7 @@ READINGS: Final = (
 
 
 class Regime(StrEnum):
-    """What entropy within a prompt and information between prompts imply together."""
+    """State of a policy's reasoning, by entropy within a prompt and information between prompts."""
 
     DIVERSE = "diverse"
     """Reasoning varies and depends on the prompt."""
@@ -66,7 +66,7 @@ class ReasoningProbe:
         marginal_entropy: H(Z), with the mixture over the prompts as the marginal.
         mutual_information: I(X;Z) = H(Z) - H(Z|X), at most log N.
         bound: log N.
-        retrieval_accuracy: share of thoughts that are likeliest under their own prompt; ties count partly.
+        retrieval_accuracy: fraction of thoughts that are likeliest under their own prompt; ties count partly.
         chance: retrieval accuracy of guessing, 1/N.
         entropy_per_token: H(Z|X) divided by the mean number of tokens.
     """
@@ -81,7 +81,7 @@ class ReasoningProbe:
 
     @property
     def information_share(self) -> float:
-        """The mutual information as a share of its bound, 0 with one prompt."""
+        """The mutual information as a fraction of its bound, 0 with one prompt."""
         return self.mutual_information / self.bound if self.bound else 0.0
 
     def regime(self, *, low_entropy: float = 0.05, low_information: float = 0.25) -> Regime:
@@ -89,7 +89,7 @@ class ReasoningProbe:
 
         Args:
             low_entropy: nats a token below which reasoning hardly varies.
-            low_information: share of log N below which reasoning hardly depends on the prompt.
+            low_information: fraction of log N below which reasoning hardly depends on the prompt.
         """
         varied = self.entropy_per_token >= low_entropy
         if self.information_share >= low_information:

@@ -74,7 +74,7 @@ class Ending:
 
     @property
     def text(self) -> str:
-        """What is printed. The last line is always `ragen_pl: …`."""
+        """Text that is printed. The last line is always `ragen_pl: …`."""
         return f"{self.traceback}ragen_pl: {' '.join(self.line.split())}\n"
 
     def show(self) -> None:

@@ -155,7 +155,7 @@ def _sharded_weights(get: _Get) -> str | None:
 
 
 def _fsdp2(get: _Get) -> str | None:
-    """What does not work on sharded weights."""
+    """Limits of FSDP2's sharded weights."""
     if not is_fsdp2(get("trainer.strategy")):
         return None
     installed = version("torch")
@@ -235,7 +235,7 @@ def _vllm_temperatures(get: _Get) -> str | None:
 
 
 def _vllm(get: _Get) -> str | None:
-    """What vLLM needs, and what it can't do."""
+    """Requirements and limits of vLLM."""
     engine = str(get("rollout.engine._target_")).rpartition(".")[2]
     if engine not in ("VLLMEngine", "VLLMServerEngine"):
         return None

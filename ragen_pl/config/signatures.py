@@ -110,7 +110,7 @@ def read_signature(target: str) -> Signature | None:
 def _documented(
     signature: Signature, module: _Module, node: ast.ClassDef | ast.FunctionDef
 ) -> Signature:
-    """Return a signature with what the docstrings of its class and of base classes say."""
+    """Return a signature with the descriptions in the docstrings of its class and of base classes."""
     inherited: dict[str, str] = {}
     for base in node.bases if isinstance(node, ast.ClassDef) else ():
         parent = _of_base(module, base)

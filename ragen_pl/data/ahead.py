@@ -1,4 +1,4 @@
-"""The rollout that is sampled while the iteration before it trains."""
+"""Rollout that is sampled while the iteration before it trains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -55,48 +56,83 @@ def _unpacked(data: bytes) -> PlayedRollout:
     return rollout
 
 
-class RolloutAhead:
-    """At most one rollout for a later iteration: under way, finished, or failed.
+class AheadState(StrEnum):
+    """State of the rollout for a later iteration, see `RolloutAhead`."""
 
-    All ranks call each method together.
+    NONE = "none"
+    UNDER_WAY = "under way"
+    PLAYED = "played"
+    FAILED = "failed"
+
+
+class RolloutAhead:
+    """The rollout for a later iteration, at most one: NONE → UNDER_WAY → PLAYED or FAILED → NONE.
+
+    All ranks call each method together, and their states are equal. `begin` starts a rollout, `wait` ends UNDER_WAY,
+    `played` returns it or raises its error, and `drop` leads from each state to NONE. Checkpoints hold PLAYED.
 
     Args:
-        most: Largest staleness; 0 for no rollouts ahead.
+        max_staleness: Largest staleness; 0 for no rollouts ahead.
         reward: Applies the reward functions to trajectories. It may gather over ranks.
+
+    Example:
+        One iteration ahead. The DataModule's `collect` makes the calls of an iteration::
+
+            call        state
+            played(0)   NONE        returns None, so `collect` plays iteration 0 itself
+            begin(1)    UNDER_WAY   a thread plays iteration 1 while iteration 0 is prepared and trained
+            played(1)   PLAYED      waits for the thread; the weights are one update old
+            drop()      NONE        iteration 1 has been collated
+            begin(2)    UNDER_WAY
+            wait()      FAILED      an environment's error on any rank; `played(2)` raises it and leads to NONE
     """
 
-    def __init__(self, most: IterationsAhead, reward: Callable[[list[Trajectory]], None]) -> None:
-        self.most, self._reward = most, reward
+    def __init__(
+        self, max_staleness: IterationsAhead, reward: Callable[[list[Trajectory]], None]
+    ) -> None:
+        self.max_staleness, self._reward = max_staleness, reward
         self._numbers = (-1, -1)
-        self._under_way: BackgroundRollout | None = None
-        self._played: PlayedRollout | None = None
-        self._error: BaseException | None = None
+        # its type is the state
+        self._rollout: BackgroundRollout | PlayedRollout | BaseException | None = None
+
+    @property
+    def state(self) -> AheadState:
+        """The present state. A thread that has ended is UNDER_WAY until `wait`."""
+        match self._rollout:
+            case None:
+                return AheadState.NONE
+            case BackgroundRollout():
+                return AheadState.UNDER_WAY
+            case PlayedRollout():
+                return AheadState.PLAYED
+            case _:
+                return AheadState.FAILED
 
     def begin(self, iteration: int, rollout: BackgroundRollout, *, weights_of: int) -> None:
         """Take over a rollout that has begun; see `PlayedRollout`."""
         self._numbers = (iteration, weights_of)
-        self._under_way = rollout
+        self._rollout = rollout
 
-    def settle(self) -> None:
-        """Wait until no rollout is under way. What has ended one is raised by `played`."""
-        if self._under_way is None:
+    def wait(self) -> None:
+        """Wait until no rollout is under way. `played` raises the error that has ended one."""
+        if not isinstance(rollout := self._rollout, BackgroundRollout):
             return
         trajectories: list[Trajectory] = []
         error: Exception | None = None
         try:
-            trajectories = self._under_way.result()
+            trajectories = rollout.result()
         except Exception as raised:
             # an exception of a signal handler passes, and the thread is stopped
-            self._under_way.wait()
+            rollout.wait()
             error = raised
-        self._under_way = None
+        self._rollout = None
         errors = gather_over_ranks(None if error is None else sendable(error))
         if (first := next(filter(None, errors), None)) is not None:
-            self._error = error or first
+            self._rollout = error or first
             return
         self._reward(trajectories)
         iteration, weights_of = self._numbers
-        self._played = PlayedRollout(
+        self._rollout = PlayedRollout(
             iteration=iteration, weights_of=weights_of, trajectories=trajectories
         )
 
@@ -110,35 +146,35 @@ class RolloutAhead:
         Raises:
             RolloutError: It is for another iteration, or sampled with older weights than allowed.
         """
-        if (under_way := self._under_way) is not None:
+        if isinstance(under_way := self._rollout, BackgroundRollout):
             # a rank that ends the run here ends all: they meet once, however they fare
             all_ranks_do(lambda: under_way.wait(progress=progress))
-        self.settle()
-        if self._error is not None:
-            error, self._error = self._error, None
+        self.wait()
+        if isinstance(error := self._rollout, BaseException):
+            self._rollout = None
             raise error
-        if self._played is None:
+        if not isinstance(played := self._rollout, PlayedRollout):
             return None
-        if self._played.iteration != iteration or not 0 <= self._played.staleness <= self.most:
+        if played.iteration != iteration or not 0 <= played.staleness <= self.max_staleness:
             raise RolloutError(
-                f"rollout.iterations_ahead={self.most}: iteration {iteration} got a rollout for iteration "
-                f"{self._played.iteration} with the weights of iteration {self._played.weights_of}; the DataModule's "
+                f"rollout.iterations_ahead={self.max_staleness}: iteration {iteration} got a rollout for iteration "
+                f"{played.iteration} with the weights of iteration {played.weights_of}; the DataModule's "
                 "collect has to be called once in each iteration"
             )
         if progress is not None:
-            total = len(self._played.trajectories)
+            total = len(played.trajectories)
             all_ranks_do(lambda: progress(total, total))
-        return self._played
+        return played
 
-    def drop(self, *, patient: bool = False) -> None:
+    def drop(self, *, wait: bool = False) -> None:
         """Stop a rollout under way and forget a finished one.
 
         Args:
-            patient: See `BackgroundRollout.stop`.
+            wait: See `BackgroundRollout.stop`.
         """
-        if self._under_way is not None:
-            self._under_way.stop(patient=patient)
-        self._under_way = self._played = self._error = None
+        if isinstance(self._rollout, BackgroundRollout):
+            self._rollout.stop(wait=wait)
+        self._rollout = None
 
     def state_dict(self) -> list[Tensor] | dict[str, Any] | None:
         """Wait for a rollout under way; return each rank's as the bytes of a pickle, None without one (`by_rank`).
@@ -146,17 +182,17 @@ class RolloutAhead:
         Raises:
             RolloutError: It can't be pickled.
         """
-        self.settle()
-        if self._played is None:
+        self.wait()
+        if not isinstance(self._rollout, PlayedRollout):
             return None
         try:
-            data = packed(self._played)
+            data = packed(self._rollout)
             # what can't be read must not be written
             _unpacked(data)
         except (pickle.PickleError, TypeError, AttributeError) as error:
             raise RolloutError(
-                f"rollout.iterations_ahead={self.most}: a checkpoint holds the rollout ahead, which can't be pickled "
-                f"({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
+                f"rollout.iterations_ahead={self.max_staleness}: a checkpoint holds the rollout ahead, which can't be "
+                f"pickled ({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
             ) from error
         # a tensor, which files without other objects may hold
         return by_rank(torch.frombuffer(bytearray(data), dtype=torch.uint8), name="ahead")
@@ -169,7 +205,7 @@ class RolloutAhead:
         """
         if state is None:
             return
-        if not self.most:
+        if not self.max_staleness:
             log.info(
                 "rollout.iterations_ahead=0: the rollout ahead in the checkpoint is sampled again, with present weights"
             )
@@ -191,6 +227,6 @@ class RolloutAhead:
         own = [one for one in trajectories if one.group % world_size() == rank()]
         own.sort(key=lambda one: (one.group, one.member))
         first = parts[0]
-        self._played = PlayedRollout(
+        self._rollout = PlayedRollout(
             iteration=first.iteration, weights_of=first.weights_of, trajectories=own
         )

@@ -52,9 +52,9 @@ class Samples:
     temperature: Tensor
     """float32 `[rows, time]`, sampling temperature of a token, 1 elsewhere."""
     image_index: Tensor
-    """int64 `[rows, most images]`, indices into the batch's images, -1 for none."""
+    """int64 `[rows, max images]`, indices into the batch's images, -1 for none."""
     patches: Tensor
-    """bool `[rows, most images, patches]`, patches shown; `[rows, 0, 0]` if every image is whole."""
+    """bool `[rows, max images, patches]`, patches shown; `[rows, 0, 0]` if every image is whole."""
     episode: Tensor
     """int64 `[rows]`, index of the episode."""
     weight: Tensor
@@ -82,7 +82,7 @@ class Samples:
             input_ids: int64 `[rows, time]`.
             sampled: bool `[rows, time]`, the sampled tokens.
             length: int64 `[rows]`.
-            image_index: int64 `[rows, most images]`, whole images.
+            image_index: int64 `[rows, max images]`, whole images.
             advantages: float32 `[rows, time]`; 0 if None.
         """
         rows, zeros = len(input_ids), torch.zeros(input_ids.shape)
@@ -137,7 +137,7 @@ class Episodes:
     """Rewards and other facts of each episode. Every field's first axis is the episode."""
 
     turn_rewards: Tensor
-    """float32 `[episodes, most turns]`, 0 beyond the last turn."""
+    """float32 `[episodes, max turns]`, 0 beyond the last turn."""
     turns: Tensor
     """int64 `[episodes]`, number of turns."""
     group: Tensor
@@ -145,9 +145,9 @@ class Episodes:
     member: Tensor
     """int64 `[episodes]`, number within the group."""
     hit_length_limit: Tensor
-    """bool `[episodes, most turns]`, whether the response hit its length limit."""
+    """bool `[episodes, max turns]`, whether the response hit its length limit."""
     state: Tensor
-    """int64 `[episodes, most turns]`, number of the state at the turn's start, -1 for unknown."""
+    """int64 `[episodes, max turns]`, number of the state at the turn's start, -1 for unknown."""
     weight: Tensor
     """float32 `[episodes]`, factor of the policy's loss, 1 unless a group filter changes it."""
     truncated: Tensor

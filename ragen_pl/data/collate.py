@@ -161,10 +161,10 @@ def _patches(drafts: Sequence[_Draft], images: int, bundle: ModelBundle) -> Tens
 
 def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle) -> Samples:
     rows, time = len(drafts), max((len(draft.ids) for draft in drafts), default=0)
-    most_images = max((len(draft.images) for draft in drafts), default=0)
+    max_images = max((len(draft.images) for draft in drafts), default=0)
     shape, minus_one = (rows, time), np.full((rows, time), -1, dtype=np.int64)
     ids = np.full(shape, bundle.pad_token_id, dtype=np.int64)
-    image_index = np.full((rows, most_images), -1, dtype=np.int64)
+    image_index = np.full((rows, max_images), -1, dtype=np.int64)
     turn, token = minus_one.copy(), minus_one.copy()
     spans = np.zeros(shape, dtype=np.int8)
     logprobs, temperature = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
@@ -194,7 +194,7 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
         behavior_logprobs=torch.from_numpy(logprobs),
         temperature=torch.from_numpy(temperature),
         image_index=torch.from_numpy(image_index),
-        patches=_patches(drafts, most_images, bundle),
+        patches=_patches(drafts, max_images, bundle),
         episode=torch.tensor([draft.episode for draft in drafts], dtype=torch.int64),
         weight=torch.ones(rows),
         advantages=zeros,
@@ -249,9 +249,9 @@ def as_dummy_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
-    most = max((len(trajectory.turns) for trajectory in kept), default=0)
-    rewards = torch.zeros(len(kept), most)
-    hit_length_limit = torch.zeros(len(kept), most, dtype=torch.bool)
+    max_turns = max((len(trajectory.turns) for trajectory in kept), default=0)
+    rewards = torch.zeros(len(kept), max_turns)
+    hit_length_limit = torch.zeros(len(kept), max_turns, dtype=torch.bool)
     for row, trajectory in enumerate(kept):
         turns = trajectory.turns
         rewards[row, : len(turns)] = torch.tensor([turn.reward for turn in turns])
@@ -267,7 +267,7 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
         group=column([trajectory.group for trajectory in kept], torch.int64),
         member=column([trajectory.member for trajectory in kept], torch.int64),
         hit_length_limit=hit_length_limit,
-        state=_states(kept, most),
+        state=_states(kept, max_turns),
         weight=torch.tensor(weights, dtype=torch.float32),
         truncated=column(
             [trajectory.status is EpisodeStatus.TRUNCATED for trajectory in kept], torch.bool
@@ -276,10 +276,10 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
     )
 
 
-def _states(kept: Sequence[Trajectory], most: int) -> Tensor:
+def _states(kept: Sequence[Trajectory], max_turns: int) -> Tensor:
     """Return the number of the state that each turn started in, -1 where it was not recorded."""
     numbers: dict[str, int] = {}
-    state = torch.full((len(kept), most), -1, dtype=torch.int64)
+    state = torch.full((len(kept), max_turns), -1, dtype=torch.int64)
     for row, trajectory in enumerate(kept):
         for number, turn in enumerate(trajectory.turns):
             key = turn.state_key

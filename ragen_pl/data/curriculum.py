@@ -14,14 +14,14 @@ from ragen_pl.constraints import Count, Fraction
 class Curriculum:
     """Begin the next stage when mean sampled success in the present one exceeds `above`.
 
-    All groups play the first stage. Later a share of them plays the present stage, and the others those before it in
+    All groups play the first stage. Later a fraction of them plays the present stage, and the others those before it in
     turn.
 
     Attributes:
         stages: reset options of each stage in order, none for the environment's own initial states:
             `[{}, {"min_distance": 3}]`.
         above: mean success over the last `window` iterations of a stage; a higher one begins the next stage.
-        share: share of the groups that play the present stage.
+        share: fraction of the groups that play the present stage.
         window: number of iterations to average.
 
     Raises:

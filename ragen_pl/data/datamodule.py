@@ -41,7 +41,7 @@ from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 
-class RollsOut(Protocol):
+class RolloutModule(Protocol):
     """Module that the DataModule collects trajectories for."""
 
     @property
@@ -58,14 +58,14 @@ class RollsOut(Protocol):
 
 
 @runtime_checkable
-class LendsEngine(RollsOut, Protocol):
+class AsyncRolloutModule(RolloutModule, Protocol):
     """Module whose engine can sample a rollout while the module trains."""
 
-    def lend_engine(self, *, take_back: Callable[[], None]) -> RolloutEngine:
+    def async_rollout_engine(self, *, wait_for_rollout: Callable[[], None]) -> RolloutEngine:
         """Return the engine with the policy's present weights, for a rollout in another thread.
 
         Args:
-            take_back: Waits for the end of that rollout. The module calls it before it uses the engine again.
+            wait_for_rollout: Waits for the end of that rollout. The module calls it before it uses the engine again.
 
         Raises:
             ValueError: The engine can't sample while the policy trains, or the loss corrects for no older weights.
@@ -73,7 +73,7 @@ class LendsEngine(RollsOut, Protocol):
         ...
 
     def prepare(self, batch: TrajectoryBatch, *, stale: bool = False) -> TrajectoryBatch:
-        """Fill in what `RollsOut.prepare` does.
+        """Fill in masks, values, advantages and returns, as `RolloutModule.prepare`.
 
         Args:
             batch: Samples of an iteration.
@@ -88,7 +88,7 @@ class RolloutDataModule(MinibatchDataModule):
         proxy: plays training episodes.
         validation_sets: validation sets, the main one first.
         iteration: episodes of an iteration; None for the defaults. With `iterations_ahead` the module has to follow
-            `LendsEngine`.
+            `AsyncRolloutModule`.
         update: passes and minibatches of an iteration's update; None for the defaults.
         seed: seed of the run.
         held_out: keep the initial states of the first validation set out of training.
@@ -170,11 +170,11 @@ class RolloutDataModule(MinibatchDataModule):
     def collect(
         self,
         iteration: int,
-        module: RollsOut,
+        module: RolloutModule,
         *,
         progress: Progress | None = None,
     ) -> list[Trajectory]:
-        """Roll out this rank's share of an iteration and fill the buffer; return the trajectories.
+        """Play this rank's part of an iteration and fill the buffer; return the trajectories.
 
         Trajectories that the filter drops are returned and counted too, but not trained on. With `iterations_ahead`
         the rollout of the next iteration begins here, and goes on while this one trains.
@@ -203,7 +203,7 @@ class RolloutDataModule(MinibatchDataModule):
             self.metrics["curriculum_stage"] = float(self.curriculum.stage(iteration))
             self._observe_stage(self.curriculum, trajectories, iteration)
         batch = self._collated(selection)
-        if self._ahead.most:
+        if self._ahead.max_staleness:
             staleness = 0 if played is None else played.staleness
             self.metrics["staleness"] = staleness / attempts
             self.buffer = self._prepare_and_begin_next(
@@ -216,7 +216,7 @@ class RolloutDataModule(MinibatchDataModule):
 
     def _rollouts(
         self,
-        module: RollsOut,
+        module: RolloutModule,
         iteration: int,
         *,
         played: PlayedRollout | None,
@@ -269,17 +269,18 @@ class RolloutDataModule(MinibatchDataModule):
             curriculum.observe(solved / count, iteration=iteration)
 
     def _prepare_and_begin_next(
-        self, module: RollsOut, batch: TrajectoryBatch, iteration: int, *, stale: bool
+        self, module: RolloutModule, batch: TrajectoryBatch, iteration: int, *, stale: bool
     ) -> TrajectoryBatch:
         """Prepare a batch while the rollout of the next iteration begins."""
-        if not isinstance(module, LendsEngine):
+        if not isinstance(module, AsyncRolloutModule):
             raise TypeError(
-                f"rollout.iterations_ahead={self._ahead.most}: {type(module).__name__} has no lend_engine; give it one "
-                "(ragen_pl.data.datamodule.LendsEngine), or set iterations_ahead=0"
+                f"rollout.iterations_ahead={self._ahead.max_staleness}: {type(module).__name__} has no "
+                "async_rollout_engine; give it one (ragen_pl.data.datamodule.AsyncRolloutModule), or set "
+                "iterations_ahead=0"
             )
         self._ahead.drop()
         if not self._is_last(iteration):
-            engine = module.lend_engine(take_back=self._ahead.settle)
+            engine = module.async_rollout_engine(wait_for_rollout=self._ahead.wait)
             rollout = BackgroundRollout(
                 self.proxy,
                 self._responder(engine, module.global_step),
@@ -311,9 +312,9 @@ class RolloutDataModule(MinibatchDataModule):
             check_terms(trajectories, of=reward)
 
     def drop_ahead(self) -> None:
-        """Forget the rollout ahead, whose weights are not the policy's last ones any more. All ranks must call it."""
+        """Drop the rollout ahead after the policy's weights were replaced. All ranks must call it."""
         # the next rollout plays in the same environments
-        self._ahead.drop(patient=True)
+        self._ahead.drop(wait=True)
 
     def on_exception(self, exception: BaseException) -> None:
         """Stop the rollout ahead."""

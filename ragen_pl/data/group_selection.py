@@ -41,7 +41,7 @@ def select_groups(
     returns: Return,
     limit: int | None = None,
 ) -> GroupSelection:
-    """Judge the groups of all ranks and return this rank's share of those kept.
+    """Judge the groups of all ranks and return this rank's part of those kept.
 
     If no group passes, the group whose returns differ most is kept, so an update always has a batch.
 
@@ -59,7 +59,7 @@ def select_groups(
     result = group_filter(torch.tensor([row[1] for row in judged]), group)
     weight = dict(zip(group.tolist(), result.weight.tolist(), strict=True))
     kept = torch.unique(group[result.keep]).tolist()[:limit]
-    metrics = {"kept_share": result.share, "kept_deviation": result.deviation}
+    metrics = {"kept_share": result.kept_fraction, "kept_deviation": result.deviation}
     if not kept:
         kept = [_widest_group(judged)]
         weight[kept[0]] = 1.0

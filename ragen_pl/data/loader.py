@@ -50,7 +50,7 @@ class MinibatchLoader:
         minibatches: optimizer steps of an epoch.
         accumulate: minibatches of an optimizer step (the Trainer's `accumulate_grad_batches`).
         tokens_per_microbatch: positions of a microbatch, padding included; None to split a minibatch by length only.
-        length_buckets: most microbatches that a minibatch is split into by length, without `tokens_per_microbatch`.
+        length_buckets: largest number of microbatches of a minibatch, by length, without `tokens_per_microbatch`.
         seed_key: seed of the order: run seed, iteration, rank.
         world_size: number of ranks whose gradients are averaged.
         sum_over_ranks: sums a tensor over the ranks; identity on one rank.

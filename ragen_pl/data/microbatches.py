@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragen_pl.distributed import max_over_ranks
 
-# share of padding below which one more microbatch costs more than it saves
+# fraction of padding below which one more microbatch costs more than it saves
 _LITTLE_PADDING = 0.05
 
 
@@ -27,19 +27,19 @@ def split_by_length(lengths: Tensor, buckets: int) -> list[Tensor]:
     """
     order = torch.argsort(lengths, stable=True)
     unique, counts = np.unique(lengths.cpu().numpy(), return_counts=True)
-    kinds, most = len(unique), min(buckets, len(unique))
+    kinds, max_count = len(unique), min(buckets, len(unique))
     before = np.concatenate([[0], np.cumsum(counts)])
-    cost = np.full((most + 1, kinds + 1), np.inf)
+    cost = np.full((max_count + 1, kinds + 1), np.inf)
     cost[0, 0] = 0
-    first = np.zeros((most + 1, kinds + 1), dtype=np.int64)
-    for number in range(1, most + 1):
+    first = np.zeros((max_count + 1, kinds + 1), dtype=np.int64)
+    for number in range(1, max_count + 1):
         for end in range(1, kinds + 1):
             totals = cost[number - 1, :end] + (before[end] - before[:end]) * unique[end - 1]
             first[number, end] = int(totals.argmin())
             cost[number, end] = totals[first[number, end]]
     little = cost[:, kinds] * (1.0 - _LITTLE_PADDING) <= int(lengths.sum())
     microbatches, end = [], kinds
-    for number in range(int(little.argmax()) or most, 0, -1):
+    for number in range(int(little.argmax()) or max_count, 0, -1):
         start = int(first[number, end])
         microbatches.append(order[int(before[start]) : int(before[end])])
         end = start
@@ -65,9 +65,9 @@ def with_equal_count(microbatches: list[Tensor]) -> list[Tensor]:
     Strategies that shard the weights wait for each other in every forward pass. The repeated row is computed for
     nothing, so this is for forward passes without a gradient. A rank without microbatches repeats row 0.
     """
-    most = int(max_over_ranks(torch.tensor(len(microbatches))))
+    count = int(max_over_ranks(torch.tensor(len(microbatches))))
     row = microbatches[0][:1] if microbatches else torch.zeros(1, dtype=torch.int64)
-    return microbatches + [row] * (most - len(microbatches))
+    return microbatches + [row] * (count - len(microbatches))
 
 
 def split_into(lengths: Tensor, count: int, *, tokens: int) -> list[Tensor]:

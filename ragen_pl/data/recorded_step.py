@@ -1,4 +1,4 @@
-"""RecordedStep: what a rank needs to repeat the forward and backward passes of an optimizer step, in a file."""
+"""RecordedStep: the inputs of a rank's forward and backward passes in an optimizer step, in a file."""
 
 from __future__ import annotations
 

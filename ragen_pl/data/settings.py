@@ -40,7 +40,7 @@ class UpdateSettings:
         epochs: passes over an iteration's samples in its update.
         minibatches: optimizer steps of a pass.
         tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
-        length_buckets: most forward passes of a minibatch, by length, without `tokens_per_microbatch`.
+        length_buckets: largest number of forward passes of a minibatch, by length, without `tokens_per_microbatch`.
         gradient_checkpointing: compute the activations of each layer again in the backward pass, in train mode: less
             memory, a third slower.
         freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.

@@ -182,7 +182,7 @@ class ValidationChunk:
 
 
 class ValidationLoader:
-    """Yield this rank's share of a validation set in chunks of `num_envs` episodes."""
+    """Yield this rank's part of a validation set in chunks of `num_envs` episodes."""
 
     def __init__(self, validation_set: ValidationSet) -> None:
         self.validation_set = validation_set
@@ -190,8 +190,8 @@ class ValidationLoader:
 
     def __len__(self) -> int:
         # that of the first rank, which has the most: ranks that share an engine play together
-        most = len(self.validation_set.episode_specs[:: world_size()])
-        return max(1, -(-most // self.validation_set.proxy.num_envs))
+        episodes = len(self.validation_set.episode_specs[:: world_size()])
+        return max(1, -(-episodes // self.validation_set.proxy.num_envs))
 
     def __iter__(self) -> Iterator[ValidationChunk]:
         size = self.validation_set.proxy.num_envs

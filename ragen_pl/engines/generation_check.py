@@ -1,4 +1,4 @@
-"""Check of what rollout engines return: a response that no policy can have sampled is refused before it is used."""
+"""Check of the responses of rollout engines: one that no policy can have sampled is refused before it is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # a log-softmax in float32 is above 0 by rounding at most
 _LARGEST_LOGPROB = 1e-4
 # no id is drawn whose probability is 0 in float32, below e^-103; a server of vLLM (0.32) writes -9999 for NaN and -inf
-_LEAST_LOGPROB = -1000.0
+_MIN_LOGPROB = -1000.0
 
 
 class InvalidGeneration(ValueError):
@@ -70,7 +70,7 @@ class GenerationCheck:
         last = lengths.cumsum() - 1
         _require(np.isfinite(logprobs), logprobs, last, "log-probs that are not finite")
         _require(logprobs <= _LARGEST_LOGPROB, logprobs, last, "log-probs above 0")
-        _require(logprobs >= _LEAST_LOGPROB, logprobs, last, "log-probs of ids that are not drawn")
+        _require(logprobs >= _MIN_LOGPROB, logprobs, last, "log-probs of ids that are not drawn")
         _require((ids >= 0) & (ids < len(self.allowed)), ids, last, "ids outside the vocabulary")
         _require(self.allowed[ids], ids, last, "ids that are never sampled")
         ended = self.ends[ids]

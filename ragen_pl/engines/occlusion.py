@@ -32,11 +32,11 @@ _ROWS = 128
 @checked
 @dataclass(frozen=True, kw_only=True)
 class LeaveOut:
-    """Shares of the context that are left out.
+    """Fractions of the context that are left out.
 
     Attributes:
-        patches: Share of each new image's patches. They stay out for the rest of the episode.
-        turns: Share of the old turns in the window, chosen anew for every response. The present turn always stays.
+        patches: Fraction of each new image's patches. They stay out for the rest of the episode.
+        turns: Fraction of the old turns in the window, chosen anew for every response. The present turn always stays.
     """
 
     patches: FractionBelowOne = 0.0
@@ -144,4 +144,4 @@ def _features(bundle: ModelBundle, prompt: Prompt) -> ImageFeatures:
     assert bundle.images is not None
     features = bundle.images.encode(prompt.images)
     shown = shown_patches(bundle, prompt.images, prompt.patches)
-    return features.of(range(len(prompt.images)), shown)
+    return features.select(range(len(prompt.images)), shown)

@@ -136,11 +136,11 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free what only a rollout needs. `load_weights` comes before the next request."""
+        """Free the memory that only a rollout needs. `load_weights` comes before the next request."""
         ...
 
     def close(self) -> None:
-        """End the engine and free what it holds. It is not used again."""
+        """End the engine and free its memory. It is not used again."""
         ...
 
 
@@ -193,7 +193,7 @@ def taking_part(engine: RolloutEngine) -> AbstractContextManager[None]:
 
 
 class EnginePolicy(Protocol):
-    """What an engine reads from a policy module.
+    """Policy as an engine reads it.
 
     Where the policy is sharded, its model has whole weights only for an engine that is `in_place`, and only between
     `load_weights` and `sleep`.
@@ -212,7 +212,7 @@ class EnginePolicy(Protocol):
         ...
 
     def compute(self, work: Callable[[ModelBundle], T]) -> T:
-        """Return what a function computes with the present weights.
+        """Return the result of a function of the present weights.
 
         All ranks call it together where the policy is sharded, and have to run its layers equally often.
         """

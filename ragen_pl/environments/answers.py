@@ -1,4 +1,4 @@
-"""The border between environments and the trainer: what `reset` and `step` return is read here.
+"""Reader of the values that environments return from `reset` and `step`, with a check of each.
 
 A value of another type than the protocol asks for is refused and never guessed at: the text "no" is not false. The
 error names what was found and what was expected, and costs the episode.
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReader:
-    """Read what an environment returns.
+    """Read the return values of an environment.
 
     Attributes:
         target: gymnasium id or class path, for messages.
@@ -75,7 +75,7 @@ class AnswerReader:
         return answer[0]
 
     def step(self, answer: Any, *, reward_range: tuple[float, float] | None = None) -> Step:
-        """Read what a step returned.
+        """Read the return value of a step.
 
         Args:
             answer: the five values.

@@ -1,4 +1,4 @@
-"""Calls of an environment before a run: each has a time limit, and what it raises is one line."""
+"""Calls of an environment before a run: each has a time limit, and an error of one line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EnvironmentCalls:
         self._made: gymnasium.Env[Any, Any] | None = None
 
     def call(self, what: str, function: Callable[[], T]) -> T:
-        """Return what a call of the environment returns.
+        """Return the result of a call of the environment.
 
         Args:
             what: the call, for messages; empty for one that names itself.
@@ -73,19 +73,19 @@ class EnvironmentCalls:
             text = f"{what} raised: {text}" if what else text.removeprefix(f"{self._env.target} ")
             raise ConfigError(f"{self.place}: {text}") from error
 
-    def attempt(self, what: str, function: Callable[[], T], *, factor: float = 1.0) -> T:
-        """Return what a call of the environment returns, or raise its own error.
+    def attempt(self, what: str, function: Callable[[], T], *, time_limit_factor: float = 1.0) -> T:
+        """Return the result of a call of the environment, or raise its own error.
 
         Args:
             what: as that of `call`.
             function: makes the call.
-            factor: factor of the time limit.
+            time_limit_factor: factor of the time limit.
 
         Raises:
             ConfigError: it ended the program or took too long.
             Exception: its own error.
         """
-        (outcome,) = self._workers.run([(0, function)], factor=factor)
+        (outcome,) = self._workers.run([(0, function)], time_limit_factor=time_limit_factor)
         named = f"{what}: " if what else ""
         if isinstance(outcome, TimeLimitExceeded):
             self._kill()
@@ -116,8 +116,10 @@ class EnvironmentCalls:
         assert isinstance(settings, dict)
         kwargs = {str(name): value for name, value in settings.items()}
         try:
-            make = self.attempt("its module", find, factor=CREATION_FACTOR)
-            made = self.attempt("its constructor", partial(make, **kwargs), factor=CREATION_FACTOR)
+            make = self.attempt("its module", find, time_limit_factor=CREATION_FACTOR)
+            made = self.attempt(
+                "its constructor", partial(make, **kwargs), time_limit_factor=CREATION_FACTOR
+            )
         except ConfigError:
             raise
         except Exception as error:  # an environment's constructor may raise anything

@@ -44,7 +44,7 @@ _KEPT, _FIRST_EPISODES = 4 * 2**20, 3
 
 
 def manager_settings(env: DictConfig) -> dict[str, Any]:
-    """Return the settings of the environment manager: those of the node `env` without what describes the task."""
+    """Return the settings of the environment manager: those of the node `env` without name, visual and words."""
     settings = OmegaConf.to_container(env, resolve=True)
     assert isinstance(settings, dict)
     return {str(key): value for key, value in settings.items() if key not in _DESCRIPTIONS}
@@ -192,7 +192,7 @@ class _Check:
             actions = self.calls.attempt(
                 f"{type(policy).__name__}.act(env, rng)",
                 lambda: [policy.act(slot.env, rng) for _ in range(_ACTIONS)],
-                factor=_ACTIONS,
+                time_limit_factor=_ACTIONS,
             )
             if wrong := [action for action in actions if not _is_action(action, slot)]:
                 raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")
@@ -275,7 +275,7 @@ class _Check:
             _warn_of_memory(memory, place=self.place)
 
     def _played(self, seed: int, memory: list[int | None]) -> list[_Moment]:
-        """Return what the beginning of a random episode shows, and append the memory in use before it."""
+        """Return the first moments of a random episode, and append the memory in use before it."""
         memory.append(used_memory())
         slot, rng = self._reset(seed), np.random.default_rng(seed)
         assert slot.observation is not None

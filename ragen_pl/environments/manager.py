@@ -105,13 +105,13 @@ class EnvironmentManager:
         self.answers = AnswerReader(target=target, blank_images=blank_images)
         self._make = environment_maker(target, process=process, memory_mb=memory_mb)
         self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)
-        # sound environments with their threads, and those of them that nobody plays
-        self._sound: list[_InThread] = []
+        # usable environments with their threads, and the idle ones among them
+        self._usable: list[_InThread] = []
         self._idle: list[_InThread] = []
         self._made = 0
         # environments whose turn is under way, by the number of the turn
         self._stepping: dict[int, EnvironmentSlot] = {}
-        weakref.finalize(self, _close_all, self._sound, self._workers)
+        weakref.finalize(self, _close_all, self._usable, self._workers)
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Create an environment."""
@@ -139,7 +139,7 @@ class EnvironmentManager:
         workers = [self._made + number for number in range(count - len(taken))]
         self._made += len(workers)
         outcomes = self._workers.run(
-            [(worker, self.make) for worker in workers], factor=CREATION_FACTOR
+            [(worker, self.make) for worker in workers], time_limit_factor=CREATION_FACTOR
         )
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         made = [
@@ -147,7 +147,7 @@ class EnvironmentManager:
             for worker, outcome in zip(workers, outcomes, strict=True)
             if not isinstance(outcome, BaseException)
         ]
-        self._sound += made
+        self._usable += made
         if errors:
             self._idle += [*taken, *made]
             raise errors[0]
@@ -188,7 +188,7 @@ class EnvironmentManager:
         ]
 
     def close(self, slots: Sequence[EnvironmentSlot]) -> None:
-        """Take sound environments back for later episodes, and close the others for good.
+        """Keep usable environments for later episodes, and close the others.
 
         Those whose turn is under way are closed too, after it.
         """
@@ -200,7 +200,7 @@ class EnvironmentManager:
                 self._discard(slot)
 
     def _discard(self, slot: EnvironmentSlot) -> None:
-        self._sound[:] = [(env, worker) for env, worker in self._sound if env is not slot.env]
+        self._usable[:] = [(env, worker) for env, worker in self._usable if env is not slot.env]
         if isinstance(slot.env, ProcessEnvironment):
             slot.env.kill()
         # one that hangs keeps its thread, where alone it could be closed

@@ -118,7 +118,7 @@ class EnvironmentMembers:
         return int(rng.integers(len(self.action_names)))
 
     def _call(self, name: str, kind: type | tuple[type, ...], *arguments: Any) -> Any:
-        """Return what a method returns, None where there is none."""
+        """Return a method's result, None if there is no such method."""
         method = getattr(self._environment, name, None)
         try:
             value = None if method is None else method(*arguments)

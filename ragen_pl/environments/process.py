@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what hangs, crashes or leaks memory there costs its own episode.
+"""Environments in processes of their own: one that hangs, crashes or leaks memory costs its own episode only.
 
 The process is a new interpreter that imports the environment and no model. It answers one call after the other over a
 pipe. It ends when the pipe is closed, even where the environment hangs, so it never outlives its owner. Its answer to a

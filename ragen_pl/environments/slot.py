@@ -1,4 +1,4 @@
-"""An episode to play, the environment that plays it, and what a turn there gives."""
+"""An episode to play, the environment that plays it, and the result of a turn."""
 
 from __future__ import annotations
 

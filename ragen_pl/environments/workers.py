@@ -27,7 +27,7 @@ class TimeLimitExceeded(TimeoutError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Share(Generic[T]):
+class _Batch(Generic[T]):
     """Numbered jobs for one thread, and the longest time of each in seconds."""
 
     jobs: Sequence[tuple[int, Job[T]]] = ()
@@ -36,13 +36,17 @@ class _Share(Generic[T]):
 
 @dataclass(slots=True)
 class _Thread(Generic[T]):
-    """A thread that runs shares of jobs in order until it is abandoned."""
+    """A thread that runs batches of jobs in order: WAITING → RUNNING → WAITING, or RUNNING → ABANDONED.
+
+    WAITING has no job and no `due`. RUNNING has `due`, the time at which the present job is late; without a time limit
+    there is none. ABANDONED is final: the job may run on, and its outcome is ignored.
+    """
 
     finished: queue.SimpleQueue[list[tuple[int, Outcome[T]]]]
-    shares: queue.SimpleQueue[_Share[T] | None] = field(default_factory=queue.SimpleQueue)
-    # an outcome is kept or given up, never both
+    batches: queue.SimpleQueue[_Batch[T] | None] = field(default_factory=queue.SimpleQueue)
+    # held while an outcome is added or the thread is abandoned, so a job has exactly one outcome
     lock: threading.Lock = field(default_factory=threading.Lock)
-    share: _Share[T] = field(default_factory=_Share)
+    batch: _Batch[T] = field(default_factory=_Batch)
     outcomes: list[tuple[int, Outcome[T]]] = field(default_factory=list)
     # when the present job is late; None while there is no job or no limit
     due: float | None = None
@@ -53,16 +57,16 @@ class _Thread(Generic[T]):
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        while self._run_share(self.shares.get()):
+        while self._run_batch(self.batches.get()):
             pass
 
-    def _run_share(self, share: _Share[T] | None) -> bool:
+    def _run_batch(self, batch: _Batch[T] | None) -> bool:
         """Run jobs and return whether to go on. A thread that waits refers to no job, and so to no environment."""
-        if share is None:
+        if batch is None:
             return False
         with self.lock:
-            self.share, self.outcomes, self.due = share, [], _due(share)
-        for number, job in share.jobs:
+            self.batch, self.outcomes, self.due = batch, [], _due(batch)
+        for number, job in batch.jobs:
             outcome: Outcome[T]
             try:
                 outcome = job()
@@ -73,37 +77,50 @@ class _Thread(Generic[T]):
                 if self.abandoned:
                     return False
                 self.outcomes.append((number, outcome))
-                self.due = _due(share)
+                self.due = _due(batch)
         with self.lock:
             self.due = None
-            outcomes, self.share, self.outcomes = self.outcomes, _Share(), []
+            outcomes, self.batch, self.outcomes = self.outcomes, _Batch(), []
         self.finished.put(outcomes)
         return True
 
     def abandon_late(self) -> _Thread[T] | None:
-        """Give the present job up if it takes too long; return the thread that takes over the other jobs."""
+        """Abandon the thread if its job takes too long; return the thread that takes over its other jobs."""
         with self.lock:
             if self.due is None or time.monotonic() < self.due:
                 return None
-            if len(self.outcomes) == len(self.share.jobs):
+            if len(self.outcomes) == len(self.batch.jobs):
                 return None
             self.abandoned = True
-        (late, _), *others = self.share.jobs[len(self.outcomes) :]
-        limit = TimeLimitExceeded(f"the environment took longer than {self.share.timeout_s:g} s")
+        (late, _), *others = self.batch.jobs[len(self.outcomes) :]
+        limit = TimeLimitExceeded(f"the environment took longer than {self.batch.timeout_s:g} s")
         self.finished.put([*self.outcomes, (late, limit)])
         successor = _Thread(self.finished)
-        successor.shares.put(_Share(others, self.share.timeout_s))
-        while not self.shares.empty():
-            successor.shares.put(self.shares.get())
+        successor.batches.put(_Batch(others, self.batch.timeout_s))
+        while not self.batches.empty():
+            successor.batches.put(self.batches.get())
         return successor
 
 
 class EnvironmentWorkers(Generic[T]):
     """Run jobs of environments, each in the thread of its environment.
 
+    A job goes QUEUED → RUNNING → ENDED with its outcome, or RUNNING → LATE with `TimeLimitExceeded`. The thread of a
+    late job is abandoned, and a new one takes over the jobs queued behind it. Jobs of a thread that
+    were submitted together are returned together.
+
     Args:
         count: Number of threads. A single one without a time limit is the caller's.
         timeout_s: Longest time of a job in seconds; None for no limit.
+
+    Example:
+        Two threads, the second job hangs::
+
+            workers = EnvironmentWorkers(2, timeout_s=1.0)
+            workers.submit([(0, step), (1, hang), (1, step)])  # [0, 1, 2]; 0 and 1 RUNNING, 2 QUEUED behind 1
+            workers.collect()  # [(0, outcome)]
+            workers.collect()  # [(1, TimeLimitExceeded)] after a second; 2 RUNNING in a new thread
+            workers.collect()  # [(2, outcome)]
     """
 
     def __init__(self, count: int, *, timeout_s: float | None) -> None:
@@ -113,27 +130,29 @@ class EnvironmentWorkers(Generic[T]):
         self._numbers = count_up()
         weakref.finalize(self, _end, self._threads)
 
-    def submit(self, jobs: Sequence[tuple[int, Job[T]]], *, factor: float = 1.0) -> list[int]:
+    def submit(
+        self, jobs: Sequence[tuple[int, Job[T]]], *, time_limit_factor: float = 1.0
+    ) -> list[int]:
         """Queue jobs and return their numbers.
 
         Args:
             jobs: Number of each job's thread, and the job. Threads beyond `count` begin again at the first.
-            factor: Factor of the time limit for these jobs.
+            time_limit_factor: Factor of the time limit for these jobs.
         """
         numbers = list(islice(self._numbers, len(jobs)))
-        shares: dict[int, list[tuple[int, Job[T]]]] = {}
+        batches: dict[int, list[tuple[int, Job[T]]]] = {}
         for number, (thread, job) in zip(numbers, jobs, strict=True):
-            shares.setdefault(thread % self.count, []).append((number, job))
+            batches.setdefault(thread % self.count, []).append((number, job))
         if self.count == 1 and self.timeout_s is None:
-            for share in shares.values():
-                self._finished.put([(number, _outcome(job)) for number, job in share])
+            for batch in batches.values():
+                self._finished.put([(number, _outcome(job)) for number, job in batch])
             return numbers
-        for thread, share in shares.items():
+        for thread, batch in batches.items():
             if thread not in self._threads:
                 self._threads[thread] = _Thread(self._finished)
                 self._threads[thread].start()
-            limit = None if self.timeout_s is None else factor * self.timeout_s
-            self._threads[thread].shares.put(_Share(share, limit))
+            limit = None if self.timeout_s is None else time_limit_factor * self.timeout_s
+            self._threads[thread].batches.put(_Batch(batch, limit))
         return numbers
 
     def collect(self, *, wait_s: float | None = None) -> list[tuple[int, Outcome[T]]]:
@@ -158,14 +177,16 @@ class EnvironmentWorkers(Generic[T]):
             ended += self._finished.get()
         return ended
 
-    def run(self, jobs: Sequence[tuple[int, Job[T]]], *, factor: float = 1.0) -> list[Outcome[T]]:
+    def run(
+        self, jobs: Sequence[tuple[int, Job[T]]], *, time_limit_factor: float = 1.0
+    ) -> list[Outcome[T]]:
         """Run jobs and return their outcomes in order; the outcomes of others under way are dropped.
 
         Args:
             jobs: As those of `submit`.
-            factor: Factor of the time limit for these jobs.
+            time_limit_factor: Factor of the time limit for these jobs.
         """
-        numbers = self.submit(jobs, factor=factor)
+        numbers = self.submit(jobs, time_limit_factor=time_limit_factor)
         outcomes: dict[int, Outcome[T]] = {}
         while not outcomes.keys() >= set(numbers):
             outcomes.update(self.collect())
@@ -189,9 +210,9 @@ class EnvironmentWorkers(Generic[T]):
         return min(ticks, default=None)
 
 
-def _due(share: _Share[T]) -> float | None:
-    """Return when a job of this share that begins now is late."""
-    return None if share.timeout_s is None else time.monotonic() + share.timeout_s
+def _due(batch: _Batch[T]) -> float | None:
+    """Return when a job of this batch that begins now is late."""
+    return None if batch.timeout_s is None else time.monotonic() + batch.timeout_s
 
 
 def _outcome(job: Job[T]) -> Outcome[T]:
@@ -207,6 +228,6 @@ def _outcome(job: Job[T]) -> Outcome[T]:
 
 
 def _end(threads: dict[int, _Thread[T]]) -> None:
-    """Let threads end that nobody will give jobs to."""
+    """End the threads once they have run their jobs."""
     for thread in threads.values():
-        thread.shares.put(None)
+        thread.batches.put(None)

@@ -36,11 +36,11 @@ def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
                 [
                     "" if number else name,
                     policy,
-                    share(metrics, "success"),
+                    proportion(metrics, "success"),
                     f"{metrics['return']:.3f}",
                     f"{metrics['turns']:.2f}",
                     f"{metrics['valid_actions']:.3f}" if "valid_actions" in metrics else "-",
-                    *(share(metrics, pass_name) for pass_name in passes),
+                    *(proportion(metrics, pass_name) for pass_name in passes),
                 ]
             )
     return head, rows
@@ -68,7 +68,7 @@ def difficulty_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows
             cells = [by_policy.get(policy, {}).get(level) for policy in columns]
             rows.append(
                 ["" if number else name, level, f"{metrics['episodes']:.0f}"]
-                + [share(cell, "success") if cell else "-" for cell in cells]
+                + [proportion(cell, "success") if cell else "-" for cell in cells]
             )
     return ["validation set", "difficulty", "episodes", *columns], rows
 
@@ -80,10 +80,10 @@ def policies(validation_set: Mapping[str, Any]) -> list[str]:
     return first + [name for name in names if name not in _FIRST_POLICIES]
 
 
-def share(metrics: Mapping[str, float], name: str) -> str:
-    """Return a share with its 95% interval.
+def proportion(metrics: Mapping[str, float], name: str) -> str:
+    """Return a proportion with its 95% interval.
 
-    >>> share({"success": 1.0, "success_low": 0.91, "success_high": 1.0}, "success")
+    >>> proportion({"success": 1.0, "success_low": 0.91, "success_high": 1.0}, "success")
     '1.000 [0.910, 1.000]'
     """
     return f"{metrics[name]:.3f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"

@@ -30,8 +30,8 @@ from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
 from ragen_pl.run.trust import check_settings, is_own
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
-_ENGINE, _PLAYERS = "rollout/engine", "validation/baselines"
-_RESOLVED = ("ckpt", "env", "model", _ENGINE, _PLAYERS)
+_ENGINE, _BASELINES = "rollout/engine", "validation/baselines"
+_RESOLVED = ("ckpt", "env", "model", _ENGINE, _BASELINES)
 # Settings of a pretrained model that a checkpoint is used with.
 _LOADING = ("dtype", "attn_implementation")
 _PRETRAINED = {
@@ -98,10 +98,10 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         _check_foreign(settings, overrides, file=checkpoint.settings_file)
     if engine:
         settings["rollout"]["engine"] = _shipped_engine(engine, args=args)
-    if players := _value(overrides, _PLAYERS):
+    if baselines := _value(overrides, _BASELINES):
         chosen = [f"env={env}"] if env else []
-        with_players = _shipped([*chosen, f"{_PLAYERS}={players}"], args=args)
-        settings["validation"]["baselines"] = with_players["validation"]["baselines"]
+        with_baselines = _shipped([*chosen, f"{_BASELINES}={baselines}"], args=args)
+        settings["validation"]["baselines"] = with_baselines["validation"]["baselines"]
     build = settings["model"]["build"]
     if "max_tokens" in build and (model or (ckpt and checkpoint.is_folder)):
         # other policies keep the positions of their run

@@ -1,4 +1,4 @@
-"""What the rollout/update loop asks of a DataModule, and the hooks that it adds to Lightning's."""
+"""Protocol of the rollout/update loop's DataModule, and the hooks that the loop adds to Lightning's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CollectsTrajectories(Protocol):
     def collect(
         self, iteration: int, module: pl.LightningModule, *, progress: Callable[[int, int], None]
     ) -> list[Trajectory]:
-        """Play this rank's share of the iteration, fill the buffer and return the trajectories.
+        """Play this rank's part of the iteration, fill the buffer and return the trajectories.
 
         `progress(done, total)` is called between turns, and on every rank once at the end of each
         rollout with `done == total`. It may raise `ragen_pl.distributed.StopRequestedError`, which has to be

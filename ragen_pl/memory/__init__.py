@@ -1,1 +1,1 @@
-"""The memory that a run needs, planned before a model is loaded, and what makes it fit."""
+"""The memory that a run needs, planned before a model is loaded, and settings that reduce it."""

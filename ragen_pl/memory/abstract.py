@@ -162,7 +162,7 @@ def _packed_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Return what attention over windows allocates, not its values: `[1, patches, heads, width]`."""
+    """Allocate the tensors of attention over windows, without its values: `[1, patches, heads, width]`."""
     output = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
     # transformers joins the outputs of the windows in a copy
     return output.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
@@ -209,7 +209,7 @@ class AbstractImages:
         An encoder without gradients runs on the first image only: it keeps nothing of the others but their features.
         """
         if len(images) > 1 and not (torch.is_grad_enabled() and self._is_trained()):
-            return self.encode(images[:1]).of([0] * len(images), [None] * len(images))
+            return self.encode(images[:1]).select([0] * len(images), [None] * len(images))
         return self._features(self._processed(images[0], count=len(images)))
 
     def encode_together(self, images: Sequence[np.ndarray]) -> ImageFeatures:

@@ -1,4 +1,4 @@
-"""Count what a run allocates by running it on a model without data (`ragen_pl.memory.abstract`).
+"""Count a run's allocations on a model without data (`ragen_pl.memory.abstract`).
 
 Forward, loss, backward and optimizer step are the run's own code, so microbatches, checkpointing, chunks of the head,
 adapters, master weights and precision count as they are.
@@ -32,8 +32,8 @@ from ragen_pl.modules.agent import AgentModule
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 
-MOST_ROWS = 16
-"""Samples of a microbatch that are run; more are reckoned from fewer."""
+MAX_ROWS = 16
+"""Samples of a microbatch that are run; the bytes of more are extrapolated."""
 # the engine's log-probs and probabilities of a token, and their sums in float64
 _SAMPLING_BYTES = 4 + 4 + 8
 
@@ -115,7 +115,7 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
         optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
     copies = live.now.total()
     # the peak grows evenly with the rows; masks of images hold data, so not all rows are run
-    rows = [workload.rows] if workload.rows <= MOST_ROWS else [MOST_ROWS // 2, MOST_ROWS]
+    rows = [workload.rows] if workload.rows <= MAX_ROWS else [MAX_ROWS // 2, MAX_ROWS]
     peaks = [_count_passes(agent, live, replace(workload, rows=number)) for number in rows]
     peak = _at_rows(workload.rows, rows, peaks) - Counter(activations=copies)
     gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
@@ -127,7 +127,7 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
 
 
 def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> Counter[str]:
-    """Run forward and backward pass and return what they need at their peak; leaves the gradients."""
+    """Run forward and backward pass and return their peak memory; leaves the gradients."""
     trained = [weight for weight in agent.parameters() if weight.requires_grad]
     batch = minibatch_of(agent, workload)
     for weight in trained:
@@ -207,7 +207,7 @@ class CountedRollout:
         per_position: What a forward pass without gradients makes and frees, for each position.
         prefill: The same of the largest forward pass over prompts.
         cache: Keys and values, with room for the longest conversation of each episode. When responses end, the others
-            are copied, which takes their share once more.
+            are copied, which takes their part of it once more.
         sampling: Logits and what is made of them.
         images: Features of the images.
     """
@@ -269,20 +269,20 @@ class CountedEncoder:
     Attributes:
         fixed: What a call makes, whatever the number of its images.
         image: What it makes for each.
-        most: Images of a call.
+        images_per_call: Largest number of images of a call.
         features: Features of an image.
         frozen: Whether features are held for the whole run.
     """
 
     fixed: int = 0
     image: int = 0
-    most: int = 1
+    images_per_call: int = 1
     features: int = 0
     frozen: bool = False
 
     def computed(self, images: int) -> int:
         """Return the bytes of encoding images, call after call."""
-        in_call = min(images, self.most)
+        in_call = min(images, self.images_per_call)
         return self.fixed + in_call * self.image + (images - in_call) * self.features
 
     def held(self, images: int, *, iterations: int | None) -> int:
@@ -317,7 +317,7 @@ def count_encoder(agent: AgentModule, workload: Workload) -> CountedEncoder:
     return CountedEncoder(
         fixed=max(0, 2 * one - two),
         image=two - one,
-        most=encoder.images_per_call(image),
+        images_per_call=encoder.images_per_call(image),
         features=size,
     )
 

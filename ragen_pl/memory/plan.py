@@ -103,7 +103,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has what the run needs. True if its memory is unknown."""
+        """Whether the run fits on the device. True if its memory is unknown."""
         return self.device is None or self.highest.total <= self.device.size
 
 
@@ -166,7 +166,7 @@ class Counts:
         self._made: dict[str, Any] = {}
 
     def get(self, name: str, cfg: DictConfig, work: Workload, count: Callable[[], Count]) -> Count:
-        """Return a count, made once for all runs that do not differ in what it reads.
+        """Return a count, made once for all runs with the same values of the settings that it reads.
 
         Args:
             name: Name of the count in `_READS`.
@@ -242,7 +242,7 @@ def plan_phases(
     rollout: CountedRollout,
     encoder: CountedEncoder,
 ) -> tuple[Phase, ...]:
-    """Put together what a run holds and what each of its phases adds."""
+    """Plan the memory that a run holds and that each of its phases adds."""
     sharding = Sharding.of(cfg.trainer.strategy, ranks=ranks_asked_for(cfg))
     own = _tensors([agent.policy, *([] if agent.critic is None else [agent.critic])])
     copies = _tensors([agent.reference] if isinstance(agent.reference, nn.Module) else [])
@@ -304,7 +304,7 @@ def plan_phases(
 
 
 def _in_vllm(cfg: DictConfig, agent: AgentModule) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what an engine on vLLM in this process takes during a rollout, and what in other phases."""
+    """Return the memory of vLLM in this process during a rollout, and in other phases."""
     if get_object(cfg.rollout.engine._target_) is not VLLMEngine:
         return {}, {}
     device, on_gpu = device_of(cfg), choose_accelerator(cfg.trainer.accelerator) != "cpu"

@@ -21,7 +21,7 @@ from ragen_pl.memory.remedies import remedies
 log = logging.getLogger(__name__)
 # width of a log, which has none of its own
 _LOG_WIDTH = 120
-# share of a device beyond which the allocator's fragmentation may not leave enough
+# fraction of a device beyond which the allocator's fragmentation may not leave enough
 _TIGHT = 0.9
 
 
@@ -58,7 +58,7 @@ def check_memory(cfg: DictConfig) -> MemoryPlan | None:
 
 
 def show_plan(cfg: DictConfig, *, console: Console | None = None) -> bool:
-    """Print a run's plan and, if it does not fit, what makes it fit; return whether it fits as it is.
+    """Print a run's plan and, if it does not fit, settings with which it does; return whether it fits as it is.
 
     Args:
         cfg: Config of the run.
@@ -149,7 +149,7 @@ def _summary(plan: MemoryPlan) -> str:
 
 
 def _crowding(plan: MemoryPlan) -> str:
-    """Return what other processes leave of the device if that is less than the run needs, else nothing."""
+    """Return the free memory of the device in words if it is less than the run needs, else an empty text."""
     device, need = plan.device, plan.highest.total
     if device is None or not device.in_use or need <= device.size - device.in_use:
         return ""

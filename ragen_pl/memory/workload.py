@@ -1,4 +1,4 @@
-"""What a run computes at once, from its config: numbers and lengths of samples."""
+"""Sizes of a run's batches, from its config: numbers and lengths of samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LETTERS = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Sizes of what a run computes at once on one device.
+    """Sizes of the batches that a run computes on one device.
 
     Attributes:
         episodes: Episodes that are played at once.
@@ -58,11 +58,11 @@ def workload_of(cfg: DictConfig, bundle: ModelBundle) -> Workload:
     """
     rollout, turns, whole = cfg.rollout, cfg.env.max_turns, cfg.context.window == "all"
     system, turn, images = _prompt(cfg, bundle)
-    response, most = rollout.max_response_tokens, cfg.context.max_tokens
+    response, max_tokens = rollout.max_response_tokens, cfg.context.max_tokens
     # earlier turns are dropped where the context has no room for them
-    room = max(1, (most - system) // (turn + response))
+    room = max(1, (max_tokens - system) // (turn + response))
     window = min(turns if whole else cfg.context.window, turns, room)
-    prompt = min(system + window * turn + (window - 1) * response, most - response)
+    prompt = min(system + window * turn + (window - 1) * response, max_tokens - response)
     episodes = math.ceil(rollout.groups / ranks_asked_for(cfg)) * rollout.group_size
     kept = OmegaConf.select(cfg, "algorithm.filter.keep.fraction") or 1.0
     samples = episodes * kept * (1 if whole else turns)

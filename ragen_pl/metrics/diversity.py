@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from ragen_pl.distributed import gather_over_ranks, gather_states
 from ragen_pl.trajectory import Trajectory
 
-READINGS: Final = (
+DIAGNOSTICS: Final = (
     "think_blocks",
     "distinct_responses",
     "distinct_thoughts",
@@ -24,7 +24,7 @@ READINGS: Final = (
 )
 """Names of the metrics, which `Diagnostics` reads. The config reads this constant without importing the module."""
 
-# Each action's share is a metric of its own up to this number of actions.
+# Each action's fraction is a metric of its own up to this number of actions.
 _MAX_ACTIONS = 8
 
 
@@ -61,9 +61,9 @@ class ResponseDiversity(Metric):
     def compute(self) -> dict[str, float]:
         """Return the metrics; those with nothing to count are left out.
 
-        `think_blocks`: share of responses with a valid think block; `distinct_responses`, `distinct_thoughts`:
+        `think_blocks`: fraction of responses with a valid think block; `distinct_responses`, `distinct_thoughts`:
         number of different ones divided by the number of all; `action_entropy`: entropy of the distribution of
-        actions, in nats; `top_action`: share of the most frequent action; `action/<name>`: share of each action,
+        actions, in nats; `top_action`: fraction of the most frequent action; `action/<name>`: fraction of each action,
         for up to eight actions.
         """
         responses, thoughts, actions = map(_joined, (self.responses, self.thoughts, self.actions))
@@ -82,16 +82,18 @@ class ResponseDiversity(Metric):
         for own in gather_over_ranks(self.action_names) if self.over_ranks else [self.action_names]:
             names |= own
         kinds, counts = actions.unique(return_counts=True)
-        shares = {
+        fractions = {
             names[kind]: count / len(actions)
             for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True)
         }
         metrics = {
-            "action_entropy": sum(-share * math.log(share) for share in shares.values()),
-            "top_action": max(shares.values()),
+            "action_entropy": sum(
+                -fraction * math.log(fraction) for fraction in fractions.values()
+            ),
+            "top_action": max(fractions.values()),
         }
-        if len(shares) <= _MAX_ACTIONS:
-            metrics |= {f"action/{name}": shares[name] for name in sorted(shares)}
+        if len(fractions) <= _MAX_ACTIONS:
+            metrics |= {f"action/{name}": fractions[name] for name in sorted(fractions)}
         return metrics
 
 

@@ -1,4 +1,4 @@
-"""Statistics of importance masks: scores by kind of token, and the share of tokens kept in M_loss."""
+"""Statistics of importance masks: scores by kind of token, and the fraction of tokens kept in M_loss."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ImportanceStatistics(NamedSums):
         self.update(sums)
 
     def compute(self) -> dict[str, float]:
-        """Return by kind: `score_share_*` of the total score, `score_mean_*`, and the share `kept_*` of M_loss."""
+        """Return by kind: `score_share_*` of the total score, `score_mean_*`, and the fraction `kept_*` of M_loss."""
         totals = self.totals()
         total_score = sum(totals[f"{kind}_score"] for kind in KINDS)
         metrics = {}

@@ -1,4 +1,4 @@
-"""Metrics of a validation set's episodes: shares with intervals, pass@k, success by difficulty."""
+"""Metrics of a validation set's episodes: proportions with intervals, pass@k, success by difficulty."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ragen_pl.metrics.proportions import Share, wilson
+from ragen_pl.metrics.proportions import Proportion, wilson
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
@@ -21,8 +21,8 @@ _ROLLOUT_METRICS = (
 )
 
 
-def clustered(successes: Sequence[Sequence[bool]]) -> Share:
-    """Return the share of successes over samples of several groups, with its 95% interval.
+def clustered(successes: Sequence[Sequence[bool]]) -> Proportion:
+    """Return the fraction of successes over samples of several groups, with its 95% interval.
 
     Samples of a group are correlated. The interval is Wilson's for the number of independent trials that
     would give the observed variance between the groups' means, at least the number of groups and at most the
@@ -33,13 +33,13 @@ def clustered(successes: Sequence[Sequence[bool]]) -> Share:
     """
     means = [sum(samples) / len(samples) for samples in successes]
     count, total = len(means), sum(map(len, successes))
-    share = sum(map(sum, successes)) / total
+    rate = sum(map(sum, successes)) / total
     if total == count or count < 2:
-        return wilson(share, count=total if total == count else count)
+        return wilson(rate, count=total if total == count else count)
     center = sum(means) / count
     variance = sum((mean - center) ** 2 for mean in means) / (count - 1) / count
-    trials = share * (1 - share) / variance if variance > 0 else count
-    return wilson(share, count=min(max(trials, count), total))
+    trials = rate * (1 - rate) / variance if variance > 0 else count
+    return wilson(rate, count=min(max(trials, count), total))
 
 
 def pass_at(k: int, *, samples: int, successes: int) -> float:
@@ -65,7 +65,7 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a validation set's episodes; groups are the samples of one initial state.
 
-    Failed episodes are counted and enter no other metric; pass@k is that of the groups with k others. Shares of no
+    Failed episodes are counted and enter no other metric; pass@k is that of the groups with k others. Metrics of no
     responses at all are left out.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A share of independent trials with its interval. Without torch: the live view needs it too."""
+"""A proportion of independent trials with its interval. Without torch: the live view needs it too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Z = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A share with its 95% interval."""
+class Proportion:
+    """A proportion with its 95% interval."""
 
     value: float
     low: float
@@ -23,12 +23,12 @@ class Share:
         return (self.high - self.low) / 2
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Return the share and its interval as `name`, `name_low` and `name_high`."""
+        """Return the proportion and its interval as `name`, `name_low` and `name_high`."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
-def wilson(share: float, *, count: float) -> Share:
-    """Return a share of `count` independent trials with its 95% interval (Wilson, 1927).
+def wilson(proportion: float, *, count: float) -> Proportion:
+    """Return a proportion of `count` independent trials with its 95% interval (Wilson, 1927).
 
     >>> interval = wilson(0.5, count=400)
     >>> round(interval.low, 4), round(interval.high, 4)
@@ -37,8 +37,10 @@ def wilson(share: float, *, count: float) -> Share:
     1.0
     """
     square = Z**2 / count
-    center = (share + square / 2) / (1 + square)
-    spread = Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    low = max(0.0, min(share, center - spread))
-    high = min(1.0, max(share, center + spread))
-    return Share(share, low, high)
+    center = (proportion + square / 2) / (1 + square)
+    spread = (
+        Z * math.sqrt(proportion * (1 - proportion) / count + square / (4 * count)) / (1 + square)
+    )
+    low = max(0.0, min(proportion, center - spread))
+    high = min(1.0, max(proportion, center + spread))
+    return Proportion(proportion, low, high)

@@ -64,7 +64,7 @@ METRICS: Final = (
 )
 """Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
 
-READINGS: Final = (
+DIAGNOSTICS: Final = (
     "success",
     "return",
     "valid_actions",
@@ -109,7 +109,7 @@ class RolloutStatistics(NamedSums):
         super().update(sums)
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics; NaN without episodes or turns, no entry for what environments or engines do not report.
+        """Return the metrics; NaN without episodes or turns, no entry for values that are not reported.
 
         `episodes` is the number of those that have not failed, over which the means are, `failed` the fraction of all
         that have.

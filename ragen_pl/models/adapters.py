@@ -1,4 +1,4 @@
-"""Which weights of a loaded model are trained; LoRA adapters (Hu et al., 2021) by peft, switched off and merged.
+"""Trained weights of a loaded model; LoRA adapters (Hu et al., 2021) by peft, switched off and merged.
 
 They are added to the model's own layers. The model keeps its class, and all code works with and without adapters.
 """
@@ -96,7 +96,7 @@ def add_lora(
             "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
         ) from error
     config = LoraConfig(**{"target_modules": "all-linear", **settings})
-    config.exclude_modules = _either(config.exclude_modules, excluded)
+    config.exclude_modules = _combined_exclusions(config.exclude_modules, excluded)
     if config.modules_to_save or config.bias != "none":
         raise ValueError(
             "model.build.lora: modules_to_save and bias train weights that are no adapters and can neither be "
@@ -123,8 +123,10 @@ def add_lora(
         )
 
 
-def _either(modules: list[str] | str | None, excluded: str | None) -> list[str] | str | None:
-    """Return what `exclude_modules` is for its own modules and for those that a regular expression matches."""
+def _combined_exclusions(
+    modules: list[str] | str | None, excluded: str | None
+) -> list[str] | str | None:
+    """Combine the modules of `exclude_modules` with those that a regular expression matches."""
     if excluded is None or not modules:
         return excluded or modules
     if not isinstance(modules, str):

@@ -218,13 +218,13 @@ def load_pretrained(
 
 
 def _prepare(config: PretrainedConfig, *, max_tokens: int | None) -> list[str]:
-    """Change a config to what RL needs, and return a line on each change."""
+    """Adapt a config to RL, and return a line on each change."""
     scaled = fix_rotary_scaling(config, max_tokens=max_tokens)
     return [*([] if scaled is None else [scaled]), *_switched_off(switch_dropout_off(config))]
 
 
 def _finish(model: PreTrainedModel, *, max_tokens: int | None) -> list[str]:
-    """Change a model to what RL needs, and return a line on each change.
+    """Adapt a model to RL, and return a line on each change.
 
     Raises:
         ValueError: It has too few positions.

@@ -53,7 +53,7 @@ class ModelBundle:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """What the model's configs say; read on first use."""
+        """Facts of the model's configs, read on first use."""
         return ModelFacts.of(self.model)
 
     def with_model(self, model: PreTrainedModel) -> ModelBundle:
@@ -134,7 +134,7 @@ class ModelBundle:
         """
         eos = self.tokenizer.eos_token_id
         if template_source(self.renderer):
-            close = self.tokenizer(self.chat_template().close, add_special_tokens=False)[
+            close = self.tokenizer(self.chat_template().response_suffix, add_special_tokens=False)[
                 "input_ids"
             ]
             control = {*self.special_tokens, eos}
@@ -246,7 +246,7 @@ class ModelBundle:
         return self.images.num_tokens(image)
 
     def expand_image_slots(self, text: str, images: Sequence[np.ndarray]) -> str:
-        """Replace the slot of each image in a rendered text by what the processor writes for the image.
+        """Replace the slot of each image in a rendered text by the processor's text for the image.
 
         Raises:
             ValueError: The number of slots is not the number of images, or the model reads text only.

@@ -1,4 +1,4 @@
-"""Chat templates: the text around the messages of the user and the policy, and what becomes of old responses.
+"""Chat templates: the text around the messages of the user and the policy, and the treatment of old responses.
 
 Both are found by rendering conversations of marker words, which works with any template. The fixed text lets a
 prompt be the sampled ids with template text around them. A template may trim, strip or rewrite the responses of
@@ -51,7 +51,7 @@ _BLANKS = ("\n ", " \n")
 
 
 class History(StrEnum):
-    """What a chat template does to the responses of earlier turns."""
+    """Treatment of the responses of earlier turns by a chat template."""
 
     KEPT = "kept"
     TRIMMED = "trimmed"
@@ -72,20 +72,20 @@ def user_message(text: str, *, images: int) -> Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserText:
-    """What a template writes around the text of a user message.
+    """Text that a template writes around that of a user message.
 
     Attributes:
         before: text before it in a later turn, image slots included.
         after: text after it, the header of the response included.
         kept: the part of `after` that stays when the response is old: all but an empty think block.
-        lead: blanks between the header and an old response.
+        response_prefix: blanks between the header and an old response.
         trims: whether blanks at the left and at the right edge of the text are removed.
     """
 
     before: str
     after: str
     kept: str
-    lead: str
+    response_prefix: str
     trims: tuple[bool, bool]
 
     def shown(self, text: str) -> str:
@@ -106,10 +106,10 @@ class ChatTemplate:
         image_counts: numbers of images in a message for which the fixed text is looked up at once.
         tools: schemas of the tools that the template shows, in the format of OpenAI's API; empty for none.
         history: what the template does to old responses.
-        fixed: whether the text around messages is the same in every turn. Otherwise a conversation can only be
+        is_static: whether the text around messages is the same in every turn. Otherwise a conversation can only be
             rendered as a whole.
-        close: text after a response, with the end-of-turn token first in most templates.
-        lead: blanks that the template writes before a response.
+        response_suffix: text after a response, with the end-of-turn token first in most templates.
+        response_prefix: blanks that the template writes before a response.
         opening: think tag at the end of a prompt, with which a response therefore begins.
         header: control tokens and words that the template writes between a prompt and the words of a response, such as
             the channel of gpt-oss; empty in most templates.
@@ -127,9 +127,9 @@ class ChatTemplate:
     image_counts: tuple[int, ...] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     history: History = field(init=False)
-    fixed: bool = field(init=False)
-    close: str = field(init=False)
-    lead: str = field(init=False)
+    is_static: bool = field(init=False)
+    response_suffix: str = field(init=False)
+    response_prefix: str = field(init=False)
     opening: str = field(init=False)
     header: str = field(init=False)
     inner: frozenset[str] = field(init=False)
@@ -165,11 +165,11 @@ class ChatTemplate:
             for clocked in (self._source, other_source)
         ]
         self.pinned = None if dates[0] == dates[1] else f"{_CLOCK:%d %b %Y}"
-        self.close = self._find_close()
+        self.response_suffix = self._find_close()
         self.header, self.inner = self._find_header()
-        self.fixed = self._find_fixed_text()
+        self.is_static = self._find_fixed_text()
         words = self._user_texts[0]
-        self.lead = words.lead if words else ""
+        self.response_prefix = words.response_prefix if words else ""
         self.history = self._find_history(words) if words else History.REWRITTEN
 
     def render(self, messages: list[Message], *, prompt: bool = True) -> str:
@@ -186,7 +186,7 @@ class ChatTemplate:
         return self._before_first(system, images=images).removeprefix(self.head(system))
 
     def user_text(self, images: int) -> UserText:
-        """Return what the template writes around the text of a user message with this many images.
+        """Return the text that the template writes around that of a user message with this many images.
 
         Raises:
             ValueError: the template has no place for the images, or no fixed text.
@@ -349,26 +349,30 @@ class ChatTemplate:
             return None
         left, shown, after = opened.partition(first)
         header, answered, rest = text.removeprefix(left + first).partition(response)
-        before, _, last = rest.removeprefix(self.close).partition(second)
-        kept, lead = _of_old_response(header, after)
-        places = shown and answered and text.startswith(left) and rest.startswith(self.close)
+        before, _, last = rest.removeprefix(self.response_suffix).partition(second)
+        kept, prefix = _kept_header(header, after)
+        places = (
+            shown and answered and text.startswith(left) and rest.startswith(self.response_suffix)
+        )
         words = self._user_texts.get(0)
         if not places or last != after or kept is None or (words and words.before == before):
             return None
         start = text[: len(text) - len(second + after)]
         for trims in ((False, False), (True, True), (True, False), (False, True)):
-            user_text = UserText(before=before, after=after, kept=kept, lead=lead, trims=trims)
-            edges = [_blank(second, blanks) for blanks in _BLANKS]
+            user_text = UserText(
+                before=before, after=after, kept=kept, response_prefix=prefix, trims=trims
+            )
+            edges = [_with_blanks(second, blanks) for blanks in _BLANKS]
             texts = [
                 self._rendered((first, images), self._response, (edge, images)) for edge in edges
             ]
             if texts == [start + user_text.shown(edge) + after for edge in edges]:
-                return user_text if self._holds(user_text, images=images) else None
+                return user_text if self._is_static_text(user_text, images=images) else None
         return None
 
-    def _holds(self, found: UserText, *, images: int) -> bool:
-        """Return whether three turns are what the fixed text makes of them, with and without images in the second."""
-        first, second, third = map(_blank, _USERS)
+    def _is_static_text(self, found: UserText, *, images: int) -> bool:
+        """Return whether the fixed text gives three turns as rendered, with and without images in the second."""
+        first, second, third = map(_with_blanks, _USERS)
         opened = self._rendered((_USERS[0], images)) or ""
         left = opened.partition(_USERS[0])[0] + found.shown(first) + self._old_response(found)
         right = found.before + found.shown(third) + found.after
@@ -381,12 +385,17 @@ class ChatTemplate:
 
     def _old_response(self, user: UserText) -> str:
         """Return the text from the end of a user's text to the end of an old response."""
-        return user.kept + user.lead + self._response.removeprefix(self.opening) + self.close
+        return (
+            user.kept
+            + user.response_prefix
+            + self._response.removeprefix(self.opening)
+            + self.response_suffix
+        )
 
     def _find_history(self, words: UserText) -> History:
-        inner = self._old(_INNER, words)
-        edges = [self._old(_blank(_WORDS, blanks), words) for blanks in _BLANKS]
-        thoughtful = self._old(_THOUGHTFUL, words)
+        inner = self._as_old(_INNER, words)
+        edges = [self._as_old(_with_blanks(_WORDS, blanks), words) for blanks in _BLANKS]
+        thoughtful = self._as_old(_THOUGHTFUL, words)
         if self._response == _THOUGHTS:
             # this template gives an empty think block to a response without one
             inner, edges = _INNER, []
@@ -396,22 +405,24 @@ class ChatTemplate:
             return History.WITHOUT_THOUGHTS
         if _without_blanks(thoughtful) != _THOUGHTFUL:
             return History.REWRITTEN
-        blank = [_blank(_WORDS, blanks) for blanks in _BLANKS]
+        blank = [_with_blanks(_WORDS, blanks) for blanks in _BLANKS]
         kept = (inner, thoughtful, edges) == (_INNER, _THOUGHTFUL, blank)
         return History.KEPT if kept else History.TRIMMED
 
-    def _old(self, response: str, words: UserText) -> str | None:
+    def _as_old(self, response: str, words: UserText) -> str | None:
         """Return a response as a later prompt shows it, None if the text around it changes too."""
         first, second, _ = _USERS
         opened, text = self._rendered((first, 0)), self._rendered((first, 0), response, (second, 0))
         if opened is None or text is None:
             return None
         left = opened.removesuffix(words.after) + words.kept
-        right = self.close + words.before + second + words.after
+        right = self.response_suffix + words.before + second + words.after
         if not (text.startswith(left) and text.endswith(right)):
             return None
         opening = self.opening if words.kept == words.after else ""
-        return opening + text[len(left) : len(text) - len(right)].removeprefix(words.lead)
+        return opening + text[len(left) : len(text) - len(right)].removeprefix(
+            words.response_prefix
+        )
 
 
 def _with_content_parts(message: Message) -> Message:
@@ -424,8 +435,8 @@ def _with_content_parts(message: Message) -> Message:
     )
 
 
-def _of_old_response(header: str, after: str) -> tuple[str | None, str]:
-    """Return what stays of the text between a user's text and the response, and the blanks that follow.
+def _kept_header(header: str, after: str) -> tuple[str | None, str]:
+    """Return the part of the text between a user's text and an old response that stays, and the blanks that follow.
 
     Args:
         header: that text when the response is old.
@@ -439,7 +450,7 @@ def _of_old_response(header: str, after: str) -> tuple[str | None, str]:
     return None, ""
 
 
-def _blank(text: str, blanks: str = _BLANKS[0]) -> str:
+def _with_blanks(text: str, blanks: str = _BLANKS[0]) -> str:
     """Return a text twice, with blanks between and at the edges."""
     return f"{blanks}{text}\n\n  {text}{blanks[::-1]}"
 
@@ -450,5 +461,5 @@ def _without_blanks(text: str) -> str:
 
 
 def _without_thoughts(text: str) -> str:
-    """Return what follows a text's think block."""
+    """Return the text behind a think block."""
     return text.partition(_END_OF_THOUGHT)[2]

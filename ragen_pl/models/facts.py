@@ -1,4 +1,4 @@
-"""ModelFacts: what a model's class and configs say about its inputs. The only place that probes them."""
+"""ModelFacts: properties of a model's inputs, from its class and configs. The only place that probes them."""
 
 from __future__ import annotations
 

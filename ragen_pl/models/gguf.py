@@ -26,7 +26,7 @@ _AS_GPT2 = ("gpt-2", "default")
 
 @dataclass(frozen=True, slots=True)
 class ImportedModel:
-    """What was written.
+    """Folder that was written, and its contents.
 
     Attributes:
         folder: Hugging Face folder.

@@ -43,7 +43,7 @@ class ImageFeatures:
     grids: Tensor | None = None
     """int64 `[images, 3]`, time, height and width in patches; None for families whose positions have one axis."""
 
-    def of(self, images: Sequence[int], patches: Sequence[np.ndarray | None]) -> Self:
+    def select(self, images: Sequence[int], patches: Sequence[np.ndarray | None]) -> Self:
         """Return the features of these images, in this order.
 
         Args:
@@ -68,7 +68,7 @@ class ImageFeatures:
         """Return the features of the image tokens from `start` to `stop`, which are those of whole images."""
         ends = np.cumsum(self.counts).tolist()
         images = [number for number, end in enumerate(ends) if start < end <= stop]
-        return self.of(images, [None] * len(images)) if images else None
+        return self.select(images, [None] * len(images)) if images else None
 
     def split(self) -> list[Self]:
         """Return the features of each image."""
@@ -113,10 +113,10 @@ class HeldFeatures:
     """Features of images by the key of their content; the oldest go first where they take too much memory.
 
     Attributes:
-        most_bytes: Largest size of the features.
+        max_bytes: Largest size of the features.
     """
 
-    most_bytes: int = HELD_BYTES
+    max_bytes: int = HELD_BYTES
     by_key: dict[bytes, ImageFeatures] = field(default_factory=dict, repr=False)
     _size: int = 0
 
@@ -124,7 +124,7 @@ class HeldFeatures:
         """Hold features."""
         self.by_key |= features
         self._size += sum(map(_bytes, features.values()))
-        while self._size > self.most_bytes:
+        while self._size > self.max_bytes:
             self._size -= _bytes(self.by_key.pop(next(iter(self.by_key))))
 
 
@@ -150,7 +150,7 @@ class ImageEncoder:
     _replacements: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
     _counts: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     _pixels: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
-    # sizes of images that are the same alone and among others
+    # sizes of images whose tokens do not depend on the other images
     _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     # of encoder and projector; None before the first use
     _weights: list[Parameter] | None = field(default=None, repr=False)
@@ -264,7 +264,7 @@ class ImageEncoder:
             with torch.inference_mode(False), torch.no_grad():
                 features = self._encode_all(list(new.values()))
             # copies: views would hold the features of all images
-            added = {key: features.of([number], [None]) for number, key in enumerate(new)}
+            added = {key: features.select([number], [None]) for number, key in enumerate(new)}
             self.held.add(added)
             known |= added
         return ImageFeatures.join([known[key] for key in keys])
@@ -280,7 +280,7 @@ class ImageEncoder:
         if order == sorted(order):
             return features
         place = np.argsort(order).tolist()
-        return features.of(place, [None] * len(place))
+        return features.select(place, [None] * len(place))
 
     def _calls(self, images: Sequence[np.ndarray], numbers: list[int]) -> list[list[int]]:
         """Split images of one size into calls of the encoder."""

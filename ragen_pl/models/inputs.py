@@ -178,7 +178,7 @@ def whole_inputs(
     shown: list[np.ndarray | None] = [None] * len(shown_images)
     if patches.shape[-1]:
         shown = [row.nonzero().squeeze(-1).cpu().numpy() for row in patches[present]]
-    features = images.features.of(images.place[shown_images].tolist(), shown)
+    features = images.features.select(images.place[shown_images].tolist(), shown)
     positions = None if bundle.facts.position_axes == 1 else _rope_positions(bundle, ids, features)
     return DecoderInputs(ids=ids, features=features, positions=positions)
 
@@ -300,7 +300,7 @@ def occluded_inputs(
         return DecoderInputs(ids=rows), lengths
     # the whole sequence's image tokens count as one image
     whole = replace(features, counts=(len(features.tokens),), grids=None)
-    return DecoderInputs(ids=rows, features=whole.of([0] * len(kept), shown)), lengths
+    return DecoderInputs(ids=rows, features=whole.select([0] * len(kept), shown)), lengths
 
 
 def shown_patches(

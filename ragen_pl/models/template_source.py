@@ -25,7 +25,7 @@ def template_source(renderer: Any) -> str | None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Lets templates mark what the policy writes, as transformers does."""
+    """Extension with which templates mark the policy's text, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 

@@ -123,11 +123,15 @@ class Truncation:
     def _kept_by_engine(self, log_probs: Tensor, tokens: Tensor, behavior: Tensor) -> KeptIds:
         ordered, ids = log_probs.exp().sort(dim=-1, descending=True, stable=True)
         places = torch.arange(ordered.shape[1], device=ordered.device)
-        least = self.counts(ordered, slack=-_SLACK)[:, None]
-        most = self.counts(ordered, slack=_SLACK)[:, None]
+        min_kept = self.counts(ordered, slack=-_SLACK)[:, None]
+        max_kept = self.counts(ordered, slack=_SLACK)[:, None]
         # an id as probable as the last one may have taken its place
-        least = (ordered > ordered.gather(-1, least - 1) * (1.0 + _SLACK)).sum(-1, keepdim=True)
-        most = (ordered >= ordered.gather(-1, most - 1) * (1.0 - _SLACK)).sum(-1, keepdim=True)
+        min_kept = (ordered > ordered.gather(-1, min_kept - 1) * (1.0 + _SLACK)).sum(
+            -1, keepdim=True
+        )
+        max_kept = (ordered >= ordered.gather(-1, max_kept - 1) * (1.0 - _SLACK)).sum(
+            -1, keepdim=True
+        )
         own = (ids == tokens[:, None]).int().argmax(-1, keepdim=True)
         token = ordered.gather(-1, own).double()
         # probability of the first ids and the token, by the number of these ids less one
@@ -135,7 +139,7 @@ class Truncation:
         wanted = token.log() - behavior.double()[:, None]
         # infinite where the trainer's probability of the token is 0
         distance = (mass.log() - wanted).abs().nan_to_num(posinf=torch.finfo(torch.float64).max)
-        possible = (places >= least.clamp(min=1) - 1) & (places < most)
+        possible = (places >= min_kept.clamp(min=1) - 1) & (places < max_kept)
         last = distance.masked_fill_(~possible, torch.inf).argmin(-1, keepdim=True)
         inside = ((places <= last) | (places == own)) & ~behavior.isnan()[:, None]
         return KeptIds(ids=ids[inside].int(), ends=inside.sum(-1).cumsum(0))

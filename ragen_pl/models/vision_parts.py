@@ -1,4 +1,4 @@
-"""The image encoder and the projector of a model: where they are, and whether they are trained."""
+"""The image encoder and the projector of a model: their modules, and whether these are trained."""
 
 from __future__ import annotations
 

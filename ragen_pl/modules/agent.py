@@ -114,7 +114,7 @@ class AgentModule(GuardedModule):
         self.engine_factory = engine
         self._engine: RolloutEngine | None = None
         # ends the rollout for which the engine is lent
-        self._take_back: Callable[[], None] | None = None
+        self._wait_for_rollout: Callable[[], None] | None = None
         # the policy for the engine, where its own weights are sharded
         self._gathered: GatheredPolicy | None = None
 
@@ -166,13 +166,13 @@ class AgentModule(GuardedModule):
             self.critic.shard(mesh)
 
     def store_reference(self) -> None:
-        """Round what autocast would round at each use of the reference."""
+        """Round the weights of the reference as autocast would at each use."""
         dtype = _AUTOCAST.get(self.trainer.precision)
         if dtype is not None and self.reference is not None and self.loss.kl is not None:
             self.loss.kl.reference.store(self.reference, self.policy, dtype)
 
     def on_fit_start(self) -> None:
-        """Log what the precision of the run has changed."""
+        """Log the changes that the run's precision has made."""
         if rank() > 0:
             return
         if isinstance(self.optimizers(use_pl_optimizer=False), MasterWeights):
@@ -188,11 +188,11 @@ class AgentModule(GuardedModule):
     def rollout_engine(self) -> RolloutEngine:
         """Return the rollout engine with the present weights. All ranks must call it.
 
-        A rollout that the engine is lent for is waited for.
+        Waits for the background rollout that uses the engine, if there is one.
         """
-        if self._take_back is not None:
-            self._take_back()
-            self._take_back = None
+        if self._wait_for_rollout is not None:
+            self._wait_for_rollout()
+            self._wait_for_rollout = None
         policy = self._gathered or self.policy
         if self._engine is None:
             self._engine = self.engine_factory(policy, forward_context=self._forward_context)
@@ -206,11 +206,11 @@ class AgentModule(GuardedModule):
         """Whether ranks wait for each other in a rollout."""
         return self._engine is not None and is_shared(self._engine)
 
-    def lend_engine(self, *, take_back: Callable[[], None]) -> RolloutEngine:
-        """Return the engine with the policy's present weights; see `LendsEngine`. It is kept awake for the rollout.
+    def async_rollout_engine(self, *, wait_for_rollout: Callable[[], None]) -> RolloutEngine:
+        """Return the engine with the policy's present weights, awake; see `AsyncRolloutModule`.
 
         Args:
-            take_back: Waits for the end of the rollout.
+            wait_for_rollout: Waits for the end of that rollout.
 
         Raises:
             ValueError: The engine can't sample while the policy trains, or the loss corrects for no older weights.
@@ -218,12 +218,12 @@ class AgentModule(GuardedModule):
         self.loss.require_correction()
         engine = self.rollout_engine()
         check_asynchronous(engine)
-        self._take_back = take_back
+        self._wait_for_rollout = wait_for_rollout
         return engine
 
     def _end_rollout(self) -> None:
-        """Free what only a rollout needs."""
-        if self._engine is not None and self._take_back is None:
+        """Free the memory that only a rollout needs."""
+        if self._engine is not None and self._wait_for_rollout is None:
             self._engine.sleep()
         if self._gathered is not None and not self._gathered.is_empty:
             self._gathered.release()
@@ -232,7 +232,7 @@ class AgentModule(GuardedModule):
         """Close the rollout engine; a later rollout builds it again."""
         if self._engine is not None:
             self._engine.close()
-            self._engine = self._take_back = None
+            self._engine = self._wait_for_rollout = None
 
     def _forward_context(self) -> Any:
         return self.trainer.precision_plugin.forward_context()
@@ -324,8 +324,8 @@ class AgentModule(GuardedModule):
             metrics |= _prefixed("importance/", self.importance.compute())
         # the scheduler has already stepped to the next iteration
         schedule: Any = self.trainer.lr_scheduler_configs[0].scheduler
-        share = schedule.lr_lambdas[0](self.trainer.current_epoch)
-        metrics["update/learning_rate"] = schedule.base_lrs[0] * share
+        factor = schedule.lr_lambdas[0](self.trainer.current_epoch)
+        metrics["update/learning_rate"] = schedule.base_lrs[0] * factor
         metrics["step"] = float(self.trainer.current_epoch + 1)
         self.log_dict(metrics, rank_zero_only=False)
 

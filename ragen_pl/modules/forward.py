@@ -37,7 +37,7 @@ SHARED_BYTES = 2**29
 
 
 class Readout(Protocol):
-    """What a call of the policy or the critic computes from its model, such as `TokenReadout`."""
+    """Function that the policy or the critic computes from its model, such as `TokenReadout`."""
 
     def __call__(
         self,

@@ -142,7 +142,7 @@ class SavesTrainedWeights(pl.LightningModule):
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Fingerprints of what checkpoints leave out; taken on first use, for nothing of it changes."""
+        """Fingerprints of the weights that checkpoints leave out; cached, since these weights do not change."""
         if self._fingerprints is None:
             self._fingerprints = fingerprints(self)
         return self._fingerprints

@@ -47,14 +47,14 @@ class SkippedSteps:
     """Counts skipped optimizer steps and says when there are too many.
 
     Attributes:
-        most: skipped steps in a row that are too many. So is 1% of the last 1,000 steps, if that is more.
+        limit: skipped steps in a row that are too many. So is 1% of the last 1,000 steps, if that is more.
         steps: number of steps, skipped ones included.
         in_a_row: skipped steps since the last one that was not.
         in_phase: skipped steps of the present update phase.
         recent: numbers of the skipped steps among the last 1,000.
     """
 
-    most: int
+    limit: int
     steps: int = 0
     in_a_row: int = 0
     in_phase: int = 0
@@ -70,9 +70,9 @@ class SkippedSteps:
 
     def too_many(self) -> str | None:
         """Return in words which steps were skipped if these are too many, else None."""
-        if self.in_a_row >= self.most:
+        if self.in_a_row >= self.limit:
             return f"{self.in_a_row} steps in a row" if self.in_a_row > 1 else "the step"
-        if len(self.recent) >= max(self.most, _FRACTION * _RECENT):
+        if len(self.recent) >= max(self.limit, _FRACTION * _RECENT):
             return f"{len(self.recent)} of the last {_RECENT} steps"
         return None
 
@@ -119,7 +119,7 @@ class GuardedModule(Recordable):
     @checked
     def __init__(self, *, max_skipped_steps: Count = 3) -> None:
         super().__init__()
-        self.skipped = SkippedSteps(most=max_skipped_steps)
+        self.skipped = SkippedSteps(limit=max_skipped_steps)
         self.gradient_norms: dict[str, float] = {}
         # of the minibatches since the last step
         self._losses_are_finite: Tensor | bool = True
@@ -189,7 +189,7 @@ class GuardedModule(Recordable):
         self._losses_are_finite, self._random = True, {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the norms and counts, and what is known of an unfinished step."""
+        """Save the norms and counts, and the state of an unfinished step."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[_STATE] = {
             "skipped": self.skipped.state_dict(),
@@ -237,7 +237,7 @@ class GuardedModule(Recordable):
 
 
 def _described(finding: Finding | None, ranks: list[int], minibatches: int) -> str:
-    """Return in words what repeating the last step showed."""
+    """Return the result of repeating the last step, in words."""
     if finding is None:
         return "a repetition of the last one shows finite numbers"
     part = f" in minibatch {finding.minibatch + 1} of {minibatches}" if minibatches > 1 else ""

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class KLPlace(StrEnum):
-    """Where the penalty on the divergence applies: in the loss, or subtracted from the tokens' rewards."""
+    """Place of the penalty on the divergence: in the loss, or subtracted from the tokens' rewards."""
 
     LOSS = "loss"
     REWARD = "reward"
@@ -66,7 +66,7 @@ class ReferenceKL:
 
 @dataclass(slots=True)
 class LossResult:
-    """A minibatch's share of the optimizer step's loss, and sums for metrics."""
+    """A minibatch's part of the optimizer step's loss, and sums for metrics."""
 
     loss: Tensor
     sums: dict[str, Tensor]

@@ -36,14 +36,14 @@ class OverlongResponses(StrEnum):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """Shares of each turn's tokens that stay in the masks, by how much they matter for the actions.
+    """Fractions of each turn's tokens that stay in the masks, by how much they matter for the actions.
 
     The tokens of the action itself always stay. A turn without an action keeps all its tokens. Scores depend
     on the prompt that the policy read, so layouts with other contexts select other tokens.
 
     Attributes:
-        loss: share kept in M_loss.
-        advantage: share kept in M_adv.
+        loss: fraction kept in M_loss.
+        advantage: fraction kept in M_adv.
     """
 
     loss: PositiveFraction = 1.0
@@ -53,12 +53,12 @@ class Importance:
 @checked
 @dataclass(kw_only=True)
 class Masks:
-    """Which sampled tokens are trained on (M_loss) and which carry credit (M_adv).
+    """Masks of the sampled tokens: those that are trained on (M_loss) and those that carry credit (M_adv).
 
     Args:
         loss: M_loss; may return weights.
         advantage: M_adv; returns bool.
-        top_entropy: share of M_loss's tokens to train on, those of the highest entropy.
+        top_entropy: fraction of M_loss's tokens to train on, those of the highest entropy.
         overlong_responses: treatment of responses that hit their length limit.
         observations: label the text shown between responses, which lets masks include it (RICO).
         importance: narrows both masks to the tokens that matter most for the actions; None leaves them.
@@ -125,7 +125,7 @@ def _weights(mask: Mask) -> Tensor:
 
 
 def _weight(mask: Mask, label: Span) -> float:
-    """Return what a mask gives a token of this label among tokens of other labels."""
+    """Return a mask's weight for a label, among tokens of other labels."""
     return float(_weights(mask)[0, _LABELS.index(label)])
 
 
@@ -196,7 +196,7 @@ def keep_top_entropy(masks: TokenMasks, entropy: Tensor, *, fraction: float) -> 
     Args:
         masks: Changed in place.
         entropy: `[episodes, tokens]`, of the policy before the update.
-        fraction: Share of the tokens to keep.
+        fraction: Fraction of the tokens to keep.
     """
     if fraction >= 1:
         return
@@ -220,7 +220,7 @@ def keep_important(
         scores: Saliency, `[rows, time]`.
         batch: Trajectories with spans.
         layout: Credit layout of the batch.
-        keep: Shares of the tokens to keep.
+        keep: Fractions of the tokens to keep.
     """
     turn, score = layout.turn, layout.gather(scores)
     action = layout.gather(batch.samples.spans) == Span.ACTION
@@ -228,8 +228,8 @@ def keep_important(
     actions = torch.zeros(len(action), turns + 1, device=action.device)
     has_action = actions.scatter_add(1, turn + 1, action.float()).gather(1, turn + 1) > 0
 
-    def narrowed(mask: Tensor, share: float) -> Tensor:
-        selected = top_in_turn(score, mask & ~action, turn, share=share)
+    def narrowed(mask: Tensor, fraction: float) -> Tensor:
+        selected = top_in_turn(score, mask & ~action, turn, fraction=fraction)
         return mask & torch.where(has_action, selected | action, True)
 
     masks.advantage = narrowed(masks.advantage, keep.advantage)

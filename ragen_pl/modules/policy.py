@@ -117,7 +117,7 @@ class PolicyModule(pl.LightningModule):
         return checkpoint_weights(self.model)
 
     def compute(self, work: Callable[[ModelBundle], T]) -> T:
-        """Return what a function computes with the present weights; all ranks must call it if they are sharded."""
+        """Return the result of a function of the present weights; all ranks must call it if they are sharded."""
         if not is_sharded(self):
             return work(self.bundle)
         result: T = self(None, (), microbatches=((),), readout=lambda bundle, *_: work(bundle))

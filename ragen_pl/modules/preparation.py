@@ -277,7 +277,7 @@ def _score(
 
 
 def _check_scores(batch: TrajectoryBatch, scores: TokenScores, reference: Tensor | None) -> None:
-    """Check what the models computed for the sampled tokens, before anything is estimated from it."""
+    """Check the models' values for the sampled tokens, before anything is estimated from them."""
     samples, sampled = batch.samples, batch.samples.sampled
     require_finite(
         samples.behavior_logprobs[sampled],

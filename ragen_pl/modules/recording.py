@@ -40,7 +40,7 @@ class Recordable(SavesTrainedWeights):
     """Name of what is trained."""
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a minibatch, as `training_step` does, and what it is made of by name."""
+        """Return the loss of a minibatch, as `training_step` does, and its parts by name."""
         raise NotImplementedError
 
 

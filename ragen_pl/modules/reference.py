@@ -76,13 +76,13 @@ ReferencePolicy = PolicyModule | WithoutAdapters
 
 
 class Reference(Protocol):
-    """How the reference policy is built and how it follows the policy; named by the config."""
+    """Rule by which the reference policy is built and follows the policy; named by the config."""
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference of a policy with its present weights."""
 
     def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:
-        """Store what autocast would cast at each use in its dtype; called once, before training."""
+        """Store weights that autocast would cast at each use in the cast dtype; called once, before training."""
 
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
         """Move the reference; called once an iteration, before credit is assigned."""
@@ -152,8 +152,8 @@ class AveragedPolicy(PolicyModule):
                 self.register_buffer(f"average_{number}", sharded)
 
     @torch.no_grad()
-    def move(self, policy: PolicyModule, share: float) -> None:
-        """Move the weights towards a policy's by this share of the distance."""
+    def move(self, policy: PolicyModule, fraction: float) -> None:
+        """Move the weights towards a policy's by this fraction of the distance."""
         buffers = dict(self.named_buffers(recurse=False))
         for number, name in enumerate(self.averaged):
             weight = self.get_parameter(name)
@@ -161,7 +161,7 @@ class AveragedPolicy(PolicyModule):
             present: Tensor = policy.get_parameter(name)
             if not isinstance(average, DTensor):
                 present = whole(present)
-            average.lerp_(present.to(average.dtype), share)
+            average.lerp_(present.to(average.dtype), fraction)
             if average is not weight:
                 weight.copy_(average)
 
@@ -172,7 +172,7 @@ class MovingAverage:
     """A moving average of the policy's weights.
 
     Attributes:
-        decay: Share of its own weights that the reference keeps each iteration.
+        decay: Fraction of its own weights that the reference keeps each iteration.
     """
 
     decay: FractionBelowOne = 0.9
@@ -224,7 +224,7 @@ class AdaptersOff:
 class InitialPolicy:
     """The policy with its initial weights, in the cheaper of two ways.
 
-    `AdaptersOff` if adapters that still add nothing are all that is trained, else a `FrozenCopy`.
+    `AdaptersOff` if only fresh adapters are trained, else a `FrozenCopy`.
     """
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:

@@ -14,7 +14,7 @@ from ragen_pl.constraints import Fraction, NonNegative, Note
 @checked
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings:
-    """Learning rates over iterations, and what the optimizer is given; keys of the configuration itself.
+    """Learning rates over iterations, and options of the optimizer; keys of the configuration itself.
 
     Attributes:
         learning_rate_end: learning rate at the last iteration as a fraction of the highest, with a linear decay.

@@ -80,7 +80,7 @@ def gradients_inside(module: nn.Module) -> Iterator[None]:
 
 
 class GatheredPolicy:
-    """What a rollout engine reads from a sharded policy.
+    """Sharded policy as a rollout engine reads it: a copy of its model, or its weights one layer at a time.
 
     Its model is a copy, which ranks may run independently of each other. It is made before the policy is sharded, and
     has weights only between `gather` and `release`.
@@ -91,7 +91,7 @@ class GatheredPolicy:
 
     def __init__(self, policy: PolicyModule) -> None:
         self._policy, bundle = policy, policy.bundle
-        self._taken: Iterator[tuple[str, Tensor]] | None = None
+        self._iterator: Iterator[tuple[str, Tensor]] | None = None
         weights = bundle.model.parameters()
         model = copy.deepcopy(
             bundle.model, memo={id(weight): _without_data(weight) for weight in weights}
@@ -120,24 +120,24 @@ class GatheredPolicy:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights, gathered one layer at a time; see `EnginePolicy`."""
         state = self._policy.model.state_dict()
-        self._taken = checkpoint_weights(
+        self._iterator = checkpoint_weights(
             self.bundle.model, value=lambda name: whole(state[name].detach())
         )
-        return self._taken
+        return self._iterator
 
     @contextmanager
-    def handing_over(self) -> Iterator[None]:
-        """Gather to the end what an engine takes of `weights`, also where it fails: the other ranks gather on."""
-        self._taken = None
+    def exhausting_weights(self) -> Iterator[None]:
+        """Exhaust the iterator of `weights` on every rank, also after an error: the other ranks gather on."""
+        self._iterator = None
         try:
             yield
         finally:
-            for _ in self._taken or self.weights():
+            for _ in self._iterator or self.weights():
                 pass
-            self._taken = None
+            self._iterator = None
 
     def compute(self, work: Callable[[ModelBundle], T]) -> T:
-        """Return what a function computes with the present weights; see `EnginePolicy`."""
+        """Return the result of a function of the present weights; see `EnginePolicy`."""
         return self._policy.compute(work) if self.is_empty else work(self.bundle)
 
     def release(self) -> None:
@@ -163,17 +163,17 @@ def load_engine(engine: RolloutEngine, policy: EnginePolicy, *, version: int) ->
         version: Number of optimizer steps that the weights have taken.
 
     Raises:
-        Exception: What the engine raises, on all ranks where it fails on one.
+        Exception: The engine's error, on all ranks where it fails on one.
     """
-    handing_over: AbstractContextManager[None] = nullcontext()
+    exhausting_weights: AbstractContextManager[None] = nullcontext()
     if isinstance(policy, GatheredPolicy):
         if engine.in_place:
             policy.gather()
         else:
-            handing_over = policy.handing_over()
+            exhausting_weights = policy.exhausting_weights()
 
     def load() -> None:
-        with handing_over:
+        with exhausting_weights:
             engine.load_weights(version)
 
     all_ranks_do(load)

@@ -42,7 +42,7 @@ class Norms:
 
 @dataclass(kw_only=True, slots=True)
 class StepTrace:
-    """What a forward and a backward pass of a loss showed.
+    """Statistics of a forward and a backward pass of a loss.
 
     Attributes:
         parts: the module's parts in the order in which their calls ended.
@@ -86,7 +86,7 @@ def trace_step(
     *,
     forward_context: AbstractContextManager[object],
 ) -> StepTrace:
-    """Run a forward and a backward pass and return what they showed.
+    """Run a forward and a backward pass and return their statistics.
 
     Args:
         module: module whose parts are watched. Its gradients are those of this pass afterwards.
@@ -153,7 +153,7 @@ def _watched(module: nn.Module, parts: dict[str, Norms], backward: list[str]) ->
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
-    """Yield the tensors of what a module returned."""
+    """Yield the tensors of a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -57,7 +57,7 @@ class WarmStartModule(GuardedModule):
         self.policy, self.critic = policy, critic
         self.optimizer_factory = optimizer
         self.settings, self.master_weights = settings or WarmStartSettings(), master_weights
-        self._shares: dict[str, Tensor | float] = {}
+        self._step_sums: dict[str, Tensor | float] = {}
 
     def configure_model(self) -> None:
         """Shard policy and critic if the Trainer's strategy shards models."""
@@ -104,12 +104,12 @@ class WarmStartModule(GuardedModule):
         return {"all": [weight for group in optimizer.param_groups for weight in group["params"]]}
 
     def _log(self, metrics: dict[str, Tensor], batch: Minibatch) -> None:
-        """Log the metrics of an optimizer step, which its minibatches have shares of."""
-        for name, share in metrics.items():
-            self._shares[name] = self._shares.get(name, 0.0) + share
+        """Add a minibatch to the metrics of its optimizer step, and log them at the end of the step."""
+        for name, value in metrics.items():
+            self._step_sums[name] = self._step_sums.get(name, 0.0) + value
         if batch.ends_step:
-            self.log_dict(self._shares, prog_bar=True, sync_dist=True, reduce_fx="sum")
-            self._shares = {}
+            self.log_dict(self._step_sums, prog_bar=True, sync_dist=True, reduce_fx="sum")
+            self._step_sums = {}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and its schedule: a linear rise, then a cosine fall."""
@@ -122,10 +122,10 @@ class WarmStartModule(GuardedModule):
 
         settings = self.settings
 
-        def share(step: int) -> float:
+        def factor(step: int) -> float:
             rise = min(1.0, (step + 1) / max(1, settings.warm_up))
             cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / settings.steps)))
             return rise * (settings.learning_rate_end + (1.0 - settings.learning_rate_end) * cosine)
 
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

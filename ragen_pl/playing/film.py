@@ -25,7 +25,7 @@ _FRAME_DURATION = 900
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a frame shows: an image, if there is one, above lines of text."""
+    """Content of a frame: an image, if there is one, above lines of text."""
 
     image: Image.Image | None
     lines: list[str]

@@ -1,4 +1,4 @@
-"""`ragen_pl.play` from its config: which responder plays, what is shown, what is saved. Imported late."""
+"""`ragen_pl.play` from its config: the responder, the display and the saved files. Imported late."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     seed = initial_state_seed(HELD_OUT, cfg.episode)
     spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed, held_out=True)
     try:
-        players = {"agent": _play_agent, "endpoint": _play_endpoint}
-        trajectory = players.get(cfg.policy, _play)(cfg, spec, screen)
+        runners = {"agent": _play_agent, "endpoint": _play_endpoint}
+        trajectory = runners.get(cfg.policy, _play)(cfg, spec, screen)
         if trajectory.error is not None and not trajectory.turns:
             raise RuntimeError(trajectory.error)
     except (RuntimeError, AttributeError, TypeError) as error:

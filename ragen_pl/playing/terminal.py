@@ -18,7 +18,7 @@ _UPPER_HALF = "▀"
 # dark to light, for a terminal without colors
 _SHADES = " .:-=+*#%@"
 # rows of a terminal that a turn's text needs, and of an image on a small terminal
-_TEXT_ROWS, _LEAST_ROWS = 9, 8
+_TEXT_ROWS, _MIN_ROWS = 9, 8
 
 
 def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
@@ -29,8 +29,8 @@ def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
         width: columns.
     """
     height, columns = image.shape[:2]
-    share = min(1.0, width / columns)
-    size = (max(1, round(columns * share)), max(2, 2 * round(height * share / 2)))
+    scale = min(1.0, width / columns)
+    size = (max(1, round(columns * scale)), max(2, 2 * round(height * scale / 2)))
     if size == (columns, height):
         return image
     return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BOX))
@@ -96,7 +96,7 @@ class Screen:
         if not self.console.is_terminal:
             return self.width
         height, columns = image.shape[:2]
-        rows = max(_LEAST_ROWS, self.console.height - _TEXT_ROWS)
+        rows = max(_MIN_ROWS, self.console.height - _TEXT_ROWS)
         return max(1, 2 * rows * columns // height)
 
     def state(self, images: Sequence[np.ndarray], text: str) -> None:

@@ -47,7 +47,7 @@ class ContextManager:
         turn_template: text of the user's block, with the fields {observation}, {turn}, {max_turns},
             {turns_left}, {actions} (all carried out in the episode) and {last_action}.
         max_tokens: longest prompt plus response; a longer conversation is truncated.
-        leave_out: shares of a prompt left out before a response is sampled; None for nothing.
+        leave_out: fractions of a prompt left out before a response is sampled; None for nothing.
         template_kwargs: values of the chat template's own variables, such as `enable_thinking`; None for its
             defaults.
         keep_thoughts: whether think blocks stay in the history where the chat template strips them. An
@@ -95,11 +95,11 @@ class ContextManager:
         self._inner = any_of(self.template.inner)
         # the end-of-turn token with what the template writes before it, and the text after it
         end = self._encoder.end
-        before, found, after = self.template.close.partition(end)
+        before, found, after = self.template.response_suffix.partition(end)
         self._ending, self._after_end = (before + found, after) if found else (end, before)
 
     def _or_keep_thoughts(self) -> str:
-        strips = self.template.history is History.WITHOUT_THOUGHTS and self.template.fixed
+        strips = self.template.history is History.WITHOUT_THOUGHTS and self.template.is_static
         return ", or context.keep_thoughts=true" if strips else ""
 
     @property
@@ -112,7 +112,7 @@ class ContextManager:
         history = self.template.history
         kept = history in (History.KEPT, History.TRIMMED)
         thoughts_kept = history is History.WITHOUT_THOUGHTS and self.keep_thoughts
-        return self.template.fixed and (self.window == 1 or kept or thoughts_kept)
+        return self.template.is_static and (self.window == 1 or kept or thoughts_kept)
 
     @property
     def grows(self) -> bool:
@@ -139,7 +139,7 @@ class ContextManager:
         system = system_text(self.system_prompt, instructions)
         native = None if tools is None else self._native_format(tools)
         template = self.template if native is None else native.template
-        if not template.fixed:
+        if not template.is_static:
             template.system_messages(system)
             return Conversation(system=system, native=native)
         head = template.head(system)
@@ -221,7 +221,7 @@ class ContextManager:
     def encode_response(self, text: str) -> np.ndarray:
         """Return the ids of a written response as the policy would sample it, its end-of-turn token included."""
         opening = self.template.opening.strip()
-        text = self.template.lead + (text.removeprefix(opening) if opening else text)
+        text = self.template.response_prefix + (text.removeprefix(opening) if opening else text)
         return self._encoder.encode_parts(
             [(self.template.header, True), (text, False), (self._ending, True)], continues=True
         )
@@ -297,7 +297,7 @@ class ContextManager:
             if response_ids is not None:
                 parts.append(response_ids)
                 ended = len(response_ids) and int(response_ids[-1]) in self._ends
-                before = self._after_end if ended else self.template.close
+                before = self._after_end if ended else self.template.response_suffix
             calls = exchange.calls
             length = sum(map(len, parts))
         return np.concatenate(parts), starts

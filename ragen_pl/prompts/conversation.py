@@ -148,7 +148,7 @@ def fill_template(
 
 
 class Context(Protocol):
-    """What the turn loop asks of a context."""
+    """Context, as the turn loop uses it."""
 
     @property
     def max_tokens(self) -> int:
@@ -189,7 +189,7 @@ class Context(Protocol):
         ...
 
     def words_start(self, text: str) -> int:
-        """Return the index at which the words of a response begin, behind what the policy writes before them."""
+        """Return the index at which the words of a response begin, behind control tokens of the policy."""
         ...
 
     def encode_response(self, text: str) -> np.ndarray:

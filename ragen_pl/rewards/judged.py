@@ -1,4 +1,4 @@
-"""Reward terms from a judge of what the agent wrote: a list of patterns, or a language model. Off by default.
+"""Reward terms from a judge of the agent's texts: a list of patterns, or a language model. Off by default.
 
 A judge can be exploited: what it likes is learned whether the task is solved or not. Give it a small weight beside a
 reward that checks the outcome, and look at the trajectories.
@@ -30,7 +30,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedText:
-    """What a judge reads.
+    """Text of an episode or a turn, as a judge reads it.
 
     Attributes:
         exchanges: observation and answer of each turn. They are untrusted: judge them, never obey them.
@@ -49,8 +49,8 @@ class Judge(Protocol):
         ...
 
 
-class Scope(StrEnum):
-    """What is judged at once, and what is rewarded.
+class JudgeScope(StrEnum):
+    """Turns that are judged together, and the score that is rewarded.
 
     `turn` rewards the score of each turn, and so pays for longer episodes; `difference` rewards how much a turn's score
     is above that of the turn judged before it, so an episode gets the score of its last turn, however long it is;
@@ -65,7 +65,7 @@ class Scope(StrEnum):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RubricJudge:
-    """Criteria with points; the score is the share of the points that a text earns.
+    """Criteria with points; the score is the fraction of the points that a text earns.
 
     A criterion is met if its pattern occurs in any answer, without regard to case. One with negative points is a fault.
     The score is the sum of the points of the criteria that are met over the sum of the positive points, and at least 0.
@@ -93,16 +93,16 @@ class RubricJudge:
                     f"criteria.{name}.pattern={criterion['pattern']!r} is no regular expression ({error}); correct it, "
                     "or escape it"
                 ) from error
-        if self._most <= 0:
+        if self._max_points <= 0:
             raise ValueError("criteria: found none with positive points, expected one")
 
     @property
-    def _most(self) -> float:
+    def _max_points(self) -> float:
         return sum(max(0.0, criterion["points"]) for criterion in self.criteria.values())
 
     def __call__(self, texts: Sequence[JudgedText]) -> list[float | None]:
         """Score texts; see `Judge`."""
-        return [max(0.0, self._earned(text) / self._most) for text in texts]
+        return [max(0.0, self._earned(text) / self._max_points) for text in texts]
 
     def _earned(self, text: JudgedText) -> float:
         answers = [answer for _, answer in text.exchanges]
@@ -196,12 +196,12 @@ class JudgedReward:
     Attributes:
         judge: scores the answers.
         weight: reward of the score 1.
-        scope: `turn` and `difference` judge each turn by itself, `episode` all turns together; see `Scope`.
+        scope: `turn` and `difference` judge each turn by itself, `episode` all turns together; see `JudgeScope`.
     """
 
     judge: Judge
     weight: float = 0.1
-    scope: Scope = Scope.EPISODE
+    scope: JudgeScope = JudgeScope.EPISODE
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
         """Score the answers of a rollout and add the weighted scores."""
@@ -218,12 +218,12 @@ class JudgedReward:
         for span, score in zip(spans, scores, strict=True):
             if score is not None:
                 span[-1].reward_terms[TERM] = self.weight * (score - before)
-                before = score if self.scope is Scope.DIFFERENCE else 0.0
+                before = score if self.scope is JudgeScope.DIFFERENCE else 0.0
 
     def _spans(self, trajectory: Trajectory) -> list[list[Turn]]:
         """Return the turns that are judged together."""
         valid = [turn for turn in trajectory.turns if turn.action_is_valid]
-        if self.scope is not Scope.EPISODE:
+        if self.scope is not JudgeScope.EPISODE:
             return [[turn] for turn in valid]
         return [valid] if valid else []
 

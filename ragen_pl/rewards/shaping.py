@@ -126,8 +126,8 @@ class ThinkLength:
             return
         for turn in turns_of(trajectories):
             tokens = int((turn.spans == Span.THINK).sum())
-            share = (tokens - self.low) / (self.high - self.low)
-            turn.reward_terms["think_length"] = self.amount * min(1.0, max(0.0, share))
+            fraction = (tokens - self.low) / (self.high - self.low)
+            turn.reward_terms["think_length"] = self.amount * min(1.0, max(0.0, fraction))
 
 
 @checked
@@ -180,7 +180,7 @@ class OverlongPenalty(TurnPenalty):
         return turn.hit_length_limit
 
 
-class Place(StrEnum):
+class RewardPlace(StrEnum):
     """Turn that a reward is given in: the turn that earned it, or the last turn of the episode."""
 
     TURN = "turn"
@@ -196,11 +196,11 @@ class RewardPlacement:
         place: `turn` leaves terms where they are; `end` adds up each term in the episode's last turn.
     """
 
-    place: Place = Place.TURN
+    place: RewardPlace = RewardPlace.TURN
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
         """Move the terms."""
-        if self.place is Place.END:
+        if self.place is RewardPlace.END:
             for trajectory in trajectories:
                 _move_to_last(trajectory.turns)
 

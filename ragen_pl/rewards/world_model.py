@@ -81,8 +81,8 @@ class RelationJudge:
         agreement = _f1(counts, _counts(true, columns))
         states, repeats = np.unique(_counts(reference, columns), axis=0, return_counts=True)
         chance = np.zeros(len(statements))
-        for state, share in zip(states, repeats / max(1, len(reference)), strict=True):
-            chance += share * _f1(counts, state[None, :])
+        for state, frequency in zip(states, repeats / max(1, len(reference)), strict=True):
+            chance += frequency * _f1(counts, state[None, :])
         scores = (agreement - chance) / np.maximum(1.0 - chance, self.floor)
         return [float(score) for score in scores]
 

@@ -198,7 +198,7 @@ def _compare(
 
 
 def _doer(alone: bool) -> Callable[[Callable[[], Any]], Any]:
-    """Return what does some work: this rank by itself, or all ranks, which then raise the error of one."""
+    """Return the caller of some work: this rank by itself, or all ranks, which then raise the error of one."""
     return (lambda work: work()) if alone else all_ranks_do
 
 

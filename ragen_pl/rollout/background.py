@@ -85,28 +85,28 @@ class BackgroundRollout:
                 progress(done, total)
 
     def result(self) -> list[Trajectory]:
-        """Wait for the end and return the trajectories, in the order of the specs, or raise what ended the rollout."""
+        """Wait for the end; return the trajectories in the order of the specs, or raise the rollout's error."""
         self.wait()
         if self._error is not None:
             raise self._error
         return self._trajectories
 
-    def stop(self, *, patient: bool = False) -> None:
+    def stop(self, *, wait: bool = False) -> None:
         """End the rollout at its next response.
 
         Args:
-            patient: Wait for the end however long the environments take. Otherwise a thread that hangs is left, and
+            wait: Wait for the end however long the environments take. Otherwise a thread that hangs is left, and
                 nothing else may play with the proxy.
         """
         self._stopped.set()
-        if patient:
+        if wait:
             self.wait()
         else:
             self._thread.join(_END_S)
 
 
 class _Stopped(Exception):
-    """The rollout is not wanted any more."""
+    """The rollout was stopped."""
 
 
 @dataclass(slots=True)

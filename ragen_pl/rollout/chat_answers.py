@@ -117,7 +117,7 @@ def _shown(value: object) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class Usage:
-    """What has been used of a chat API.
+    """Counts of the tokens and answers of a chat API.
 
     Attributes:
         prices: USD for a million prompt tokens and for a million completion tokens; None for a price that is not known.
@@ -188,9 +188,9 @@ class Usage:
             + (f" (of {self.unknown_tokens} answers unknown)" if self.unknown_tokens else "")
         )
         if self.cost is not None:
-            least = "at least " if self.unknown_tokens else ""
+            bound = "at least " if self.unknown_tokens else ""
             before = f" and {self.known_cost:.4f} USD before" if self.known else ""
-            parts.append(f"{least}{self.cost:.4f} USD{before}")
+            parts.append(f"{bound}{self.cost:.4f} USD{before}")
         for name in ("refusals", "filtered", "failed"):
             if count := getattr(self, name):
                 parts.append(f"{count} {name}")

@@ -28,7 +28,7 @@ from ragen_pl.seeding import derive_seed
 
 OPENAI = "https://api.openai.com/v1"
 _MIB = 1024 * 1024
-_MOST_MIB = 32
+_MAX_MIB = 32
 """Largest answer, many times the text of the longest response that any model gives."""
 _CONNECT_S = 10.0
 # of the first pause, of any pause, and of one that the server asks for
@@ -43,7 +43,7 @@ _NO_KEY = "none"
 
 
 class Effect(Enum):
-    """What follows from a failed attempt."""
+    """Consequence of a failed attempt."""
 
     AGAIN = "another attempt may succeed"
     REQUEST = "this request fails"
@@ -176,8 +176,8 @@ class ChatClient:
             body = bytearray()
             async for part in response.content.iter_chunked(1 << 16):
                 body += part
-                if len(body) > _MOST_MIB * _MIB:
-                    raise RequestError(f"an answer of more than {_MOST_MIB} MiB", Effect.AGAIN)
+                if len(body) > _MAX_MIB * _MIB:
+                    raise RequestError(f"an answer of more than {_MAX_MIB} MiB", Effect.AGAIN)
         text = body.decode("utf-8", "replace")
         return response.status, response.headers, self.without_secrets(text)
 

@@ -250,7 +250,7 @@ class ChatEndpoint:
             self._under_way[key] = asyncio.run_coroutine_threadsafe(task, self._loop)
 
     def collect(self, *, wait: bool = True) -> list[tuple[int, Answer | Failure]]:
-        """Return what has come of requests since the last call, each with its number.
+        """Return the answers and failures since the last call, each with its request's number.
 
         Args:
             wait: Wait for at least one.
@@ -290,7 +290,7 @@ class ChatEndpoint:
         raise RolloutError(f"{place}: {many}{result.reason}{kept}")
 
     def release(self) -> None:
-        """Cancel the requests under way and drop what was not collected."""
+        """Cancel the requests under way and drop the answers that were not collected."""
         for future in self._under_way.values():
             future.cancel()
         self._under_way.clear()
@@ -374,7 +374,7 @@ class EndpointResponder:
         return None
 
     def release(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the requests under way."""
         self._episodes.clear()
         self.endpoint.release()
 

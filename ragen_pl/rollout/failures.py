@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 # characters of an error that are logged
 _LONGEST = 500
 # kinds that are told apart
-_MOST_KINDS, _OTHERS = 100, "others"
+_MAX_KINDS, _OTHERS = 100, "others"
 # of a rollout's episodes, from which errors that are known are reported again
 _MANY = 0.05
 
@@ -44,7 +44,7 @@ class FailureLog:
             return
         kinds = Counter(map(kind_of, errors))
         with self._lock:
-            room = _MOST_KINDS - len(self.counts)
+            room = _MAX_KINDS - len(self.counts)
             new = [kind for kind in kinds if kind not in self.counts][: max(0, room)]
             for kind, count in kinds.items():
                 self.counts[kind if kind in self.counts or kind in new else _OTHERS] += count

@@ -216,7 +216,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
 
         Args:
             stepping: Responses under way by the numbers of their turns; those that ended are removed.
-            all_of_them: Whether to wait for all. Else what a lockstep engine samples together would depend on time.
+            all_of_them: Whether to wait for all. Otherwise the batches of a batch engine would depend on time.
             wait: Whether to wait for the first one.
             on_turn: Called after each turn.
         """

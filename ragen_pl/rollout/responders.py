@@ -1,4 +1,4 @@
-"""Responders: what answers a turn. The policy behind an engine, or anything that writes text.
+"""Responders: policies that answer a turn. The policy behind an engine, or anything that writes text.
 
 `AgentProxy` hands a responder the episodes whose turn it is. Responses may come back in any order.
 """
@@ -104,7 +104,7 @@ class Responder(Protocol):
         ...
 
     def release(self) -> None:
-        """Free what is held for the episodes submitted so far."""
+        """Free the state of the episodes submitted so far."""
         ...
 
     def taking_part(self) -> AbstractContextManager[None]:

@@ -58,11 +58,11 @@ def baseline_metrics(
 
 
 def warn_of_garbage(agent_return: float, baselines: Mapping[str, Mapping[str, float]]) -> None:
-    """Warn where the trained agent earns no more than a player whose responses have no valid action.
+    """Warn where the trained agent earns no more than a policy whose responses have no valid action.
 
     Args:
         agent_return: mean return of the agent on the validation set.
-        baselines: metrics of other players there, by name.
+        baselines: metrics of other policies there, by name.
     """
     garbage = baselines.get("garbage policy", {}).get("return")
     if garbage is not None and agent_return <= garbage:

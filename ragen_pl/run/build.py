@@ -209,7 +209,7 @@ def build_critic_model(
 
 
 def _shared_with_critic(cfg: DictConfig) -> dict[str, Any]:
-    """Return what a critic's own model takes over from the policy's where it is loaded in the same way."""
+    """Return the settings that a critic's own model takes over from the policy's if both are loaded in the same way."""
     policy, critic = cfg.model.build, cfg.critic.build
     same = policy._target_ == critic.get("_target_")
     shared = ("max_tokens", "shows_images", "prompt_format", "words")

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, found in milliseconds and without torch; and the newest whole one of a folder."""
+"""Check that a checkpoint is whole, in milliseconds and without torch; and the newest whole one of a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FOLDER = re.compile(rb"[\w.=+-]+\.[0-9a-f]{8}\.shards")
 
 
 def problem_of(file: Path) -> str | None:
-    """Return a clause that says what is wrong with a file of `torch.save` or its folder, None if it is whole.
+    """Return the fault of a file of `torch.save` or its folder as a clause, None if it is whole.
 
     The directory at the end of the file says where each tensor begins, and has a checksum of everything but the
     tensors' values.
@@ -34,7 +34,7 @@ def names_folder(file: Path, name: str) -> bool:
 
 
 def _structure(file: Path) -> bytes | None:
-    """Return what a file of `torch.save` holds besides the values of its tensors, None if it is not whole."""
+    """Return the contents of a file of `torch.save` without its tensors' values, None if it is not whole."""
     try:
         with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
             for entry in archive.infolist():
@@ -48,7 +48,7 @@ def _structure(file: Path) -> bytes | None:
 
 
 def _problem_of_folder(folder: Path) -> str | None:
-    """Return what is missing in a checkpoint's folder. One without a list of its files is taken for whole."""
+    """Return the missing part of a checkpoint's folder as a clause. Without a list of files it is whole."""
     if not folder.is_dir():
         return f"the checkpoint's folder {folder} is not there"
     listed = folder / FILES

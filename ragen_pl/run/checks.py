@@ -23,7 +23,7 @@ _NEEDED_SPACE = 200 * 2**20
 
 
 def check_run(cfg: DictConfig) -> None:
-    """Check what a run needs. Everything but the components is checked before torch is imported.
+    """Check the requirements of a run. Everything but the components is checked before torch is imported.
 
     Raises:
         ConfigError: with the first thing that is wrong.

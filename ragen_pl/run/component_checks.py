@@ -95,7 +95,7 @@ def build_components(cfg: DictConfig) -> Components:
 def run_facts(
     cfg: DictConfig, environment: gymnasium.Env[Any, Any], components: Components
 ) -> RunFacts:
-    """Return what components may depend on."""
+    """Return the facts of the run that components may depend on."""
     prompt_format = PromptFormat(cfg.env.prompt_format)
     return RunFacts(
         group_size=cfg.rollout.group_size,

@@ -19,7 +19,7 @@ _EXIT_CODES = {"SIGTERM": 143, "Ctrl-C": 130}
 
 
 def report_stop(error: SystemExit, run: Run) -> object:
-    """Print what a stopped run has saved and the command that resumes it; return the exit code."""
+    """Print a stopped run's checkpoint and the command that resumes it; return the exit code."""
     by_hand = isinstance(error.__context__, KeyboardInterrupt)
     if not by_hand and not isinstance(error, SIGTERMException):
         return error.code
@@ -34,7 +34,7 @@ def report_stop(error: SystemExit, run: Run) -> object:
 
 
 def end_of_non_finite(error: NonFiniteError, run: Run) -> str:
-    """Return the error's line, with the command that repeats a recorded step and what the run has saved."""
+    """Return the error's line, with the command that repeats a recorded step and the run's checkpoint."""
     parts = [str(error)]
     if isinstance(error, SkippedStepsError) and error.record is not None:
         parts.append(f"repeat it with: python -m ragen_pl.replay batch={error.record}")
@@ -42,7 +42,7 @@ def end_of_non_finite(error: NonFiniteError, run: Run) -> str:
 
 
 def how_to_go_on(run: Run) -> str:
-    """Return what a run that has ended early has saved, and the command that resumes it."""
+    """Return the checkpoint of a run that has ended early, and the command that resumes it."""
     arguments = run_overrides()
     if run.last.exists():
         saved, checkpoint = f"the last checkpoint is {run.last}", str(run.last)

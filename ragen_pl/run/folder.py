@@ -1,4 +1,4 @@
-"""A run's folder, and how a later command finds it again."""
+"""A run's folder, and the search for it by later commands."""
 
 from __future__ import annotations
 

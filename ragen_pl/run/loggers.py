@@ -117,7 +117,7 @@ class RunLogger(MLFlowLogger):
             self.log_hyperparams(self.settings)
 
     def _create(self) -> dict[str, Any]:
-        """Create the MLflow run; return what it was created with."""
+        """Create the MLflow run; return the arguments of its creation."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -199,7 +199,7 @@ class RunLogger(MLFlowLogger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """End the run as finished, failed, or killed if a signal stopped it, and send what is left."""
+        """Send the remaining records and end the run as finished, failed, or killed if a signal stopped it."""
         if status == "failed" and isinstance(sys.exc_info()[1], _STOPS):
             status = "KILLED"
         names = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
@@ -218,7 +218,7 @@ class RunLogger(MLFlowLogger):
 
     @rank_zero_only
     def close(self) -> None:
-        """Send what is left; say what is not sent, and how to send it."""
+        """Send the remaining records; log which are not sent, and the command that sends them."""
         unsent = self._outbox.close(limit_s=_FLUSH_S)
         if unsent is not None:
             log.warning(
@@ -279,7 +279,7 @@ class RunCSVLogger(CSVLogger):
 
 
 def send_unsent(folder: Path) -> str:
-    """Send what MLflow has not got of a run that has ended; return a text that says what was done.
+    """Send the unsent records of a run that has ended to MLflow; return a report.
 
     Raises:
         ConfigError: It cannot be sent, the run is under way, or it is not in MLflow.

@@ -104,7 +104,7 @@ class RunWandbLogger(WandbLogger):
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
-        """Log a picture; other files stay in the run's folder."""
+        """Log an image; other files stay in the run's folder."""
         if path.suffix == ".png":
             import wandb
 
@@ -113,7 +113,7 @@ class RunWandbLogger(WandbLogger):
 
     @rank_zero_only
     def close(self) -> None:
-        """Send what is left, in a limited time."""
+        """Send the remaining records, in a limited time."""
         with self._trouble:
             # the package has no limit of its own
             thread = threading.Thread(target=self.experiment.finish, daemon=True)
@@ -153,7 +153,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """Show what the run adds to its config as a text."""
+        """Show the run's additions to its config as a text."""
         for name, value in flattened(vars(params) if isinstance(params, Namespace) else params):
             self.experiment.add_text(name, value)
 
@@ -169,12 +169,10 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
-        """Log a picture at the last step; other files stay in the run's folder."""
+        """Log an image at the last step; other files stay in the run's folder."""
         if path.suffix == ".png":
-            picture = np.asarray(Image.open(path).convert("RGB"))
-            self.experiment.add_image(
-                f"{place}/{path.stem}", picture, self._step, dataformats="HWC"
-            )
+            image = np.asarray(Image.open(path).convert("RGB"))
+            self.experiment.add_image(f"{place}/{path.stem}", image, self._step, dataformats="HWC")
 
     @rank_zero_only
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls of a tracking server, kept in a file until they are sent, so that no trouble of the server reaches a run.
+"""Calls of a tracking server, kept in a file until they are sent, so that a run does not depend on the server.
 
     put -> file of calls -> thread: send, note how far it came -> next call
                               |
@@ -93,7 +93,7 @@ class Outbox:
             return self._is_empty
 
     def close(self, *, limit_s: float) -> str | None:
-        """Send what is left, then end.
+        """Send the remaining records, then end.
 
         Returns:
             A clause that says how many calls are not sent, and why; None if all are.

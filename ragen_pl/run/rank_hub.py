@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended a rank.
+    """Error or signal that ended a rank.
 
     Attributes:
         rank: Number of the rank.

@@ -162,7 +162,7 @@ class RankWatch:
         return False
 
     def show(self) -> None:
-        """Print what ends the run, once in each process."""
+        """Print the failure that ends the run, once in each process."""
         if self._shown or self.failure is None:
             return
         self._shown = True

@@ -41,7 +41,7 @@ class _Process:
 
 
 def cluster_environment() -> ClusterEnvironment:
-    """Return Lightning's view of what started this process.
+    """Return Lightning's view of the launcher of this process.
 
     SLURM's has no requeueing: Lightning would save in a signal handler, in the midst of a collective. A signal is
     noted by `StopSignals` instead, and the job's script requeues.
@@ -129,7 +129,7 @@ def set_remedy(remedy: Callable[[], str]) -> None:
 
 
 def report(error: BaseException) -> None:
-    """Report an error before it has reached the end of the run; what is closed on its way there may take long."""
+    """Report an error before it has reached the end of the run: closing objects on its way there may take long."""
     # torch is loaded by then
     from ragen_pl.finite import NonFiniteError
 

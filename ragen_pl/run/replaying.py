@@ -75,7 +75,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is repeated.
+    """Recorded optimizer step that is repeated.
 
     Attributes:
         steps: an optimizer step, as each rank that is known has taken it.
@@ -235,7 +235,7 @@ def report(
     *,
     console: Console,
 ) -> Finding | None:
-    """Print a step and return what is not finite in it, as computed in the run.
+    """Print a step and return its values that are not finite, as computed in the run.
 
     Args:
         steps: the step of each rank.

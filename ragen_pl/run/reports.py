@@ -39,13 +39,13 @@ def report_accelerator(name: str) -> None:
 
 
 def report_template(context: ContextManager) -> None:
-    """Log what the model's chat template does to earlier responses, and which date it shows."""
+    """Log the changes of the model's chat template to earlier responses, and the date that it shows."""
     template = context.template
     if template.pinned is not None:
         log.info(
             f"chat template: it shows today's date, pinned to {template.pinned} so that prompts stay the same"
         )
-    if context.window == 1 or (template.history is History.KEPT and template.fixed):
+    if context.window == 1 or (template.history is History.KEPT and template.is_static):
         return
     does = {
         History.KEPT: "the text around a message depends on its place",
@@ -58,6 +58,6 @@ def report_template(context: ContextManager) -> None:
         follows += ", so an episode is one sample" if context.grows else ""
     else:
         follows = "each turn is a sample of its own: correct, but slower; context.window=1 avoids the cost"
-        if template.history is History.WITHOUT_THOUGHTS and template.fixed:
+        if template.history is History.WITHOUT_THOUGHTS and template.is_static:
             follows += ", context.keep_thoughts=true makes an episode one sample"
     log.info(f"chat template: {does}; {follows}")

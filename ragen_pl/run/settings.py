@@ -39,7 +39,7 @@ class MemorySettings:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class ValidationSettings:
-    """Keys of `validation`, without its scripted players.
+    """Keys of `validation`, without its scripted policies.
 
     Attributes:
         episodes: episodes of the validation set.

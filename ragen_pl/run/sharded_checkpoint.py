@@ -125,7 +125,7 @@ class _Reader(dcp.FileSystemReader):
 
 @functools.cache
 def _of_metadata() -> dict[tuple[str, str], Any]:
-    """Return what the list of tensors consists of."""
+    """Return the items of the list of tensors."""
     types = {
         ("torch", name): value
         for name, value in vars(torch).items()
@@ -288,7 +288,7 @@ def write_tensors(state: Mapping[str, Any], file: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs have left among the checkpoints of a folder: unfinished files, folders without a file."""
+    """Remove leftovers of killed runs among the checkpoints of a folder: unfinished files, folders without a file."""
     for partial in folder.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
     for apart in folder.glob(f"*{_SUFFIX}"):

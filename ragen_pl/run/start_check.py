@@ -117,7 +117,7 @@ class TrainerCheck(pl.Callback):
 
 
 def _on_first_rank(compare: Callable[..., None]) -> None:
-    """Compare on the first rank only, and raise on all ranks what it raises."""
+    """Compare on the first rank only, and raise its error on all ranks."""
     all_ranks_do(lambda: compare(alone=True) if rank() == 0 else None)
 
 

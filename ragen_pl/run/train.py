@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ClosesAtEnd(Protocol):
-    """Logger that sends what is left at the end of a run, after all of its phases."""
+    """Logger that sends its remaining records at the end of a run, after all of its phases."""
 
     def close(self) -> None:
         """Send it, in a limited time."""

@@ -43,7 +43,7 @@ def _end_process_group_at_exit() -> None:
 
 
 class RunTrainer(pl.Trainer):
-    """Lightning's Trainer, whose checkpoints keep what each rank has its own of in a file of that rank."""
+    """Lightning's Trainer, whose checkpoints keep the states of each rank in a file of that rank."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -73,7 +73,7 @@ class RunTrainer(pl.Trainer):
 
 
 class _OwnCheckpoints(_CheckpointConnector):
-    """Resumes from what the run says, and never from a file that Lightning has written in SLURM's requeueing."""
+    """Resumes from the run's checkpoint, never from a file that Lightning has written in SLURM's requeueing."""
 
     @property
     def _hpc_resume_path(self) -> None:

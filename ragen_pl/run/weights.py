@@ -70,7 +70,7 @@ def load_weights(bundle: ModelBundle, file: Path) -> None:
 
 
 def read_policy(file: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds.
+    """Return a checkpoint that holds a policy.
 
     Raises:
         ConfigError: the file cannot be read, or holds no policy.

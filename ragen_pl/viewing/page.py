@@ -107,7 +107,7 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
 
 
 def script_of(name: str) -> str:
-    """Return the script of a page, with what the scripts of all pages share."""
+    """Return the script of a page, with the functions that all pages share."""
     return text_of("elements.js") + text_of(name)
 
 

@@ -86,13 +86,13 @@ def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
         if not points:
             continue
         x = [row[by] / divisor for row in points]
-        shares = [row[name] for row in points]
+        rates = [row[name] for row in points]
         marker = "o" if len(points) < 60 else ""
-        axes.plot(x, shares, color=color, label=label, marker=marker, markersize=3)
+        axes.plot(x, rates, color=color, label=label, marker=marker, markersize=3)
         intervals = [
             wilson(row[name], count=row.get(f"{prefix}/episodes") or math.inf) for row in points
         ]
-        low, high = [share.low for share in intervals], [share.high for share in intervals]
+        low, high = [one.low for one in intervals], [one.high for one in intervals]
         axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     _mark_stages(axes, rows=rows, by=by)
     axes.set_ylim(-0.02, 1.02)

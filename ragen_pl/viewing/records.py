@@ -27,7 +27,7 @@ FILE = "trajectories.jsonl"
 IMAGES = "images"
 _IMAGE_SLOT = "<image>"
 # of an image that is read: 16 MiB and 4096 by 4096 pixels
-_MOST_BYTES = _MOST_PIXELS = 1 << 24
+_MAX_BYTES = _MAX_PIXELS = 1 << 24
 
 
 class TokenReader(Protocol):
@@ -303,9 +303,9 @@ def read_image(folder: Path, name: object) -> bytes | None:
         if not (file.is_relative_to(folder.resolve()) and file.is_file()):
             return None
         with file.open("rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)
+            data = stream.read(_MAX_BYTES + 1)
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-            sound = len(data) <= _MOST_BYTES and math.prod(image.size) <= _MOST_PIXELS
+            sound = len(data) <= _MAX_BYTES and math.prod(image.size) <= _MAX_PIXELS
             image.verify()
     # of Pillow any
     except Exception:

@@ -30,7 +30,7 @@ from ragen_pl.viewing.records import FILE, read_records
 
 _CONFIG, _METRICS = "config.yaml", "metrics.json"
 # bytes of a file that is read
-_MOST_BYTES, _MOST_BYTES_OF_RECORDS = 1 << 26, 1 << 29
+_MAX_BYTES, _MAX_BYTES_OF_RECORDS = 1 << 26, 1 << 29
 # levels of folders that runs are looked for in, and of a settings file; values of a settings file; characters of a text
 _LEVELS, _DEPTH, _VALUES, _LENGTH = 4, 12, 5000, 300
 # settings that differ between any two runs
@@ -169,14 +169,14 @@ def recorded(folder: Path) -> list[str]:
 
 
 def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
-    """Return the trajectory page of one of the `recorded` folders, with what went wrong first.
+    """Return the trajectory page of one of the `recorded` folders, failed episodes first.
 
     Raises:
         ValueError: the records are too large, or not those of this version.
     """
     file = folder / name / FILE
-    if file.stat().st_size > _MOST_BYTES_OF_RECORDS:
-        raise ValueError(f"{file}: larger than {_MOST_BYTES_OF_RECORDS} bytes")
+    if file.stat().st_size > _MAX_BYTES_OF_RECORDS:
+        raise ValueError(f"{file}: larger than {_MAX_BYTES_OF_RECORDS} bytes")
     records = list(read_records(file))
     return page_html(
         records, title=title, images=file.parent, episodes=episodes, failures_first=True
@@ -237,7 +237,7 @@ def _text(folder: Path, name: str) -> str:
     """Return the text of a file of the run, empty if there is none that may be read."""
     file = folder / name
     try:
-        if not _inside(folder, file) or file.stat().st_size > _MOST_BYTES:
+        if not _inside(folder, file) or file.stat().st_size > _MAX_BYTES:
             return ""
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:  # removed or replaced at this moment

@@ -30,7 +30,7 @@ HOST = "127.0.0.1"
 _NAMES = frozenset({HOST, "localhost"})
 # ports that are tried after one that is taken
 _TRIED = 20
-_MOST_COMPARED = 50
+_MAX_COMPARED = 50
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The view loads its own script and its own data; a page of episodes runs its own script in an origin of its own.
 _VIEW = "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; frame-src 'self'"
@@ -118,7 +118,7 @@ class RunWatch:
 
     async def differences(self, request: web.Request) -> web.Response:
         """Return the settings that differ between the named runs."""
-        names = request.query.getall("run", [])[:_MOST_COMPARED]
+        names = request.query.getall("run", [])[:_MAX_COMPARED]
         found = await asyncio.to_thread(self.find)
         folders = [found[name] for name in names if name in found]
         return _json(await asyncio.to_thread(differences, folders))
@@ -149,7 +149,7 @@ class RunWatch:
 
 @web.middleware
 async def local_only(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer only what a page of this server, or a person, asks for.
+    """Answer only requests of a page of this server, or of a person.
 
     A name that somebody has pointed at the loopback address (DNS rebinding) is another host, and pages of other origins
     may link to the view but not read from it.

@@ -192,7 +192,7 @@ REFUSED = [
     ("grpo algorithm.critic=shared", "reads no values"),
     ("grpo env.turn_limit_bootstraps=true", "no values to bootstrap from"),
     (f"starpo rollout.group_size=1 {BY}.Schedule", "RewardNormalizer compares"),
-    ("starpo algorithm.filter.rescale=linear", "the share is 1"),
+    ("starpo algorithm.filter.rescale=linear", "the fraction of kept groups is 1"),
     (
         "starpo rollout.group_size=1 callbacks.collapse.actions=[mitigate] callbacks.collapse.mitigation.group_filter="
         "{_target_:ragen_pl.algorithms.group_filter.GroupFilter,keep:{_target_:ragen_pl.algorithms.group_filter.AboveDeviation}}",

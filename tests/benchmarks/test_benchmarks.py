@@ -185,7 +185,9 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     ]  # fmt: skip
     runs = {
         name: collapse.Run(
-            readings={at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)},
+            diagnostics={
+                at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)
+            },
             events=events,
             success=rows[-1][0],
         )
@@ -194,22 +196,22 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
             (
                 "KL penalty on",
                 collapsing[:2],
-                [{"iteration": 2, "alarms": ["truth"], "done": ["stopped the run"]}],
+                [{"iteration": 2, "alarms": ["think_accuracy"], "done": ["stopped the run"]}],
             ),
         )
     }
     alarms = {
-        "form": Alarm(reading="valid_actions", below=0.5, patience=2),
-        "truth": Alarm(reading="think_accuracy_ratio", below=0.5),
+        "format": Alarm(reading="valid_actions", below=0.5, patience=2),
+        "think_accuracy": Alarm(reading="think_accuracy_ratio", below=0.5),
         "entropy": Alarm(reading="entropy", below=0.1),
     }
     page = tmp_path / "collapse.md"
     collapse.write_page(runs, alarms=alarms, page=page, command="fit")
     text = page.read_text()
     assert "from iteration 6." in text  # it exceeds half again in iteration 5
-    truth = "| `truth` | `think_accuracy_ratio` below 0.5 | 2 | +4 |"
-    form = "| `form` | `valid_actions` below 0.5 | 4 | +2 |"
+    truth = "| `think_accuracy` | `think_accuracy_ratio` below 0.5 | 2 | +4 |"
+    form = "| `format` | `valid_actions` below 0.5 | 4 | +2 |"
     never = "| `entropy` | `entropy` below 0.1 | never |  |"
     assert 0 < text.index(truth) < text.index(form) < text.index(never)
-    assert "| KL penalty on | 0.500 | nan | 1.00 | 2: truth (stopped the run) |" in text
+    assert "| KL penalty on | 0.500 | nan | 1.00 | 2: think_accuracy (stopped the run) |" in text
     assert (tmp_path / "collapse.png").stat().st_size > 1000

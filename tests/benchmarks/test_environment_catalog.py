@@ -19,7 +19,7 @@ def environment_catalog(monkeypatch):
 def test_the_page_has_a_line_and_a_section_of_each_environment(
     environment_catalog, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(environment_catalog, "PICTURES", tmp_path / "environments")
+    monkeypatch.setattr(environment_catalog, "IMAGES", tmp_path / "environments")
     monkeypatch.setattr(environment_catalog, "PAGE", tmp_path / "page.md")
     page = tmp_path / "page.md"
 

@@ -262,7 +262,7 @@ def test_pieces_of_a_written_response_join_to_its_text(name, data):
     text = data.draw(texts_of(name))
     context = ContextManager(bundle_of(name))
     ids = context.encode_response(text)
-    written = context.template.lead + text
+    written = context.template.response_prefix + text
     if context.opening:
         written = written.removeprefix("<think>")
     pieces = context.pieces(ids)

@@ -38,7 +38,7 @@ def test_factor_extends_the_time_limit(wait_s, ends):
     release = threading.Event()
     workers = EnvironmentWorkers(1, timeout_s=0.2)
     jobs = [(0, lambda: release.wait(wait_s)), (0, lambda: 2)]
-    first, second = workers.run(jobs, factor=20 if ends else 2)
+    first, second = workers.run(jobs, time_limit_factor=20 if ends else 2)
     release.set()
     assert second == 2
     assert first is False if ends else "longer than 0.4 s" in str(first)

@@ -56,7 +56,7 @@ def test_reference_programs_pass_at_the_first_attempt(settings):
         difficulties.add(env.difficulty())
         outcome, reward, over, _, info = env.step(env.optimal_action(rng))
         assert (outcome, reward, over, info["success"]) == ("all tests pass", 1.0, True, True)
-    assert difficulties == set(range(1, env.most_steps + 1))
+    assert difficulties == set(range(1, env.max_steps + 1))
 
 
 def test_a_wrong_program_costs_and_shows_an_example(env):

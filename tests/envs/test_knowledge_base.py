@@ -21,7 +21,7 @@ def test_the_reader_who_follows_the_facts_succeeds_within_ten_turns(settings):
         base.reset(seed=seed)
         difficulties.add(base.difficulty())
         assert play(base, lambda base: base.optimal_action(rng), limit=10) == (1.0, True)
-    assert difficulties == set(range(1, base.most_hops + 2))
+    assert difficulties == set(range(1, base.max_hops + 2))
 
 
 def test_pages_state_the_facts_and_notes_have_the_last_word():

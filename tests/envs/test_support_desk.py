@@ -64,7 +64,7 @@ def test_the_clerk_who_follows_the_policy_earns_all(settings):
         total, parts, success = play(desk, lambda desk: desk.optimal_action(rng))
         assert success and total == pytest.approx(1.0)
         assert parts == pytest.approx({"database": 0.5, "said": 0.5})
-    assert difficulties == set(range(2, desk.most_rules + 1))
+    assert difficulties == set(range(2, desk.max_rules + 1))
 
 
 def test_every_rule_forbids_something_and_half_is_granted():

@@ -57,7 +57,7 @@ def config(name: str) -> DictConfig:
 def bounds(environment: Any) -> Mapping[str, float]:
     """Return the largest success and return of trivial players that the docstring of an environment's class states."""
     docs = [base.__doc__ or "" for base in type(environment).__mro__]
-    sections = [doc.partition("## Players Without Skill")[2].partition("##")[0] for doc in docs]
+    sections = [doc.partition("## Trivial Policies")[2].partition("##")[0] for doc in docs]
     stated = next((section for section in sections if section), "")
     found = BOUND.findall(" ".join(stated.split()))
     return {metric: max(float(b) for m, b in found if m == metric) for metric, _ in found}

@@ -28,7 +28,7 @@ def test_the_buyer_who_checks_every_condition_succeeds_within_five_turns(setting
         assert sorted(shop.products) == sorted(f"p{n + 1}" for n in range(shop.product_count))
         difficulties.add(shop.difficulty())
         assert play(shop, lambda shop: shop.optimal_action(rng), limit=5) == (1.0, True)
-    assert difficulties == set(range(1, shop.most_conditions + 1))
+    assert difficulties == set(range(1, shop.max_conditions + 1))
 
 
 def test_each_condition_has_products_that_miss_only_it():

@@ -17,7 +17,7 @@ from copy_engine import CopyEngine
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.callbacks.checkpoint import RunCheckpoint
-from ragen_pl.data.ahead import RolloutAhead
+from ragen_pl.data.ahead import AheadState, RolloutAhead
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
 from ragen_pl.engines.errors import RolloutError
@@ -211,7 +211,9 @@ def test_a_module_that_lends_no_engine_is_refused(ahead_of):
 
     agent, datamodule = ahead_of().build()
     agent.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(TypeError, match=r"Lent has no lend_engine; give it one .*, or set iterat"):
+    with pytest.raises(
+        TypeError, match=r"Lent has no async_rollout_engine; give it one .*, or set iterat"
+    ):
         datamodule.collect(0, Lent(agent))
 
 
@@ -244,14 +246,37 @@ def rollout_ahead(ahead_of):
     """Return a function that begins a rollout for an iteration."""
     _, datamodule = ahead_of().build()
 
-    def begin(iteration, *, weights_of, reward=lambda trajectories: None):
+    def begin(iteration, *, weights_of, reward=lambda trajectories: None, responder=None):
         ahead = RolloutAhead(1, reward)
+        assert ahead.state is AheadState.NONE and ahead.played(iteration) is None
         specs = datamodule.episode_specs(iteration)
-        rollout = BackgroundRollout(datamodule.proxy, Silent(), specs, seed_key=(0,))
+        rollout = BackgroundRollout(datamodule.proxy, responder or Silent(), specs, seed_key=(0,))
         ahead.begin(iteration, rollout, weights_of=weights_of)
         return ahead
 
     return begin
+
+
+class Defective(TextResponder):
+    """Raises an error."""
+
+    def respond(self, episode):
+        raise RuntimeError("broken")
+
+
+def test_a_rollout_is_under_way_until_it_is_played_or_has_failed(rollout_ahead):
+    ahead = rollout_ahead(1, weights_of=0)
+    assert ahead.state is AheadState.UNDER_WAY
+    ahead.wait()
+    assert ahead.state is AheadState.PLAYED and ahead.played(1) is ahead.played(1)
+    ahead.drop()
+    assert ahead.state is AheadState.NONE
+    broken = rollout_ahead(1, weights_of=0, responder=Defective())
+    broken.wait()
+    assert broken.state is AheadState.FAILED and broken.state_dict() is None
+    with pytest.raises(RuntimeError, match="broken"):
+        broken.played(1)
+    assert broken.state is AheadState.NONE
 
 
 def test_a_rollout_is_dropped_once_its_environments_are_free(ahead_of, monkeypatch):
@@ -273,7 +298,7 @@ def test_a_rollout_is_dropped_once_its_environments_are_free(ahead_of, monkeypat
     ahead.begin(2, first, weights_of=1)
     entered.wait()
     threading.Timer(0.5, gate.set).start()
-    ahead.drop(patient=True)
+    ahead.drop(wait=True)
     assert background_threads() == []
     again = BackgroundRollout(datamodule.proxy, Silent(), specs, seed_key=(0,)).result()
     assert len(again) == len(specs)
@@ -408,7 +433,7 @@ def test_a_checkpoint_runs_no_code(rollout_ahead, name):
 
 def test_a_rollout_of_an_earlier_version_is_sampled_again(rollout_ahead, caplog):
     ahead = rollout_ahead(1, weights_of=0)
-    ahead.settle()
+    ahead.wait()
     written = pickle.dumps(ahead.played(1))
     ahead.drop()
     ahead.load_state_dict([torch.frombuffer(bytearray(written), dtype=torch.uint8)])

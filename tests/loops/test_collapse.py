@@ -1,4 +1,4 @@
-"""Diagnostics and the collapse monitor in whole runs: readings, warning, stop, rollback, mitigation, resume."""
+"""Diagnostics and the collapse monitor in whole runs: values, warning, stop, rollback, mitigation, resume."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.loggers import RunLogger
 
-FORM = {"form": Alarm(reading="valid_actions", below=0.05)}
+FORMAT = {"format": Alarm(reading="valid_actions", below=0.05)}
 
 
 class Break(RolloutCallback):
@@ -46,7 +46,7 @@ class Break(RolloutCallback):
 
 def monitor(*actions, **settings):
     return CollapseMonitor(
-        **({"alarms": FORM, "actions": actions, "grace": 0, "cooldown": 1, "good_every_n_iterations": 1} | settings)
+        **({"alarms": FORMAT, "actions": actions, "grace": 0, "cooldown": 1, "good_every_n_iterations": 1} | settings)
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def run(setup_of, folder, *callbacks, epochs=4, **changes):
     return setup.fit(*callbacks, max_epochs=epochs, **changes)
 
 
-def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
+def test_diagnostics_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     plain, _, _ = run(setup_of, tmp_path)
     read, points, _ = run(
         setup_of, tmp_path, Diagnostics(probe_every_n_iterations=2, prompts=4, first=1)
@@ -78,7 +78,7 @@ def test_readings_are_logged_and_leave_weights_unchanged(setup_of, tmp_path):
     assert all(name in point for point in logged for name in wanted)
     taken = {name for _, point in points for name in point if name.startswith("diagnostics/")}
     known = [name.removeprefix("diagnostics/") for name in taken]
-    declared = declared_names("READINGS")
+    declared = declared_names("DIAGNOSTICS")
     assert not [
         name for name in known if not any(fnmatchcase(name, pattern) for pattern in declared)
     ]
@@ -126,7 +126,9 @@ def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path)
                 trainer.current_epoch
             ]
 
-    watch = monitor("warn", alarms={"truth": Alarm(reading="think_accuracy_ratio", below=0.5)})
+    watch = monitor(
+        "warn", alarms={"think_accuracy": Alarm(reading="think_accuracy_ratio", below=0.5)}
+    )
     _, points, _ = run(setup_of, tmp_path, Thoughts(), Diagnostics(prompts=0, first=5), watch)
     name = "diagnostics/think_accuracy_ratio"
     assert [point[name] for _, point in points if name in point] == pytest.approx(
@@ -136,8 +138,8 @@ def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["on_rollout_end", "on_train_epoch_end"])
-def test_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
-    """Including readings from before the checkpoint, wherever it was written."""
+def test_resumed_run_ends_with_the_same_diagnostics(setup_of, tmp_path, moment):
+    """Including diagnostics from before the checkpoint, wherever it was written."""
 
     class Save(RolloutCallback):
         def save(self, trainer, *args):
@@ -157,11 +159,11 @@ def test_resumed_run_ends_with_the_same_readings(setup_of, tmp_path, moment):
     assert "diagnostics/mutual_information" in whole
 
 
-def test_warning_names_the_reading_and_the_run_continues(setup_of, tmp_path, caplog):
+def test_warning_names_the_diagnostic_and_the_run_continues(setup_of, tmp_path, caplog):
     broken, watch = Break(), monitor("warn")
     with caplog.at_level(logging.WARNING, logger="ragen_pl"):
         _, points, trainer = run(setup_of, tmp_path, Diagnostics(prompts=0), broken, watch)
-    assert "iteration 3, collapse? form: valid_actions 0, below 0.05 (warned)" in caplog.text
+    assert "iteration 3, collapse? format: valid_actions 0, below 0.05 (warned)" in caplog.text
     assert trainer.current_epoch == 4 and not (tmp_path / "good.ckpt").exists()
     assert [point["collapse/events"] for _, point in points if "collapse/events" in point] == [
         0,
@@ -170,7 +172,7 @@ def test_warning_names_the_reading_and_the_run_continues(setup_of, tmp_path, cap
         1,
     ]
     (event,) = map(json.loads, (tmp_path / "collapse.jsonl").read_text().splitlines())
-    assert (event["iteration"], event["alarms"], event["done"]) == (3, ["form"], ["warned"])
+    assert (event["iteration"], event["alarms"], event["done"]) == (3, ["format"], ["warned"])
     assert event["readings"] == {"valid_actions": 0.0}
 
 
@@ -355,7 +357,7 @@ def test_a_gradient_that_is_not_finite_is_a_spike(setup_of, tmp_path):
     # the norm is logged as it was, and no later one is compared with it
     norms = [point["update/gradient_norm_policy"] for _, point in points if "update/loss" in point]
     assert [math.isnan(norm) for norm in norms] == [False, False, True, False]
-    assert diagnostics.readings["gradient_spike"] < 20
+    assert diagnostics.values["gradient_spike"] < 20
     assert diagnostics._norms["policy"] == [norms[0], norms[1], norms[3]]
 
 
@@ -388,5 +390,5 @@ def test_alarm_needs_exactly_one_limit_and_patience(settings, message):
 
 
 def test_monitor_needs_diagnostics_before_it(setup_of, tmp_path):
-    with pytest.raises(ValueError, match="Diagnostics takes: put"):
+    with pytest.raises(ValueError, match="the values of Diagnostics: put"):
         run(setup_of, tmp_path, monitor("warn"), Diagnostics())

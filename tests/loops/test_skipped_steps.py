@@ -190,7 +190,7 @@ def test_the_number_of_skipped_steps_in_a_row_is_a_setting(setup_of, tmp_path, m
 
 
 def test_one_percent_of_the_last_thousand_steps_is_too_much():
-    skipped = SkippedSteps(most=3)
+    skipped = SkippedSteps(limit=3)
     for step in range(1, 5000):
         skipped.note(skipped=step % 150 == 0)
         assert skipped.too_many() is None
@@ -198,7 +198,7 @@ def test_one_percent_of_the_last_thousand_steps_is_too_much():
         for spoiled in (True, False, True):
             skipped.note(skipped=spoiled)
     assert skipped.too_many() == "15 of the last 1000 steps"
-    restored = SkippedSteps(most=3)
+    restored = SkippedSteps(limit=3)
     restored.load_state_dict(skipped.state_dict())
     assert restored == skipped
 

@@ -236,9 +236,9 @@ def test_samples_that_are_not_run_add_as_much_as_those_that_are(monkeypatch):
     cfg = composed("env=frozenlake", "algorithm=trico", *SMALL, "rollout.groups=40")
     agent = abstract_agent(cfg)
     workload = workload_of(cfg, agent.policy.bundle)
-    assert workload.rows > 2 * dry_run.MOST_ROWS
+    assert workload.rows > 2 * dry_run.MAX_ROWS
     reckoned = dry_run.count_update(agent, workload)
-    monkeypatch.setattr(dry_run, "MOST_ROWS", workload.rows)
+    monkeypatch.setattr(dry_run, "MAX_ROWS", workload.rows)
     run = dry_run.count_update(abstract_agent(cfg), workload)
     assert reckoned.peak.total() == pytest.approx(run.peak.total(), rel=0.05)
     assert (reckoned.gradients, reckoned.state) == (run.gradients, run.state)

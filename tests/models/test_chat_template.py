@@ -65,7 +65,7 @@ def of_text(template: str, **arguments: object) -> ChatTemplate:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_history_of_each_family(name):
     template = of_family(name)
-    assert name in HISTORIES[template.history] and template.fixed
+    assert name in HISTORIES[template.history] and template.is_static
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_each_image_has_its_slot_before_the_text(name):
     tokenizer = FAMILIES[name].tokenizer()
     template = ChatTemplate(tokenizer, tokenizer, {}, (1, 2))
     slot = FAMILIES[name].slot_token
-    assert template.fixed and name in HISTORIES[template.history]
+    assert template.is_static and name in HISTORIES[template.history]
     for images in range(4):
         assert template.user_text(images).before.count(slot) == images
         assert template.before_first("S", images=images).count(slot) == images
@@ -107,10 +107,10 @@ def test_images_without_a_place_are_refused():
 
 def test_user_messages_that_depend_on_their_place_have_no_fixed_text():
     numbered = of_text(PLAIN.replace("m.content", "(loop.index0 ~ m.content)"))
-    assert not numbered.fixed and numbered.history is History.REWRITTEN
-    assert of_family("qwen2_5_vl").fixed
+    assert not numbered.is_static and numbered.history is History.REWRITTEN
+    assert of_family("qwen2_5_vl").is_static
     pictures = of_family("qwen2_5_vl", add_vision_id=True)
-    assert not pictures.fixed and pictures.history is History.KEPT
+    assert not pictures.is_static and pictures.history is History.KEPT
 
 
 def test_a_template_that_raises_in_a_second_turn_is_rendered_as_a_whole():
@@ -118,7 +118,7 @@ def test_a_template_that_raises_in_a_second_turn_is_rendered_as_a_whole():
         "{%- if messages | length > 2 -%}{{ raise_exception('one turn') }}{%- endif -%}" + PLAIN
     )
     template = of_text(single)
-    assert not template.fixed and "see" in template.render(MESSAGES)
+    assert not template.is_static and "see" in template.render(MESSAGES)
 
 
 def test_thoughts_may_be_kept_by_an_argument_of_the_template():
@@ -135,7 +135,9 @@ def test_an_end_of_text_after_the_last_message_is_no_part_of_a_turn(last, histor
     closing = "{%- if not add_generation_prompt -%}" + last + "{%- endif -%}"
     template = of_text(PLAIN.replace("<|end|>", "{{ '<|endoftext|>\n' }}") + closing)
     assert template.history is history
-    assert template.close == "<|endoftext|>\n" + (last if history is History.REWRITTEN else "")
+    assert template.response_suffix == "<|endoftext|>\n" + (
+        last if history is History.REWRITTEN else ""
+    )
 
 
 # ---- arguments

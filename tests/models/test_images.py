@@ -88,7 +88,7 @@ def test_a_frozen_encoder_sees_each_image_once(monkeypatch):
     assert calls == [2, 1]
     assert not features.tokens.is_inference() and features.counts == (4, 4)
     torch.testing.assert_close(features.tokens[:4], bundle.images.encode_together([third]).tokens)
-    bundle.images.held.most_bytes = features.tokens.nbytes
+    bundle.images.held.max_bytes = features.tokens.nbytes
     assert bundle.images.encode(images(*[(32, 32)] * 5)[2:]).counts == (4, 4, 4)
     assert len(bundle.images.held.by_key) == 2
 
@@ -125,7 +125,7 @@ def test_features_are_chosen_by_image_and_patch(data, counts):
     patches = [
         data.draw(st.none() | st.just(np.arange(0, counts[number], 2))) for number in numbers
     ]
-    chosen = features.of(numbers, patches)
+    chosen = features.select(numbers, patches)
     starts = [sum(counts[:number]) for number in numbers]
     expected = [
         start + place

@@ -17,22 +17,22 @@ from ragen_pl.trajectory import Span
 
 
 @given(
-    seed=st.integers(0, 10_000), share=st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.9, 1.0]),
+    seed=st.integers(0, 10_000), fraction=st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.9, 1.0]),
     tokens=st.integers(1, 12),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_top_in_turn_equals_sorting_each_turn(seed, share, tokens) -> None:
+def test_top_in_turn_equals_sorting_each_turn(seed, fraction, tokens) -> None:
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 4, (3, tokens), generator=draw).float()  # many ties
     turn = torch.randint(-1, 3, (3, tokens), generator=draw)
     turn = torch.where(turn >= 0, turn.cummax(1).values, -1)
     mask = (torch.rand(3, tokens, generator=draw) < 0.7) & (turn >= 0)
-    top = top_in_turn(scores, mask, turn, share=share)
+    top = top_in_turn(scores, mask, turn, fraction=fraction)
     for row in range(3):
         for number in range(3):
             inside = [t for t in range(tokens) if mask[row, t] and turn[row, t] == number]
             best = sorted(inside, key=lambda t: (-scores[row, t].item(), t))
-            count = max(1, -int(-share * 100 * len(inside) // 100)) if inside else 0
+            count = max(1, -int(-fraction * 100 * len(inside) // 100)) if inside else 0
             assert {t for t in inside if top[row, t]} == set(best[:count])
     assert not (top & ~mask).any()
 

@@ -52,7 +52,7 @@ def test_faults_and_unusable_answers_are_asked_for_again(
     server: ChatServer, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("ragen_pl.rollout.chat_client._LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr("ragen_pl.rollout.chat_client._MOST_MIB", 1)
+    monkeypatch.setattr("ragen_pl.rollout.chat_client._MAX_MIB", 1)
     server.faults = [429, 500, "close", "late", 503, "cut", "huge", *UNUSABLE]
     settings = {**PRICES, "answers": str(tmp_path / "answers")}
     results, usage = asked(server, 5, timeout_s=0.5, max_retries=30, **settings)
@@ -70,7 +70,7 @@ def test_faults_and_unusable_answers_are_asked_for_again(
 def test_a_request_that_fails_is_reported_in_one_line(
     server: ChatServer, monkeypatch, fault
 ) -> None:
-    monkeypatch.setattr("ragen_pl.rollout.chat_client._MOST_MIB", 1)
+    monkeypatch.setattr("ragen_pl.rollout.chat_client._MAX_MIB", 1)
     server.faults = [fault]
     (failed, answered), usage = asked(server, 2, max_retries=0)
     assert isinstance(failed, Failure) and isinstance(answered, Answer)

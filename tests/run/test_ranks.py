@@ -125,8 +125,8 @@ def test_two_ranks_roll_back_together(job):
         "callbacks.collapse.mitigation.learning_rate_share=0.5",
         "callbacks.collapse.good_every_n_iterations=1",
         # an untrained policy's responses have no valid format
-        "callbacks.collapse.alarms.form=null",
-        # the reading exists from the third iteration on
+        "callbacks.collapse.alarms.format=null",
+        # the diagnostic exists from the third iteration on
         "callbacks.collapse.alarms.gradient.above=0.0",
     )
     (event,) = map(json.loads, (run.folder / "collapse.jsonl").read_text().splitlines())

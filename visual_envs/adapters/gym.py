@@ -1,4 +1,4 @@
-"""Any gymnasium environment with discrete actions, shown in pictures."""
+"""Any gymnasium environment with discrete actions, shown as images."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TEXT = "choose an action"
 
 
 class GymVisual(Gym):
-    """Play a gymnasium environment with discrete actions, seen in pictures.
+    """Play a gymnasium environment with discrete actions, shown as images.
 
     ## Description
-    `Gym` whose state is visible only in the image, the environment's own picture scaled to `height` by `width` pixels.
+    `Gym` whose state is visible only in the image, the environment's own image scaled to `height` by `width` pixels.
 
     ## Action Space
     As in `Gym`.
@@ -76,10 +76,10 @@ class GymVisual(Gym):
             frame: Any = self.game.render()
         except DependencyNotInstalled as error:
             raise ImportError(
-                f"{error}; pip install 'ragen_pl[gym]' installs pygame for gymnasium's own pictures"
+                f"{error}; pip install 'ragen_pl[gym]' installs pygame for gymnasium's own images"
             ) from error
-        picture = Image.fromarray(np.asarray(frame, dtype=np.uint8)[..., :3])
-        return np.asarray(picture.resize((self.width, self.height), Image.Resampling.BOX))
+        image = Image.fromarray(np.asarray(frame, dtype=np.uint8)[..., :3])
+        return np.asarray(image.resize((self.width, self.height), Image.Resampling.BOX))
 
     def _make(self, id: str, settings: dict[str, Any]) -> gymnasium.Env[Any, Any]:
         return gymnasium.make(id, disable_env_checker=True, render_mode="rgb_array", **settings)

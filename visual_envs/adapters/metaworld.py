@@ -1,4 +1,4 @@
-"""Manipulation with a robot arm in pictures: tasks of the library Meta-World, steered by named moves."""
+"""Manipulation with a robot arm in images: tasks of the library Meta-World, steered by named moves."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class MetaWorld(Environment):
         return list(_TASKS).index(self._task) + 1
 
     def optimal_action(self, rng: np.random.Generator) -> int:
-        """Return the move nearest to what the library's scripted policy does."""
+        """Return the move nearest to that of the library's scripted policy."""
         with warnings.catch_warnings():
             # policies ask for more than the arm can do
             warnings.simplefilter("ignore")
@@ -167,14 +167,14 @@ class MetaWorld(Environment):
         return int(np.argmax(directions @ control[:3]))
 
     def render(self) -> NDArray[np.uint8]:
-        """Return the picture (`render_mode="rgb_array"`)."""
+        """Return the image (`render_mode="rgb_array"`)."""
         renderer = self.environment.mujoco_renderer
         # gymnasium's renderer makes its context current only once, and draws into that of another environment
         viewer = renderer._get_viewer("rgb_array")
         viewer.make_context_current()
-        picture = np.flipud(renderer.render("rgb_array")).copy()
+        image = np.flipud(renderer.render("rgb_array")).copy()
         _release_context()
-        return picture
+        return image
 
     def close(self) -> None:
         """Free the renderers."""

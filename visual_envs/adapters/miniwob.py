@@ -52,7 +52,7 @@ class MiniWoB(ToolEnvironment):
 
     ## Observation Space
     `Dict(text=Text, image=Box(0, 255, (208, 160, 3), uint8))`: the task and a line for each element, after an error
-    its reason first; and the picture of the page, without its last two rows. With `pictures=False` the text alone.
+    its reason first; and the image of the page, without its last two rows. With `pictures=False` the text alone.
 
     ## Starting State
     A task of `tasks` and its page are drawn uniformly.
@@ -68,7 +68,7 @@ class MiniWoB(ToolEnvironment):
 
     ## Arguments
     - `tasks`: names of the library's tasks; None for all that have a scripted policy.
-    - `pictures`: whether the observation has a picture.
+    - `pictures`: whether the observation has an image.
     - `max_observation_length`: largest number of characters of the text; the rest is cut.
 
     ## Version History
@@ -136,7 +136,7 @@ class MiniWoB(ToolEnvironment):
 
     @tool
     def type(self, element: int, text: str) -> str:
-        """Write a text into a field instead of what it holds; a date as 2024-12-31."""
+        """Write a text into a field in place of its present one; a date as 2024-12-31."""
         field = self._page.numbered(element)
         if not field.takes_text:
             raise ToolError(f"element {element} is no field for text")
@@ -184,10 +184,10 @@ class MiniWoB(ToolEnvironment):
         return [value for value in self._fields.values() if value] or ["none"]
 
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
-        """Return the picture of the page (`render_mode="rgb_array"`)."""
+        """Return the image of the page (`render_mode="rgb_array"`)."""
         png = self._browser.instance.driver.get_screenshot_as_png()
-        picture = Image.open(io.BytesIO(png)).convert("RGB").crop((0, 0, _WIDTH, _HEIGHT))
-        return np.asarray(picture)
+        image = Image.open(io.BytesIO(png)).convert("RGB").crop((0, 0, _WIDTH, _HEIGHT))
+        return np.asarray(image)
 
     def close(self) -> None:
         """End the browser."""

@@ -124,7 +124,7 @@ def _write(text: bytes) -> None:
 
 
 def warm_up() -> None:
-    """Run a program in this process, so that its children have in memory what the first one makes."""
+    """Run a program in this process, so that its children inherit the memory that the first one fills."""
     _results(*_defined(_FIRST))
 
 

@@ -24,17 +24,19 @@ class Output:
         seconds: Longest time until the last line.
         waiting_seconds: Longest time that the process may wait for something. It can only wait for what never comes,
             such as a lock: it has no threads, and its request is there.
-        most: Largest number of bytes.
+        max_bytes: Largest number of bytes.
     """
 
-    def __init__(self, child: Child, *, seconds: float, waiting_seconds: float, most: int) -> None:
-        self.child, self.left = child, most
+    def __init__(
+        self, child: Child, *, seconds: float, waiting_seconds: float, max_bytes: int
+    ) -> None:
+        self.child, self.left = child, max_bytes
         self.end = time.monotonic() + seconds
         self.looks = round(waiting_seconds / _LOOK_S)
         self.text, self.ended = b"", False
 
     def line(self) -> bytes:
-        """Return the next line; where none comes, and none will, what there is of it or why not."""
+        """Return the next line; at the end of the output its unfinished part, or the reason why there is none."""
         while b"\n" not in self.text:
             part = os.read(self.child.result, 1 << 16) if self._comes() else None
             self.left -= len(part or b"")

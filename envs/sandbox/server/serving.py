@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # an import of `typing` would cost each child time
 
 # Children that wait for a program, and those that wait for their end, each with about 1 MiB of its own. One whose
 # address space has grown by more than this does not wait.
-_MOST_AHEAD, _MAX_KEPT_BYTES = 64, 2 << 20
+_MAX_AHEAD, _MAX_KEPT_BYTES = 64, 2 << 20
 # without a request, before children are started and ended
 _IDLE_S = 0.005
 
@@ -57,7 +57,7 @@ class Server:
         self.limits: dict[str, Any] = {
             "seconds": wall_seconds,
             "waiting_seconds": waiting_seconds,
-            "most": max_output,
+            "max_bytes": max_output,
         }
         self.small = address_space(os.getpid()) + _MAX_KEPT_BYTES
         self.ahead: collections.deque[Child] = collections.deque()
@@ -101,7 +101,7 @@ class Server:
             if ended is None or ended.si_code == os.CLD_EXITED:
                 return child
             end_child(child)
-        self.wanted = min(max(1, 2 * self.wanted), _MOST_AHEAD)
+        self.wanted = min(max(1, 2 * self.wanted), _MAX_AHEAD)
         try:
             return start_child(self.confinement)
         except OSError:
@@ -116,7 +116,7 @@ class Server:
         for _ in range(2):
             forward_frame(0, child.request)
             replies.append(b"" if output.ended else output.line())
-        if not output.ended and len(self.answered) < _MOST_AHEAD:
+        if not output.ended and len(self.answered) < _MAX_AHEAD:
             # It computes no more and gets no memory; one that has much of it does not wait for its end.
             os.kill(child.pid, signal.SIGSTOP)
             resource.prlimit(child.pid, resource.RLIMIT_AS, (0, 0))

@@ -13,7 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, Scope, broadcast
+from ragen_pl.algorithms.credit import (
+    Advantages,
+    Credit,
+    Estimator,
+    StandardizationScope,
+    broadcast,
+)
 from ragen_pl.algorithms.equality import agree_within
 from ragen_pl.algorithms.whitening import AllReduce
 
@@ -108,7 +114,7 @@ class GroupRelative(Estimator):
     scale_by_std: bool = True
 
     @property
-    def standardizes(self) -> Scope | None:
+    def standardizes(self) -> StandardizationScope | None:
         """The group, where its deviation divides."""
         return "group" if self.scale_by_std else None
 

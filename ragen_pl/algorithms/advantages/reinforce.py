@@ -11,7 +11,7 @@ from ragen_pl.algorithms.credit import (
     Advantages,
     Credit,
     Estimator,
-    Scope,
+    StandardizationScope,
     broadcast,
     finish,
 )
@@ -143,7 +143,7 @@ class BatchRelative(Estimator):
     """Returns standardized over the whole batch, all ranks included (BRPO)."""
 
     @property
-    def standardizes(self) -> Scope | None:
+    def standardizes(self) -> StandardizationScope | None:
         """The batch."""
         return "batch"
 

@@ -17,7 +17,7 @@ from ragen_pl.constraints import Fraction
 
 
 class Absent(StrEnum):
-    """How members that had stopped before a turn count in its mean: not at all, or with the return 0."""
+    """Treatment of members that had stopped before a turn in its mean: left out, or counted with the return 0."""
 
     LEFT_OUT = "left_out"
     ZERO = "zero"

@@ -34,7 +34,7 @@ from ragen_pl.models.inputs import (
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
 DROP_BELOW = 0.75
-"""Finished rows are dropped when the share of unfinished rows falls below this."""
+"""Finished rows are dropped when the fraction of unfinished rows falls below this."""
 
 
 class TransformersEngine:
@@ -88,7 +88,7 @@ class TransformersEngine:
         return self.bundle.model.dtype
 
     def load_weights(self, version: int) -> None:
-        """Drop what was computed with older weights; the weights themselves are the trainer's."""
+        """Drop keys, values and features of older weights; the weights themselves are the trainer's."""
         self.version = version
         self.release()
 
@@ -99,11 +99,11 @@ class TransformersEngine:
         self._features.clear()
 
     def sleep(self) -> None:
-        """Free what the sessions hold."""
+        """Free the cache of the sessions."""
         self.release()
 
     def close(self) -> None:
-        """Free what the sessions hold."""
+        """Free the cache of the sessions."""
         self.release()
 
     def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
@@ -137,7 +137,7 @@ class TransformersEngine:
         return [requests[start : start + rows] for start in range(0, len(requests), rows)]
 
     def session_bytes(self, tokens: int) -> int:
-        """Return the bytes of the keys, values and states of a session, reckoned from those of one and two tokens."""
+        """Return the bytes of a session's keys, values and states, extrapolated from those of one and two tokens."""
         one, two = self._bytes_of_tokens
         return one + (tokens - 1) * (two - one)
 
@@ -176,7 +176,7 @@ class TransformersEngine:
         return generations
 
     def _sessions(self, requests: Sequence[GenerationRequest]) -> SessionCache:
-        """Return what is held of the requests' sessions; an empty cache if one of them is new."""
+        """Return the cache of the requests' sessions, an empty one if one of them is new."""
         sessions = [request.session for request in requests]
         if self._held is None or not set(sessions) <= set(self._held.sessions):
             return SessionCache.empty(
@@ -205,7 +205,7 @@ class TransformersEngine:
         held.share(first[:shared])
 
     def _prefill(self, held: SessionCache, requests: Sequence[GenerationRequest]) -> Tensor:
-        """Compute what is new in each prompt; return the last hidden states, `[rows, hidden]`."""
+        """Compute the new ids of each prompt; return the last hidden states, `[rows, hidden]`."""
         prompts = [request.prompt for request in requests]
         new_ids = held.new_ids([prompt.ids for prompt in prompts])
         self.prefilled_tokens += sum(len(ids) for ids in new_ids)
@@ -229,7 +229,7 @@ class TransformersEngine:
         states: list[Tensor] = []
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
-            with cache.only(part, of=count):
+            with cache.only(part, total_rows=count):
                 rows = inputs.rows(part, image_token_id=self.bundle.image_token_id)
                 states.append(self._last_states(cache, rows))
         return torch.cat(states)
@@ -265,7 +265,7 @@ class TransformersEngine:
             self._features |= dict(zip(new, features.split(), strict=True))
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         distinct = ImageFeatures.join([self._features[key] for key in numbers])
-        return distinct.of([numbers[key] for key in keys], shown)
+        return distinct.select([numbers[key] for key in keys], shown)
 
     def _last_states(self, cache: InPlaceCache | StateCache, inputs: DecoderInputs) -> Tensor:
         """Append inputs to the cache; return the decoder's states at their last column, `[rows, hidden]`."""

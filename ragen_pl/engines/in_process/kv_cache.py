@@ -153,9 +153,9 @@ class InPlaceCache(Cache):
         self._reserved = slots
 
     @contextmanager
-    def only(self, rows: slice, *, of: int) -> Iterator[None]:
-        """Compute a part of the rows. The parts of one call follow each other, the last one ends at `of`."""
-        self._part = rows, of
+    def only(self, rows: slice, *, total_rows: int) -> Iterator[None]:
+        """Compute a part of the `total_rows` rows of a call. The parts follow each other."""
+        self._part = rows, total_rows
         try:
             yield
         finally:
@@ -228,7 +228,21 @@ class StateCache(DynamicCache):
 
 @dataclass(slots=True)
 class SessionCache:
-    """What is kept of sessions between turns. Row i of every tensor belongs to `sessions[i]`."""
+    """Keys and values of sessions between turns, row i those of `sessions[i]`: EMPTY → HELD → HELD, or HELD → EMPTY.
+
+    A row is EMPTY where none of its slots is valid, so the whole prompt is computed. `commit` and `share` make it HELD.
+    It stays HELD as long as each prompt continues the ids that are held, and only the new ids are computed. Another
+    prompt, such as that of a window that has moved, makes it EMPTY.
+
+    Example:
+        Two turns of one session, then a window that drops the first turn::
+
+            new_ids([[1, 2]])           # [[1, 2]]; EMPTY
+            commit([[1, 2]], [[3, 4]])  # HELD, ids [1, 2, 3]: the last token was never fed to the model
+            new_ids([[1, 2, 3, 4, 5]])  # [[4, 5]]; HELD
+            commit([[1, 2, 3, 4, 5]], [[6, 7]])  # HELD, ids [1, 2, 3, 4, 5, 6]
+            new_ids([[5, 6, 7, 8]])     # [[5, 6, 7, 8]]; EMPTY until the next commit
+    """
 
     sessions: list[int]
     ids: list[np.ndarray]

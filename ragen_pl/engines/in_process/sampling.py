@@ -20,7 +20,7 @@ from ragen_pl.seeding import uniforms
 
 @dataclass(slots=True)
 class SamplingParameters:
-    """What decides the next token of each row, in addition to the logits."""
+    """Sampling parameters and random numbers of the rows of a batch."""
 
     uniforms: Tensor
     """float64 `[rows, tokens]`."""

@@ -160,7 +160,7 @@ class VLLMEngine:
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_weights(self, version: int) -> None:
-        """Copy the policy's present weights, layer by layer, and drop what was computed with older ones."""
+        """Copy the policy's present weights, layer by layer, and drop the caches of older ones."""
         self.release()
         engine = self._llm.llm_engine
         with self._isolated():
@@ -296,7 +296,7 @@ class VLLMEngine:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Raise what vLLM raises without the other ranks, which raise it too or are inside their step."""
+        """Re-raise vLLM's error without a collective: the other ranks raise it too or are inside their step."""
         try:
             yield
         except BaseException:
@@ -383,7 +383,7 @@ def _ranks_of_a_model(settings: Mapping[str, Any]) -> int:
 
 
 def _lockstep_of_group() -> Lockstep:
-    """Return what gathers the requests of the ranks that hold a model with this one."""
+    """Build the lockstep of the ranks that hold a model together with this one."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()

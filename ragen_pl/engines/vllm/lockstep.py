@@ -20,7 +20,7 @@ from ragen_pl.engines.protocol import GenerationRequest
 
 @dataclass(kw_only=True, slots=True)
 class Share:
-    """What one rank gives to a step."""
+    """Contribution of one rank to a step."""
 
     rank: int
     requests: list[tuple[str, GenerationRequest]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Share:
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """What all ranks do before a step, in this order."""
+    """Work of all ranks before a step, in this order."""
 
     aborted: list[str]
     requests: list[tuple[str, GenerationRequest]]
@@ -109,7 +109,7 @@ class Lockstep:
                 self.exchange(error=error)
 
     def exchange(self, *, is_done: bool = False, error: BaseException | None = None) -> Step:
-        """Gather what all ranks give to the next step.
+        """Gather the contributions of all ranks to the next step.
 
         Args:
             is_done: Whether the rollout of this rank has ended.

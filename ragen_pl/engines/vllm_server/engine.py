@@ -280,7 +280,7 @@ class VLLMServerEngine:
             self._finished.get()
 
     def sleep(self) -> None:
-        """Cancel what is under way; the servers keep their memory."""
+        """Cancel the requests under way; the servers keep their memory."""
         self.release()
 
     def close(self) -> None:

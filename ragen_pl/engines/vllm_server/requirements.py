@@ -66,7 +66,7 @@ class Requirements:
         server.state = ServerState.CHECKED
 
     def _differences(self, config: Json) -> Iterator[tuple[str, str]]:
-        """Yield each setting that does not fit, and what has to be added to the server's command."""
+        """Yield each setting that does not fit, and the argument that the server's command lacks."""
         model, chunked = config["model_config"], config["scheduler_config"]
         dtype = str(self.dtype).removeprefix("torch.")
         if model["logprobs_mode"] != "processed_logprobs":

@@ -86,7 +86,7 @@ class ServerState(Enum):
 
 
 class Server:
-    """A server and what is known about it. It is used in one event loop.
+    """A server, its state and its last failure. It is used in one event loop.
 
     Args:
         url: Address.
