@@ -17,6 +17,7 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _left_out_patches,
         _left_out_turns,
         _left_out_ahead,
+        _native,
         _ranks,
         _size,
         _float16,
@@ -117,6 +118,22 @@ def _left_out_ahead(get: _Get) -> str | None:
         return (
             "rollout.iterations_ahead=1: the scores of context.leave_out are computed on the weights that are trained; "
             "set context.leave_out.patches=0 context.leave_out.turns=0, or rollout.iterations_ahead=0"
+        )
+    return None
+
+
+def _native(get: _Get) -> str | None:
+    if get("env.prompt_format") != "native":
+        return None
+    if get("context.leave_out.patches") or get("context.leave_out.turns"):
+        return (
+            "env.prompt_format=native: no part of its prompts is left out; set context.leave_out.patches=0 "
+            "context.leave_out.turns=0, or env.prompt_format=free_think"
+        )
+    if get("endpoint") is not None:
+        return (
+            "env.prompt_format=native: it is the format of the model that is trained, and a model behind an API is "
+            "asked for tags; set env.prompt_format=free_think, or endpoint=null"
         )
     return None
 

@@ -188,6 +188,10 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
             f"{AHEAD} {SERVER} context.window=all context.leave_out.turns=0.5",
             f"{AHEAD}: the scores of context.leave_out .*; set context.leave_out.patches=0",
         ),
+        (
+            "env.prompt_format=native context.window=all context.leave_out.turns=0.5",
+            "env.prompt_format=native: no part of its prompts is left out; set context.leave_out",
+        ),
         ("rollout.iterations_ahead=2", "rollout.iterations_ahead=2: expected one of 0, 1"),
     ],
 )
