@@ -62,7 +62,7 @@ class Blackjack(Environment):
         self.action_space = spaces.Discrete(2)
         self.observation_space = spaces.Text(max_length=40, charset=TEXT_CHARSET)
         # sum of the cards with aces as 1, and whether there is an ace
-        self._sum, self._ace, self._shown = 12, False, 10
+        self.card_sum, self.has_ace, self.dealer_card = 12, False, 10
         # the dealer's final sum
         self._dealt: int | None = None
 
@@ -73,19 +73,19 @@ class Blackjack(Environment):
         self._begin(seed=seed, options=options)
         self._dealt = None
         cards = [self._card(), self._card()]
-        self._sum, self._ace, self._shown = sum(cards), 1 in cards, self._card()
+        self.card_sum, self.has_ace, self.dealer_card = sum(cards), 1 in cards, self._card()
         return self._observation(), {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Draw a card, or let the dealer draw."""
         if self._take(action) == HIT:
             card = self._card()
-            self._sum, self._ace = self._sum + card, self._ace or card == 1
-            self._over = self._sum > _MAX_SUM
+            self.card_sum, self.has_ace = self.card_sum + card, self.has_ace or card == 1
+            self._over = self.card_sum > _MAX_SUM
             reward = -1.0 if self._over else 0.0
         else:
             self._over = True
-            self._dealt, own = self._dealer(), total(self._sum, self._ace)
+            self._dealt, own = self._dealer(), total(self.card_sum, self.has_ace)
             reward = 1.0 if self._dealt > _MAX_SUM else float(np.sign(own - self._dealt))
         info = {"success": reward > 0, "action_is_effective": True}
         return self._observation(), reward, self._over, False, info
@@ -96,15 +96,15 @@ class Blackjack(Environment):
 
     def describe(self) -> str:
         """Return how many of the thirteen cards would lose the hand: `10 of 13 lose`."""
-        return f"{sum(self._sum + card > _MAX_SUM for card in CARDS)} of 13 lose"
+        return f"{sum(self.card_sum + card > _MAX_SUM for card in CARDS)} of 13 lose"
 
     def difficulty(self) -> int:
         """Return the dealer's card, 1 for an ace."""
-        return self._shown
+        return self.dealer_card
 
     def optimal_action(self, rng: np.random.Generator) -> int:
         """Return the action with the higher expected reward."""
-        hit, stand = action_values(self._sum, self._ace, self._shown)
+        hit, stand = action_values(self.card_sum, self.has_ace, self.dealer_card)
         return HIT if hit > stand else STAND
 
     def render(self) -> str:
@@ -112,9 +112,9 @@ class Blackjack(Environment):
         return self._observation()
 
     def _observation(self) -> str:
-        own = total(self._sum, self._ace)
-        soft = "soft" if own != self._sum else "hard"
-        dealer = "ace" if self._shown == 1 else str(self._shown)
+        own = total(self.card_sum, self.has_ace)
+        soft = "soft" if own != self.card_sum else "hard"
+        dealer = "ace" if self.dealer_card == 1 else str(self.dealer_card)
         return (
             f"you {own} {soft} dealer {dealer if self._dealt is None else f'draws {self._dealt}'}"
         )
@@ -123,7 +123,7 @@ class Blackjack(Environment):
         return CARDS[int(self.np_random.integers(len(CARDS)))]
 
     def _dealer(self) -> int:
-        hand, ace = self._shown, self._shown == 1
+        hand, ace = self.dealer_card, self.dealer_card == 1
         while total(hand, ace) < _DEALER_STANDS:
             card = self._card()
             hand, ace = hand + card, ace or card == 1

@@ -114,7 +114,7 @@ class Code(Environment):
         )
         self.described = bool(self.np_random.random() < self.described_share)
         self.used, self._failed = 0, ""
-        examples = ", ".join(map(self._example, self.inputs[: self.example_count]))
+        examples = ", ".join(map(self.example, self.inputs[: self.example_count]))
         steps = f"{self.specification.words()}. " if self.described else ""
         return f"{self.specification.takes}: {steps}{examples}", {}
 
@@ -175,14 +175,15 @@ class Code(Environment):
         for value, call in zip(examples, run.calls, strict=True):
             if not self._passes(value, call):
                 given = _shown(call["value"]) if "value" in call else str(call.get("error"))
-                return True, f"{self._example(value)}, not {_printable(given)}"
+                return True, f"{self.example(value)}, not {_printable(given)}"
         passes = not run.hidden.error and all(map(self._passes, tests, run.hidden.calls))
         return True, "" if passes else "a hidden test fails"
 
     def _passes(self, value: Value, call: Mapping[str, Any]) -> bool:
         return "value" in call and _same(call["value"], self.specification.apply(value))
 
-    def _example(self, value: Value) -> str:
+    def example(self, value: Value) -> str:
+        """Return the text of an example: an input and the value expected of it."""
         return f"f({json.dumps(value)}) = {json.dumps(self.specification.apply(value))}"
 
 

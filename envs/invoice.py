@@ -110,7 +110,7 @@ class Invoice(ToolEnvironment):
         self.opened = []
         items = [str(item) for item in draw.permutation(ITEMS)[: self.line_count + 1]]
         self.lines = [self._draw_line(item) for item in items[:-1]]
-        self._wrong: Line | None = None
+        self.wrong_line: Line | None = None
         if draw.random() < self.wrong_share:
             self._spoil(items[-1])
         return f"check the invoice of {self.line_count} lines", {}
@@ -133,7 +133,7 @@ class Invoice(ToolEnvironment):
     @tool
     def decide(self, verdict: Literal["accept", "refuse"], reason: str) -> str:
         """Accept or refuse the invoice and give the reason."""
-        wrong, accepts = self._wrong, verdict == "accept"
+        wrong, accepts = self.wrong_line, verdict == "accept"
         right = accepts == (wrong is None)
         loss = self.false_accept if accepts and not right else 0.0
         earns = right and self._read_all()
@@ -154,9 +154,9 @@ class Invoice(ToolEnvironment):
 
     def difficulty(self) -> int:
         """Return 1 for a right invoice, 2 for one that a single document shows to be wrong, 3 for others."""
-        if self._wrong is None:
+        if self.wrong_line is None:
             return 1
-        error = self._wrong.error()
+        error = self.wrong_line.error()
         return 2 if error is not None and error[0] == "sum" else 3
 
     def optimal_action(self, rng: np.random.Generator) -> str:
@@ -164,7 +164,7 @@ class Invoice(ToolEnvironment):
         unread = [document for document in DOCUMENTS if document not in self.opened]
         if unread:
             return call_text("open", document=unread[0])
-        verdict = "accept" if self._wrong is None else "refuse"
+        verdict = "accept" if self.wrong_line is None else "refuse"
         return call_text("decide", verdict=verdict, reason=self._finding())
 
     def argument_values(self, argument: str) -> list[Any]:
@@ -182,10 +182,10 @@ class Invoice(ToolEnvironment):
         return len(self._read()) == len(DOCUMENTS)
 
     def _finding(self) -> str:
-        if self._wrong is None or (error := self._wrong.error()) is None:
+        if self.wrong_line is None or (error := self.wrong_line.error()) is None:
             return "ok"
         field, value = error
-        return f"{self._wrong.item} {field}" + (f" {value}" if value is not None else "")
+        return f"{self.wrong_line.item} {field}" + (f" {value}" if value is not None else "")
 
     def _score(self, reason: str) -> float:
         """Return the score of a reason: 1 if it is true, half without the value, nothing if anything else is named.
@@ -196,10 +196,10 @@ class Invoice(ToolEnvironment):
         items = {word for word in words if word in ITEMS}
         fields = {word for word in words if word in FIELDS}
         numbers = {word for word in words if word.isdigit()}
-        if self._wrong is None or (error := self._wrong.error()) is None:
+        if self.wrong_line is None or (error := self.wrong_line.error()) is None:
             return float("ok" in words and not items | fields | numbers)
         field, value = error
-        if "ok" in words or items != {self._wrong.item} or fields != {field}:
+        if "ok" in words or items != {self.wrong_line.item} or fields != {field}:
             return 0.0
         wanted = set() if value is None else {str(value)}
         if numbers == wanted:
@@ -235,4 +235,4 @@ class Invoice(ToolEnvironment):
             count, price = (value, line.price) if field == "count" else (line.count, value)
             wrong = replace(line, count=count, price=price, sum=count * price)
             self.lines[place] = wrong
-        self._wrong = wrong
+        self.wrong_line = wrong

@@ -97,10 +97,10 @@ class KnowledgeBase(ToolEnvironment):
         amended = bool(self.np_random.random() < self.amended_share)
         for _ in range(_DRAWS):
             self.chain = self._draw_chain(hops)
-            if self._amended() == amended:
+            if self.is_amended() == amended:
                 break
         self.shown, self.read_ids, self._calls = set(), set(), 0
-        return f"question: {self._question()}?", {}
+        return f"question: {self.question()}?", {}
 
     @tool
     def search(self, query: str) -> str:
@@ -145,11 +145,11 @@ class KnowledgeBase(ToolEnvironment):
         """Return the wiki, the question and the results and pages shown so far."""
         pages = [(page.id, page.text) for page in self.wiki.pages.values()]
         seen = f"{sorted(self.shown)} {sorted(self.read_ids)} {self._calls}"
-        return f"{self._question()} {sorted(pages)} {seen}"
+        return f"{self.question()} {sorted(pages)} {seen}"
 
     def difficulty(self) -> int:
         """Return the number of facts that lead to the answer, with the change of the last one."""
-        return len(self.chain) + self._amended()
+        return len(self.chain) + self.is_amended()
 
     def optimal_action(self, rng: np.random.Generator) -> str:
         """Return the next step of a reader who looks for one fact after the other, and for notes about the last."""
@@ -171,11 +171,13 @@ class KnowledgeBase(ToolEnvironment):
         }
         return values[argument]
 
-    def _question(self) -> str:
+    def question(self) -> str:
+        """Return the question as the observation asks it, without a question mark."""
         relations = [relation for _, relation in reversed(self.chain)]
         return f"{' of '.join(relations)} of {self.chain[0][0]}"
 
-    def _amended(self) -> bool:
+    def is_amended(self) -> bool:
+        """Return whether notes of a meeting state the answer, not the entity's own page."""
         entity = self.chain[-1][0]
         return self.wiki.pages[self.wiki.sources[self.chain[-1]]].title != entity
 

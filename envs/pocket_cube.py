@@ -86,7 +86,7 @@ class PocketCube(Environment):
         self.min_turns, self.max_turns = min_turns, max_turns
         self.action_space = spaces.Discrete(len(TURNS))
         self.observation_space = spaces.Text(max_length=80, charset=TEXT_CHARSET)
-        self._state = _solved()
+        self.stickers = _solved()
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -100,13 +100,13 @@ class PocketCube(Environment):
             )
         distance = int(self.np_random.integers(self.min_turns, max_turns + 1))
         states = _states_at(distance)
-        self._state = states[int(self.np_random.integers(len(states)))]
+        self.stickers = states[int(self.np_random.integers(len(states)))]
         return self._observation(), {}
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Turn a face."""
-        self._state = turned(self._state, TURNS[self._take(action)])
-        self._over = self._state == _solved()
+        self.stickers = turned(self.stickers, TURNS[self._take(action)])
+        self._over = self.stickers == _solved()
         info = {"success": self._over, "action_is_effective": True}
         return self._observation(), float(self._over), self._over, False, info
 
@@ -122,7 +122,7 @@ class PocketCube(Environment):
 
     def difficulty(self) -> int:
         """Return the fewest turns that solve the cube; 7 beyond six."""
-        return distances().get(self._state, 7)
+        return distances().get(self.stickers, 7)
 
     def optimal_action(self, rng: np.random.Generator) -> int:
         """Return a turn on a shortest way; far from the end any turn."""
@@ -130,7 +130,7 @@ class PocketCube(Environment):
         best = [
             action
             for action, name in enumerate(TURNS)
-            if distances().get(turned(self._state, name), 7) < own
+            if distances().get(turned(self.stickers, name), 7) < own
         ]
         return best[int(rng.integers(len(best)))] if best else int(rng.integers(len(TURNS)))
 
@@ -140,7 +140,7 @@ class PocketCube(Environment):
 
     def _faces(self) -> dict[str, str]:
         names = ("up", "down", "left", "right", "front", "back")
-        colors = self._state.decode()
+        colors = self.stickers.decode()
         return {name: colors[4 * n : 4 * n + 4] for n, name in enumerate(names)}
 
     def _observation(self) -> str:

@@ -203,7 +203,7 @@ class WebShop(ToolEnvironment):
     def describe(self) -> str:
         """Describe the request, the result that fits, or the options that are still to be chosen."""
         if self.opened is not None:
-            missing = self._missing(self.opened)
+            missing = self.missing_options(self.opened)
             state = f"{' '.join(missing)} open" if missing else "ready"
             return f"{self.opened.id} {state if self.request.fits(self.opened) else 'wrong'}"
         if self.results:
@@ -226,7 +226,7 @@ class WebShop(ToolEnvironment):
         if self.opened is not None:
             if not self.request.fits(self.opened):
                 return call_text("back")
-            for option in self._missing(self.opened):
+            for option in self.missing_options(self.opened):
                 return call_text("choose", option=option, value=self.request.options[option])
             return call_text("buy")
         fitting = self._fitting()
@@ -257,7 +257,7 @@ class WebShop(ToolEnvironment):
         """Return the first result that has all that is asked for."""
         return next((id for id in self.results if self.request.fits(self.products[id])), None)
 
-    def _missing(self, product: Product) -> list[str]:
+    def missing_options(self, product: Product) -> list[str]:
         """Return the options that have not been chosen as asked."""
         asked = self.request.options
         return [name for name, value in asked.items() if self.chosen.get(name) != value]

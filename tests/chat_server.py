@@ -95,12 +95,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         if fault == 429:
             self.send_header("Retry-After", "0.05")
-        self.send_header("Content-Length", str(len(data) + (fault == "cut")))
+        missing = {"cut": 1, "drip": 2**20}.get(fault, 0)
+        self.send_header("Content-Length", str(len(data) + missing))
         self.end_headers()
-        if fault == "drip":
-            for byte in data:
-                time.sleep(0.2)
-                self.wfile.write(bytes([byte]))
+        while fault == "drip":  # until the client gives up
+            time.sleep(0.05)
+            self.wfile.write(b" ")
         self.wfile.write(data)
 
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from tiny_models import TEXT, VISION
+from trajectories import roll_out, starts
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401
@@ -18,7 +19,7 @@ from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.agent import AgentModule
@@ -28,7 +29,6 @@ from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 torch.set_num_threads(1)
@@ -95,14 +95,8 @@ def play(
         num_envs=num_envs,
         **({} if agent.truncation is None else asdict(agent.truncation)),
     )
-    specs = [
-        EpisodeSpec(group=group, member=member, seed=group)
-        for group in range(groups)
-        for member in range(members)
-    ]
     agent.eval()
-    responder = EngineResponder(engine=agent.rollout_engine(), context=proxy.context)
-    trajectories = proxy.rollout(responder, specs, seed_key=(0,))
+    trajectories = roll_out(proxy, agent.rollout_engine(), starts(groups, members))
     rng = np.random.default_rng(0)
     for trajectory in trajectories:
         trajectory.turns = trajectory.turns[: 1 + trajectory.group % 3]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from trajectories import make_trajectory, make_turn
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_tokens
@@ -17,7 +18,7 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import Observation, Trajectory
 
 TOLERANCE = 1e-4
 # height and width of the images of each turn; the second turn is text only
@@ -88,17 +89,13 @@ def own_logprobs(bundle: ModelBundle, said: Said) -> np.ndarray:
 
 def trajectory_of(episode: list[Said], number: int) -> Trajectory:
     turns = [
-        Turn(
-            observation=Observation(text=""), prompt_ids=said.prompt.ids, prompt_images=list(said.prompt.images),
-            response_ids=said.generation.ids, response_logprobs=said.generation.logprobs, response_entropy=1.0,
-            spans=np.full(len(said.generation.ids), Span.ACTION, np.int8), response_text="Up", think=None,
-            actions=["Up"], action_is_valid=True, action_is_effective=True, hit_length_limit=False, temperature=1.0,
+        make_turn(
+            prompt_ids=said.prompt.ids, prompt_images=list(said.prompt.images), response_ids=said.generation.ids,
+            response_logprobs=said.generation.logprobs, response_text="Up", actions=["Up"],
         )
         for said in episode
     ]  # fmt: skip
-    return Trajectory(
-        group=number, member=0, seed=0, turns=turns, status=EpisodeStatus.TERMINATED, success=False
-    )
+    return make_trajectory(*turns, group=number)
 
 
 def trainer_logprobs(

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 from families import FAMILIES
+from trajectories import make_request, responses, roll_out, starts
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -25,14 +26,12 @@ import visual_envs  # noqa: F401
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate, taking_part
 from ragen_pl.engines.vllm.engine import VLLMEngine
-from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.seeding import derive_seed
 
 TEXT = {
     "hidden_size": 64,
@@ -149,13 +148,8 @@ def play(
         num_envs=num_envs,
         **({} if truncation is None else asdict(truncation)),
     )
-    specs = [
-        EpisodeSpec(group=g, member=m, seed=g)
-        for g in range(first, first + groups)
-        for m in range(2)
-    ]
-    responder = EngineResponder(engine=engine, context=proxy.context, greedy=greedy)
-    return proxy.rollout(responder, specs, seed_key=(0, "test"))
+    specs = starts(groups, 2, first=first)
+    return roll_out(proxy, engine, specs, seed_key=(0, "test"), greedy=greedy)
 
 
 def gap(bundle, trajectories, *, truncation=None) -> float:
@@ -169,19 +163,9 @@ def gap(bundle, trajectories, *, truncation=None) -> float:
     return float(difference.abs().max())
 
 
-def request(bundle, text, *, session=0, tokens=12, temperature=1.0, seed=0) -> GenerationRequest:
+def request(bundle, text, **settings) -> GenerationRequest:
     ids = np.array(bundle.tokenizer.encode(text))
-    return GenerationRequest(
-        session=session,
-        prompt=Prompt(ids=ids, unexpanded_ids=ids),
-        max_tokens=tokens,
-        temperature=temperature,
-        seed=derive_seed("test", seed),
-    )
-
-
-def responses(trajectories) -> list[list[int]]:
-    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
+    return make_request(Prompt(ids=ids, unexpanded_ids=ids), **settings)
 
 
 def change_weights(bundle: ModelBundle, *, seed: int) -> None:

@@ -110,7 +110,7 @@ class ReasoningGym(Environment):
         again = f" You have {tries} tries; each wrong answer is called wrong." if tries > 1 else ""
         self.instructions = (rules or general) + again
         self.reward_range = (0.0, 1.0)
-        self._item: Mapping[str, Any] = {}
+        self.item: Mapping[str, Any] = {}
         self._used, self._lenient = 0, False
         self._observation = ""
 
@@ -119,7 +119,7 @@ class ReasoningGym(Environment):
     ) -> tuple[Observation, dict[str, Any]]:
         """Draw a question."""
         self._begin(seed=seed, options=options)
-        self._item = _item(self._data, int(self.np_random.integers(self.items)))
+        self.item = _item(self._data, int(self.np_random.integers(self.items)))
         self._used = 0
         self._lenient = any(self._score(text) == 1 for text in _NONSENSE)
         self._observation = self._question()
@@ -142,7 +142,7 @@ class ReasoningGym(Environment):
     def state_key(self) -> str:
         """Return the question and the number of answers; the order of numbers to calculate with makes no difference."""
         if self.dataset in _JUDGES:
-            metadata = self._item["metadata"]
+            metadata = self.item["metadata"]
             return f"{self._used} {metadata.get('target')} of {sorted(metadata['numbers'])}"
         # as it is shown: the library words a question in several ways
         return f"{self._used} {self._question()}"
@@ -150,14 +150,14 @@ class ReasoningGym(Environment):
     def describe(self) -> str:
         """Return the number of this try, `try 1 of 3`, or the working."""
         if self.working:
-            return _WORKINGS[self.dataset](self._item["metadata"])
+            return _WORKINGS[self.dataset](self.item["metadata"])
         return f"try {min(self._used + 1, self.tries)} of {self.tries}"
 
     def difficulty(self) -> int:
         """Return the number named by `difficulty_key`, or the length of the list."""
         if self.difficulty_key is None:
             return 1
-        value = self._item["metadata"][self.difficulty_key]
+        value = self.item["metadata"][self.difficulty_key]
         return len(value) if isinstance(value, list | tuple) else int(value)
 
     def optimal_action(self, rng: np.random.Generator) -> str:
@@ -166,7 +166,7 @@ class ReasoningGym(Environment):
         Raises:
             NotImplementedError: the library gives none, as in `rush_hour`.
         """
-        answer = _known_answer(self._item)
+        answer = _known_answer(self.item)
         if answer is None:
             raise NotImplementedError(f"dataset={self.dataset}: the library gives no answers")
         return answer
@@ -174,7 +174,7 @@ class ReasoningGym(Environment):
     def random_action(self, rng: np.random.Generator) -> str:
         """Return a random expression of the numbers, or the answer to another question."""
         if self.dataset in _JUDGES:
-            return _random_expression(self._item["metadata"]["numbers"], rng)
+            return _random_expression(self.item["metadata"]["numbers"], rng)
         for _ in range(_DRAWS):
             answer = _known_answer(_item(self._data, int(rng.integers(self.items))))
             if answer is not None:
@@ -187,15 +187,15 @@ class ReasoningGym(Environment):
 
     def _question(self) -> str:
         if self.question is None:
-            return str(self._item["question"]).strip()
-        fields = {name: _plain(value) for name, value in self._item["metadata"].items()}
+            return str(self.item["question"]).strip()
+        fields = {name: _plain(value) for name, value in self.item["metadata"].items()}
         return self.question.format(**fields)
 
     def _is_right(self, text: str) -> bool:
         if self.dataset in _JUDGES:
-            return _JUDGES[self.dataset](text, self._item["metadata"])
+            return _JUDGES[self.dataset](text, self.item["metadata"])
         if self.dataset in RUN_BY_SCORER or self._lenient:
-            return text == str(self._item["answer"]).strip()
+            return text == str(self.item["answer"]).strip()
         return self._score(text) == 1
 
     def _score(self, text: str) -> float:
@@ -205,7 +205,7 @@ class ReasoningGym(Environment):
         if self.dataset == _TRIES_VALUES and len(set(re.findall(r"\w+", text))) > _MAX_NAMES:
             return 0.0
         try:
-            return float(self._data.score_answer(text, self._item))
+            return float(self._data.score_answer(text, self.item))
         except Exception:
             return 0.0
 

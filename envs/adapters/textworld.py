@@ -145,7 +145,7 @@ class TextWorld(Environment):
         """Return the current observation (`render_mode="ansi"`)."""
         room = self._room()
         exits = [
-            _EXITS[name] for name, things in self._facts() if name in _EXITS and things[1] == room
+            _EXITS[name] for name, things in self.facts() if name in _EXITS and things[1] == room
         ]
         lines = {
             "task": " ".join(self._state["objective"].split()),
@@ -164,25 +164,24 @@ class TextWorld(Environment):
             if not command.startswith(_IDLE)
         ]
 
-    def _facts(self) -> list[tuple[str, tuple[str, ...]]]:
+    def facts(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the facts of the state, hidden ones too: the name of each and the things it is about."""
         return [
             (fact.name, tuple(str(thing.name) for thing in fact.arguments))
             for fact in self._state["facts"]
         ]
 
     def _room(self) -> str:
-        return next(
-            things[1] for name, things in self._facts() if name == "at" and things[0] == "P"
-        )
+        return next(things[1] for name, things in self.facts() if name == "at" and things[0] == "P")
 
     def _carried(self) -> list[str]:
         return sorted(
-            things[0] for name, things in self._facts() if name == "in" and things[1] == "I"
+            things[0] for name, things in self.facts() if name == "in" and things[1] == "I"
         )
 
     def _sights(self, room: str) -> list[str]:
         """Return the things of a room with their states and contents, without those of closed containers."""
-        facts = self._facts()
+        facts = self.facts()
         doors = [things[1] for name, things in facts if name == "link" and things[0] == room]
         here = sorted(
             {things[0] for name, things in facts if name == "at" and things[1] == room} - {"P"}

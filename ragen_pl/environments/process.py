@@ -71,6 +71,10 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         kwargs: arguments of the environment.
         memory_mb: memory that the process may allocate in MiB; None for no limit.
 
+    Attributes:
+        process: the process.
+        round_trips: number of requests sent to it.
+
     Raises:
         Exception: the environment's own error, from any call.
         RuntimeError: the process has ended.
@@ -80,11 +84,12 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         self, target: str, kwargs: Mapping[str, object], *, memory_mb: int | None = None
     ) -> None:
         self._lock = threading.Lock()
+        self.round_trips = 0
         self._pipe, other = Pipe()
         with other:
             command = [sys.executable, "-m", __name__, str(other.fileno())]
             # prints of the environment do not get into the output of a run
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command,
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -120,19 +125,19 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """Close the environment and end its process."""
         try:
-            if self._process.poll() is None:
+            if self.process.poll() is None:
                 self._ask("close")
         finally:
             self._pipe.close()
             try:
-                self._process.wait(_END_S)
+                self.process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 self.kill()
 
     def kill(self) -> None:
         """End the process at once, whatever it does. Any thread may call this."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def __dir__(self) -> list[str]:
         """Return the names of the environment's members too."""
@@ -175,11 +180,12 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
 
     def _ask(self, *request: Any) -> Any:
         with self._lock:
+            self.round_trips += 1
             try:
                 self._pipe.send(request)
                 answer, result = self._pipe.recv()
             except (EOFError, OSError) as error:
-                code = self._process.wait()
+                code = self.process.wait()
                 raise RuntimeError(
                     f"the process of the environment ended with exit code {code}"
                 ) from error

@@ -16,8 +16,8 @@ from ragen_pl.rollout.responders import Episode, Responder, Response
 from ragen_pl.trajectory import Trajectory
 
 THREAD_NAME = "rollout ahead"
-# seconds: between two looks at a response, at the progress, and for a stopped thread to end
-_RESPONSE_S, _PROGRESS_S, _END_S = 0.002, 0.05, 10.0
+# seconds between two looks at a response, and at the progress
+_RESPONSE_S, _PROGRESS_S = 0.002, 0.05
 
 
 class BackgroundRollout:
@@ -31,6 +31,7 @@ class BackgroundRollout:
         responder: Answers the turns.
         episode_specs: The episodes.
         seed_key: Counters with which the sampling seeds start.
+        end_s: Seconds that an impatient `stop` waits for the end.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class BackgroundRollout:
         episode_specs: Sequence[EpisodeSpec],
         *,
         seed_key: Sequence[int | str],
+        end_s: float = 10.0,
     ) -> None:
+        self._end_s = end_s
         self._stopped = threading.Event()
         self._done = (0, len(episode_specs))
         self._trajectories: list[Trajectory] = []
@@ -102,7 +105,7 @@ class BackgroundRollout:
         if wait:
             self.wait()
         else:
-            self._thread.join(_END_S)
+            self._thread.join(self._end_s)
 
 
 class _Stopped(Exception):

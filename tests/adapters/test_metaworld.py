@@ -88,9 +88,9 @@ def test_moves_move_the_hand_as_named(env):
     moves = {"Right": (0, 1), "Left": (0, -1), "Forward": (1, 1), "Back": (1, -1), "Up": (2, 1)}
     for name, (axis, sign) in moves.items():
         env.reset(seed=0)
-        before = env._hand()
+        before = env.hand()
         info = env.step(env.action_names.index(name))[4]
-        moved = env._hand() - before
+        moved = env.hand() - before
         assert info["action_is_effective"] and int(np.argmax(np.abs(moved))) == axis
         assert 0.01 < sign * moved[axis] < 0.12
 

@@ -75,7 +75,7 @@ def test_clicking_the_button_at_once_earns_nothing(env, task):
     rewards = []
     for seed in range(10):
         env.reset(seed=seed)
-        button = env._page.find("button").number
+        button = env.page.find("button").number
         rewards.append(env.step(call_text("click", element=button))[1])
     # "Select nothing" is a task
     assert sum(rewards) <= 2
@@ -84,14 +84,14 @@ def test_clicking_the_button_at_once_earns_nothing(env, task):
 def test_slow_answers_lose_nothing(env):
     env.tasks = ("click-button",)
     env.reset(seed=0)
-    driver = env._browser.instance.driver
+    driver = env.browser.instance.driver
     assert driver.execute_script("return core.EPISODE_MAX_TIME") == 1e9
 
 
 def test_wrong_calls_are_told_and_leave_the_page(env):
     env.tasks = ("login-user",)
     env.reset(seed=1)
-    key, button = env.state_key(), env._page.find("button").number
+    key, button = env.state_key(), env.page.find("button").number
     for call, message in (
         (call_text("click", element=99), "there is no element 99"),
         (call_text("click", element=0), "there is no element 0"),
@@ -119,7 +119,7 @@ def test_without_a_browser_the_remedy_is_named(monkeypatch):
 
 
 def test_a_page_without_its_scripts_is_loaded_again(env, monkeypatch):
-    driver = env._browser.instance.driver
+    driver = env.browser.instance.driver
     expected, _ = env.reset(seed=3)
     get, loads = driver.get, []
 

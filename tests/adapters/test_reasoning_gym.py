@@ -121,8 +121,8 @@ def test_countdown_needs_every_number_once(text: str) -> None:
     env = shipped("countdown")
     for seed in range(30):
         env.reset(seed=seed)
-        a, b, c = env._item["metadata"]["numbers"]
-        given = text.format(a=a, b=b, c=c, target=env._item["metadata"]["target"])
+        a, b, c = env.item["metadata"]["numbers"]
+        given = text.format(a=a, b=b, c=c, target=env.item["metadata"]["target"])
         assert env.step(given)[1] == 0
 
 
@@ -158,8 +158,8 @@ def test_working_shows_the_running_totals() -> None:
 def test_a_question_in_other_words_is_the_same_initial_state() -> None:
     env = shipped("countdown")
     env.reset(seed=0)
-    key, item = env.state_key(), dict(env._item)
-    env._item = item | {"question": "Another wording"}
+    key, item = env.state_key(), dict(env.item)
+    env.item = item | {"question": "Another wording"}
     assert env.state_key() == key
 
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 from hostile import hostile_answers
+from players import steps
 
 from envs.adapters.textarena import GAMES, TextArena
-from envs.policies import NoisyPolicy
 
 pytestmark = pytest.mark.environments
-
-
-def play(env: TextArena, *, seed: int, noise: float) -> list[Any]:
-    policy, rng = NoisyPolicy(noise=noise, base="optimal"), np.random.default_rng(seed)
-    outcomes: list[Any] = [env.reset(seed=seed)[0], env.state_key()]
-    for _ in range(40):
-        outcomes += [*env.step(policy.act(env, rng)), env.state_key()]
-        if outcomes[-4]:
-            break
-    return outcomes
 
 
 @pytest.mark.parametrize("game", sorted(GAMES))
@@ -32,8 +21,8 @@ def test_player_wins_and_seeds_repeat_beside_the_global_generator(game: str) -> 
     random.seed(5)
     expected = random.Random(5).random()
     for seed in range(10):
-        assert play(env, seed=seed, noise=0.0)[-2]["success"]
-        assert play(env, seed=seed, noise=0.7) == play(other, seed=seed, noise=0.7)
+        assert steps(env, seed=seed, noise=0.0)[-1].info["success"]
+        assert steps(env, seed=seed, noise=0.7) == steps(other, seed=seed, noise=0.7)
     assert random.random() == expected
 
 

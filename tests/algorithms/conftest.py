@@ -9,10 +9,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed
 
 import envs  # noqa: F401
-from ragen_pl.config import check_config, config_dir
 from ragen_pl.environments.check import check_environment
 from ragen_pl.rewards.shaping import Gather
 from ragen_pl.run.build import assemble, build_agent, build_datamodule
@@ -60,9 +59,7 @@ class Iteration:
 
 
 def compose_config(*overrides: str):
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=[*TINY, *overrides])
-    check_config(cfg)
+    cfg = composed(*TINY, *overrides)
     check_components(cfg, check_environment(cfg))
     return cfg
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from trajectories import in_context, make_turn
 
 import envs  # noqa: F401
 from ragen_pl.algorithms.advantages.bilevel import bilevel_gae
@@ -19,10 +21,9 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.rewards.shaping import ActionEfficiency, RewardPlacement, WeightTerms
-from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
+from ragen_pl.trajectory import Observation, Trajectory
 
 TURNS = torch.tensor([[0, 0, 1, 1, 2, 2]])
 FOUR = {"gamma_turn": 0.5, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0}
@@ -160,24 +161,15 @@ def bundle():
 
 def played(responses, *, member=0, window=1) -> Trajectory:
     """An episode of responses given as (length, reward); a negative length is a cut response."""
-    context = ContextManager(bundle(), window=window, system_prompt=None)
-    conversation, turns = context.start(""), []
+    turns = []
     for number, (length, reward) in enumerate(responses):
-        observation = Observation(text=f"see {number}")
-        prompt = context.observe(conversation, observation, max_turns=9)
-        ids = torch.arange(30 + number, 30 + number + abs(length)).numpy()
+        ids = np.arange(30 + number, 30 + number + abs(length))
         if length > 0:
             ids[-1] = bundle().end_of_turn_id
-        context.response(conversation, ids=ids, text="".join(context.pieces(ids)), actions=[])
+        observation = Observation(text=f"see {number}")
         turns.append(
-            Turn(
-                observation=observation, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
-                response_logprobs=torch.zeros(len(ids)).numpy(), response_entropy=1.0,
-                spans=torch.ones(len(ids), dtype=torch.int8).numpy(), response_text="", think=None,
-                actions=[], action_is_valid=True, action_is_effective=True, hit_length_limit=length < 0,
-                reward_terms={"environment": reward}, temperature=1.0,
+            make_turn(
+                observation=observation, response_ids=ids, thinks=len(ids), reward=reward, hit_length_limit=length < 0
             )
         )  # fmt: skip
-    return Trajectory(
-        group=0, member=member, seed=0, turns=turns, status=EpisodeStatus.TERMINATED, success=False
-    )
+    return in_context(bundle(), turns, window=window, member=member)

@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from trajectories import make_trajectory, make_turn
 
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
+from ragen_pl.trajectory import Trajectory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import leave_out
@@ -15,18 +16,8 @@ sys.path.pop(0)
 
 
 def episode(*prompts: int, success: bool) -> Trajectory:
-    turns = [
-        Turn(
-            observation=Observation(text=""), prompt_ids=np.zeros(length, np.int64),
-            prompt_images=[], response_ids=np.zeros(3, np.int64), response_logprobs=np.zeros(3),
-            response_entropy=0.0, spans=np.zeros(3, np.int8), response_text="", think=None, actions=[],
-            action_is_valid=True, action_is_effective=True, hit_length_limit=False, temperature=1.0,
-        )
-        for length in prompts
-    ]  # fmt: skip
-    return Trajectory(
-        group=0, member=0, seed=0, turns=turns, status=EpisodeStatus.TERMINATED, success=success
-    )
+    turns = (make_turn(prompt_ids=np.zeros(length, np.int64)) for length in prompts)
+    return make_trajectory(*turns, success=success)
 
 
 def test_row_contains_success_and_tokens_per_turn() -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from trajectories import roll_out, starts
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.rollout.responders import EngineResponder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 alternation, timing, trl_grpo, trl_side = map(
@@ -35,9 +34,7 @@ def episodes(*overrides: str, seed: int = 0):
     )
     engine = TransformersEngine(PolicyModule(parts.bundle))
     engine.load_weights(0)
-    responder = EngineResponder(engine=engine, context=parts.proxy.context)
-    specs = [EpisodeSpec(group=number, member=0, seed=number) for number in range(3)]
-    return parts.proxy.rollout(responder, specs, seed_key=(seed,))
+    return roll_out(parts.proxy, engine, starts(3), seed_key=(seed,))
 
 
 def test_completion_holds_every_turn_and_marks_what_was_sampled():

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import TEXT, VISION
+from trajectories import starts
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401
@@ -18,7 +19,7 @@ from ragen_pl.callbacks.reasoning_probe import (
     first_thoughts,
     probe_reasoning,
 )
-from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
@@ -87,7 +88,7 @@ def test_scores_must_be_square():
         probe_reasoning(torch.zeros(2, 3), ones(2))
 
 
-def policy_and_thoughts(*, images, count=5, starts=8):
+def policy_and_thoughts(*, images, count=5, groups=8):
     bundle = build_small_lm(seed=0, text=TEXT)
     if images:
         bundle = build_small_vlm(seed=0, text=TEXT, vision=VISION)
@@ -106,7 +107,7 @@ def policy_and_thoughts(*, images, count=5, starts=8):
     )
     played = proxy.rollout(
         ScriptedResponder(policy=OptimalPolicy()),
-        [EpisodeSpec(group=n // 2, member=n % 2, seed=n // 2) for n in range(2 * starts)],
+        starts(groups, 2),
         seed_key=(0,),
     )
     return PolicyModule(bundle).eval(), played, first_thoughts(played, count=count)

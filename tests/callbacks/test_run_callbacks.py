@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from torch.utils.data import DataLoader
+from trajectories import make_trajectory, make_turn
 
 from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.callbacks.summary import (
@@ -24,38 +25,19 @@ from ragen_pl.callbacks.summary import (
 )
 from ragen_pl.callbacks.trajectories import LogTrajectories, strip
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
+from ragen_pl.trajectory import Observation, Trajectory
 from ragen_pl.viewing.records import read_records
 
 
 def trajectory(group: int, *, side: int = 8) -> Trajectory:
-    turn = Turn(
+    turn = make_turn(
         observation=Observation(text="look", images=[np.full((side, side, 3), 9, np.uint8)]),
-        prompt_ids=np.arange(5),
-        prompt_images=[],
-        response_ids=np.arange(3),
-        response_logprobs=np.full(3, -0.5, np.float32),
-        response_entropy=0.7,
-        spans=np.zeros(3, np.int8),
-        response_text="<think>é</think><answer>Up</answer>",
-        think="é",
-        actions=["Up"],
-        action_is_valid=True,
-        action_is_effective=False,
-        hit_length_limit=False,
-        reward_terms={"environment": 0.25},
-        temperature=1.0,
+        response_text="<think>é</think><answer>Up</answer>", think="é", actions=["Up"],
+        response_logprobs=np.full(3, -0.5, np.float32), action_is_effective=False, reward=0.25,
         info={"success": np.bool_(True)},
-    )
-    return Trajectory(
-        group=group,
-        member=0,
-        seed=3,
-        turns=[turn, turn],
-        status=EpisodeStatus.TERMINATED,
-        success=True,
-        final_images=[np.zeros((200, 10, 3), np.uint8)],
-    )
+    )  # fmt: skip
+    images = [np.zeros((200, 10, 3), np.uint8)]
+    return make_trajectory(turn, turn, group=group, seed=3, success=True, final_images=images)
 
 
 class ScriptedPolicy(pl.LightningModule):

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Interval
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
+from composing import composed, resolved
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -16,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
 from ragen_pl.config.check import leaves
 from ragen_pl.constraints import Count, Fraction, problem
-from ragen_pl.evaluation.settings import resolve_settings
 
 EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
 
@@ -40,9 +38,8 @@ def shipped_configs() -> list[tuple[str, str]]:
 def test_shipped_configuration_passes(command: str, override: str) -> None:
     overrides = override.split()
     if command != "fit":
-        overrides = resolve_settings(get_args_parser().parse_args(overrides))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(command, overrides=overrides)
+        overrides = resolved(*overrides)
+    cfg = composed(*overrides, command=command, checked=False)
     check_config(OmegaConf.create(fill(OmegaConf.to_container(cfg, resolve=False))))
 
 

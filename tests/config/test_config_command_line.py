@@ -42,7 +42,7 @@ def call(program: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
         text=True,
         cwd=program.parent,
         env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **env},
-        timeout=60,
+        timeout=600,
         check=False,
     )
 

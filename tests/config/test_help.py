@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from composing import composed, resolved
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from ragen_pl.config import config_dir
-from ragen_pl.evaluation.settings import resolve_settings
 
 COMMANDS = ("fit", "evaluate", "play", "export")
 
@@ -19,11 +18,11 @@ COMMANDS = ("fit", "evaluate", "play", "export")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_keys_of_the_help_exist(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConfigStore.instance(), "repo", dict(ConfigStore.instance().repo))
-    resolve_settings(get_args_parser().parse_args([]))
+    resolved()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(command, return_hydra_config=True)
         text = cfg.hydra.help.template
-        pretrained = compose("fit", overrides=["model=pretrained"])
+    pretrained = composed("model=pretrained", checked=False)
     assert f"python -m ragen_pl.{command} " in text and "$APP_CONFIG_GROUPS" in text
     assert "$CONFIG" not in text and len(text.splitlines()) < 35
     keys = re.findall(r"^([a-z_.]+)  +\S", text, re.MULTILINE)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composing import composed
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config import config_dir
 from ragen_pl.config.keys import keys_of
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.keys import main, page
@@ -36,8 +35,7 @@ NODES = [
 
 @pytest.fixture(scope="module")
 def settings() -> DictConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("fit")
+    return composed()
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:

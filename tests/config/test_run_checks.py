@@ -9,11 +9,11 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+from composing import composed
 from gymnasium import spaces
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config import ConfigError, check_config
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.check import check_environment
 from ragen_pl.run.checks import check_run, check_space
@@ -75,9 +75,7 @@ class Here(gymnasium.Env[str, int]):
 
 def test_an_environment_of_a_notebook_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "Here", Here, raising=False)
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=["env=custom", "env.target=__main__.Here"])
-    check_config(cfg)
+    cfg = composed("env=custom", "env.target=__main__.Here")
     assert isinstance(check_environment(cfg), Here)
     cfg.env.process = True
     with pytest.raises(ConfigError, match=r"from a notebook .*; put it into a module, or set env"):
@@ -132,8 +130,7 @@ def test_environment_check_imports_no_torch() -> None:
 
 
 def fit_config(root: Path, *overrides: str) -> DictConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=["env=frozenlake", "logger=none", *overrides])
+    cfg = composed("env=frozenlake", "logger=none", *overrides, checked=False)
     cfg.paths.root = str(root)
     return cfg
 

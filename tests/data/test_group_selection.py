@@ -19,7 +19,7 @@ class Ranks:
 
     def __init__(self, count):
         self.count, self.local = count, threading.local()
-        self.barrier, self.shelf = threading.Barrier(count, timeout=20), [None] * count
+        self.barrier, self.shelf = threading.Barrier(count, timeout=300), [None] * count
 
     def gather(self, value):
         self.shelf[self.local.rank] = value

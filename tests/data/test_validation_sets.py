@@ -8,12 +8,11 @@ from collections import Counter
 import gymnasium
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed
 
 import envs  # noqa: F401 - registers the environments
 from envs.frozen_lake import FrozenLake
 from envs.policies import OptimalPolicy
-from ragen_pl.config.paths import config_dir
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
@@ -451,8 +450,7 @@ def test_ranks_with_different_numbers_of_samples_take_the_same_number_of_steps(l
 
 def initial_states(name: str, *, held_out: bool, count: int = 240) -> list[tuple[str, object]]:
     """Return keys and features of the initial states that a shipped environment draws for one side."""
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=[f"env={name}", "logger=none"])
+    cfg = composed(f"env={name}", "logger=none")
     manager = EnvironmentManager(**manager_settings(cfg.env))
     specs = [
         EpisodeSpec(group=n, member=0, seed=derive_seed(n, "side", held_out), held_out=held_out)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed
+from trajectories import make_request, roll_out, starts
 
-from ragen_pl.config import config_dir
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_length
 from ragen_pl.data.validation import ValidationSet
@@ -22,17 +22,11 @@ from ragen_pl.models.distribution import draw, log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.run.start_check import engine_factory
 from ragen_pl.seeding import derive_seed, uniforms
 from ragen_pl.trajectory import Observation
 
 ENVIRONMENTS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}
-
-
-def play(proxy, engine, episode_specs, *, seed_key, greedy=False):
-    responder = EngineResponder(engine=engine, context=proxy.context, greedy=greedy)
-    return proxy.rollout(responder, episode_specs, seed_key=seed_key)
 
 
 def proxy_of(bundle, *, window, kind="text", num_envs=64, temperature=1.0, turns=4, **context):
@@ -41,20 +35,6 @@ def proxy_of(bundle, *, window, kind="text", num_envs=64, temperature=1.0, turns
         context=ContextManager(bundle, window=window, system_prompt=None, **context),
         max_response_tokens=12, temperature=temperature, num_envs=num_envs,
     )  # fmt: skip
-
-
-def specs(groups: int, members: int = 2) -> list[EpisodeSpec]:
-    return [EpisodeSpec(group=g, member=m, seed=g) for g in range(groups) for m in range(members)]
-
-
-def request(prompt, *, session=0, tokens=12, temperature=1.0, seed=0) -> GenerationRequest:
-    return GenerationRequest(
-        session=session,
-        prompt=prompt,
-        max_tokens=tokens,
-        temperature=temperature,
-        seed=derive_seed("test", seed),
-    )
 
 
 def prompt_of(ids: np.ndarray, images=()) -> Prompt:
@@ -123,7 +103,7 @@ def same(first, second) -> None:
 def test_greedy_responses_match_generate(lm):
     engine = TransformersEngine(PolicyModule(lm))
     prompts = [words(lm, text) for text in ("me 1 2", "goal 3 0 avoid Up", "x")]
-    requests = [request(p, session=n, temperature=0.0) for n, p in enumerate(prompts)]
+    requests = [make_request(p, session=n, temperature=0.0) for n, p in enumerate(prompts)]
     for prompt, response in zip(prompts, generate(engine, requests, keep=False), strict=True):
         ids = torch.from_numpy(prompt.ids)[None]
         expected = lm.model.generate(
@@ -138,8 +118,8 @@ def test_greedy_responses_match_generate(lm):
 def test_sampled_tokens_and_logprobs_match_a_fresh_forward(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.8)
-    episodes = play(
-        proxy, TransformersEngine(PolicyModule(bundle)), specs(3), seed_key=(5, "sample")
+    episodes = roll_out(
+        proxy, TransformersEngine(PolicyModule(bundle)), starts(3, 2), seed_key=(5, "sample")
     )
     lengths = {len(turn.response_ids) for episode in episodes for turn in episode.turns}
     assert len(lengths) > 4  # responses end at different tokens
@@ -161,8 +141,8 @@ def test_sampled_tokens_and_logprobs_match_a_fresh_forward(lm, vlm, kind, window
 def test_trainer_and_engine_agree_on_logprobs_and_entropy(lm, vlm, kind, window):
     bundle = vlm if kind == "images" else lm
     proxy = proxy_of(bundle, window=window, kind=kind, temperature=0.7)
-    episodes = play(
-        proxy, TransformersEngine(PolicyModule(bundle)), specs(4), seed_key=(2, "sample")
+    episodes = roll_out(
+        proxy, TransformersEngine(PolicyModule(bundle)), starts(4, 2), seed_key=(2, "sample")
     )
     batch, scores = scored(bundle, episodes)
     assert int(batch.samples.loss_mask.sum()) == sum(
@@ -182,16 +162,16 @@ def test_trainer_and_engine_agree_on_logprobs_and_entropy(lm, vlm, kind, window)
 def test_additive_masks_match_the_trainer(fresh_lm, window):
     fresh_lm.model.set_attn_implementation("eager")
     proxy = proxy_of(fresh_lm, window=window, turns=3)
-    episodes = play(
-        proxy, TransformersEngine(PolicyModule(fresh_lm)), specs(4), seed_key=(2, "sample")
+    episodes = roll_out(
+        proxy, TransformersEngine(PolicyModule(fresh_lm)), starts(4, 2), seed_key=(2, "sample")
     )
     assert float(gap(fresh_lm, episodes).max()) < 1e-4
 
 
 def test_greedy_logprobs_are_those_at_temperature_1(lm):
     proxy = proxy_of(lm, window=1, temperature=0.5)
-    episodes = play(
-        proxy, TransformersEngine(PolicyModule(lm)), specs(2), seed_key=(0,), greedy=True
+    episodes = roll_out(
+        proxy, TransformersEngine(PolicyModule(lm)), starts(2, 2), seed_key=(0,), greedy=True
     )
     same(episodes[::2], [replace(episode, member=0) for episode in episodes[1::2]])
     assert float(gap(lm, episodes).max()) < 1e-4
@@ -207,7 +187,9 @@ def test_template_that_rewrites_history_trains_on_the_prompts_shown(lm):
     bundle = ModelBundle(lm.model, tokenizer)
     proxy = proxy_of(bundle, window="all")
     assert not proxy.context.joins
-    episodes = play(proxy, TransformersEngine(PolicyModule(bundle)), specs(6), seed_key=(3,))
+    episodes = roll_out(
+        proxy, TransformersEngine(PolicyModule(bundle)), starts(6, 2), seed_key=(3,)
+    )
     samples = collate(episodes, bundle).samples
     assert len(samples) > 2 * len(episodes)  # most turns break with the one before
     assert float(gap(bundle, episodes).max()) < 1e-4
@@ -219,12 +201,12 @@ def test_template_that_rewrites_history_trains_on_the_prompts_shown(lm):
 @pytest.mark.parametrize("window", [1, "all"])
 def test_trajectories_do_not_depend_on_num_envs_or_order(lm, window):
     engine, key = TransformersEngine(PolicyModule(lm)), (1, "sample", 3)
-    whole = play(proxy_of(lm, window=window), engine, specs(4), seed_key=key)
-    pairs = play(proxy_of(lm, window=window, num_envs=3), engine, specs(4), seed_key=key)
+    whole = roll_out(proxy_of(lm, window=window), engine, starts(4, 2), seed_key=key)
+    pairs = roll_out(proxy_of(lm, window=window, num_envs=3), engine, starts(4, 2), seed_key=key)
     same(whole, pairs)
-    turned = play(proxy_of(lm, window=window), engine, specs(4)[::-1], seed_key=key)
+    turned = roll_out(proxy_of(lm, window=window), engine, starts(4, 2)[::-1], seed_key=key)
     same(whole, turned[::-1])
-    other = play(proxy_of(lm, window=window), engine, specs(4), seed_key=(1, "sample", 4))
+    other = roll_out(proxy_of(lm, window=window), engine, starts(4, 2), seed_key=(1, "sample", 4))
     first = [episode.turns[0].response_ids.tolist() for episode in whole]
     assert first != [episode.turns[0].response_ids.tolist() for episode in other]
     assert any(first[n] != first[n + 1] for n in (0, 2, 4, 6))  # members sample for themselves
@@ -234,10 +216,10 @@ def test_each_request_has_its_own_temperature_limit_and_seed(lm):
     engine = TransformersEngine(PolicyModule(lm))
     prompt = words(lm, "me 1 2")
     mixed = [
-        request(prompt, session=0, temperature=0.0),
-        request(prompt, session=1, temperature=0.5, seed=1),
-        request(prompt, session=2, temperature=2.0, seed=1, tokens=3),
-        request(prompt, session=3, temperature=1.0, seed=2),
+        make_request(prompt, session=0, temperature=0.0),
+        make_request(prompt, session=1, temperature=0.5, seed=1),
+        make_request(prompt, session=2, temperature=2.0, seed=1, tokens=3),
+        make_request(prompt, session=3, temperature=1.0, seed=2),
     ]
     together = generate(engine, mixed, keep=False)
     for single, response in zip(mixed, together, strict=True):
@@ -256,7 +238,9 @@ def test_each_request_has_its_own_temperature_limit_and_seed(lm):
 
 def test_response_hits_its_length_limit_exactly_without_an_end_token(lm):
     engine = TransformersEngine(PolicyModule(lm))
-    requests = [request(words(lm, "go"), session=n, seed=n, tokens=3 + n % 5) for n in range(40)]
+    requests = [
+        make_request(words(lm, "go"), session=n, seed=n, tokens=3 + n % 5) for n in range(40)
+    ]
     responses = generate(engine, requests, keep=False)
     for single, response in zip(requests, responses, strict=True):
         ended = int(response.ids[-1]) in lm.eos_token_ids
@@ -275,7 +259,8 @@ def test_banned_tokens_are_never_sampled(fresh_vlm):
         bundle.model.get_output_embeddings().weight[list(banned)] = 5.0
         bundle.model.model.language_model.norm.bias = torch.nn.Parameter(torch.zeros(32))
     requests = [
-        request(words(bundle, "go"), session=n, seed=n, temperature=float(n > 0)) for n in range(64)
+        make_request(words(bundle, "go"), session=n, seed=n, temperature=float(n > 0))
+        for n in range(64)
     ]
     responses = generate(TransformersEngine(PolicyModule(bundle)), requests, keep=False)
     assert not {int(token) for response in responses for token in response.ids} & set(banned)
@@ -295,7 +280,7 @@ def talks_with_images(bundle, engine, *, slots: int, turns: int, window: int | s
             image = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
             seen = Observation(text=f"turn {turn}", images=[image])
             prompt = context.observe(talk, seen, max_turns=turns)
-            requests.append(request(prompt, session=slot, seed=10 * turn + slot))
+            requests.append(make_request(prompt, session=slot, seed=10 * turn + slot))
         responses = generate(engine, requests, keep=True)
         for talk, response in zip(talks, responses, strict=True):
             context.response(talk, ids=response.ids, text="", actions=[])
@@ -333,7 +318,7 @@ def test_sessions_may_come_in_another_order(lm):
     engine = TransformersEngine(PolicyModule(lm))
     talks = [words(lm, text).ids for text in ("me 1 2", "goal", "avoid holes 3")]
     for turn, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 0, 2)]):
-        requests = [request(prompt_of(talks[n]), session=n, seed=9 * turn + n) for n in order]
+        requests = [make_request(prompt_of(talks[n]), session=n, seed=9 * turn + n) for n in order]
         for single, response in zip(requests, generate(engine, requests, keep=True), strict=True):
             assert close(response, replay(lm, single.prompt, draws_of(single), 1.0))
             talks[single.session] = np.concatenate(
@@ -349,19 +334,19 @@ def test_load_weights_drops_every_cache(fresh_vlm):
     (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=3)])
     conversation = context.start("")
     first = context.observe(conversation, slot.observation, max_turns=5)
-    (response,) = generate(engine, [request(first)], keep=True)
+    (response,) = generate(engine, [make_request(first)], keep=True)
     context.response(conversation, ids=response.ids, text="", actions=[])
     second = context.observe(conversation, slot.observation, max_turns=5)
     with torch.no_grad():
         for parameter in bundle.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=_generator()))
     fresh = replay(bundle, second, uniforms(derive_seed("test", 9), count=12), 1.0)
-    held = engine._held
-    (stale,) = generate(engine, [request(second, seed=9)], keep=True)
-    assert held is not None and not close(stale, fresh)
+    assert engine.held_bytes > 0
+    (stale,) = generate(engine, [make_request(second, seed=9)], keep=True)
+    assert not close(stale, fresh)
     engine.load_weights(1)
     assert engine.version == 1
-    (synced,) = generate(engine, [request(second, seed=9)], keep=True)
+    (synced,) = generate(engine, [make_request(second, seed=9)], keep=True)
     assert close(synced, fresh)
 
 
@@ -396,11 +381,13 @@ def close(response, expected) -> bool:
 def test_session_with_another_prompt_starts_afresh(lm):
     engine = TransformersEngine(PolicyModule(lm))
     talks = [words(lm, "me 1 2"), words(lm, "goal")]
-    first = generate(engine, [request(p, session=n) for n, p in enumerate(talks)], keep=True)
+    first = generate(engine, [make_request(p, session=n) for n, p in enumerate(talks)], keep=True)
     on = prompt_of(np.concatenate([talks[0].ids, first[0].ids, words(lm, "and then").ids]))
     other = words(lm, "something else altogether")
     responses = generate(
-        engine, [request(on, session=0, seed=4), request(other, session=1, seed=5)], keep=True
+        engine,
+        [make_request(on, session=0, seed=4), make_request(other, session=1, seed=5)],
+        keep=True,
     )
     for prompt, seed, response in ((on, 4, responses[0]), (other, 5, responses[1])):
         assert close(
@@ -417,7 +404,7 @@ def test_finished_sessions_leave_the_other_caches_intact(lm):
         responses = generate(
             engine,
             [
-                request(prompt_of(talks[n]), session=n, seed=seeds[n], tokens=4 + 3 * (n % 4))
+                make_request(prompt_of(talks[n]), session=n, seed=seeds[n], tokens=4 + 3 * (n % 4))
                 for n in playing
             ],
             keep=True,
@@ -429,21 +416,24 @@ def test_finished_sessions_leave_the_other_caches_intact(lm):
         playing = [n for n in playing if n % (turn + 2)] or playing
 
 
-def test_release_and_the_end_of_a_rollout_free_the_caches(lm):
-    engine = TransformersEngine(PolicyModule(lm))
-    generate(engine, [request(words(lm, "go"))], keep=True)
-    assert engine._held is not None and engine._held.cache.memory_bytes() > 0
+def test_release_and_the_end_of_a_rollout_free_the_caches(vlm):
+    engine = TransformersEngine(PolicyModule(vlm))
+    assert len(list(talks_with_images(vlm, engine, slots=1, turns=1))) == 1
+    assert engine.held_images > 0
+    assert engine.held_bytes > 0
     engine.release()
-    assert engine._held is None and not engine._features
-    play(proxy_of(lm, window="all"), engine, specs(1), seed_key=(0,))
-    assert engine._held is None and not engine._features
+    assert engine.held_bytes == engine.held_images == 0
+    roll_out(proxy_of(vlm, window="all", kind="images"), engine, starts(1, 2))
+    assert engine.held_bytes == engine.held_images == 0
 
 
 def test_policy_in_train_mode_raises(fresh_lm):
     fresh_lm.model.train()
     with pytest.raises(RuntimeError, match=r"call policy\.eval\(\)"):
         generate(
-            TransformersEngine(PolicyModule(fresh_lm)), [request(words(fresh_lm, "go"))], keep=False
+            TransformersEngine(PolicyModule(fresh_lm)),
+            [make_request(words(fresh_lm, "go"))],
+            keep=False,
         )
 
 
@@ -463,13 +453,13 @@ def test_context_changes_the_logits_of_the_test_models(lm, vlm):
 def test_generations_carry_the_version_of_the_weights(lm):
     engine = TransformersEngine(PolicyModule(lm))
     engine.load_weights(7)
-    (generation,) = generate(engine, [request(words(lm, "go"))], keep=False)
+    (generation,) = generate(engine, [make_request(words(lm, "go"))], keep=False)
     assert generation.version == 7 and generation.entropy is not None
 
 
 def test_submitted_requests_are_collected_together(lm):
     engine = TransformersEngine(PolicyModule(lm))
-    requests = [request(words(lm, "go"), session=n, seed=n) for n in range(3)]
+    requests = [make_request(words(lm, "go"), session=n, seed=n) for n in range(3)]
     engine.submit(requests[:1], keep=False)
     engine.submit(requests[1:], keep=False)
     collected = dict(engine.collect())
@@ -486,7 +476,7 @@ def test_generate_raises_for_missing_responses(lm):
             return []
 
     with pytest.raises(RuntimeError, match=r"0 responses for 1 requests.*missing \[0\]"):
-        generate(Silent(PolicyModule(lm)), [request(words(lm, "go"))], keep=False)
+        generate(Silent(PolicyModule(lm)), [make_request(words(lm, "go"))], keep=False)
 
 
 @pytest.mark.parametrize("window", [1, 2, "all"])
@@ -501,9 +491,7 @@ def test_unexpanded_ids_have_one_token_for_each_image(vlm, window):
 
 
 def test_the_config_names_the_engine(lm):
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit")
-    assert isinstance(engine_factory(cfg)(PolicyModule(lm)), TransformersEngine)
+    assert isinstance(engine_factory(composed())(PolicyModule(lm)), TransformersEngine)
 
 
 def talk(bundle, **settings):
@@ -523,7 +511,7 @@ def test_responses_do_not_depend_on_what_is_computed_together(vlm, settings):
         assert one.ids.tolist() == other.ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
     # parts of the responses keep no session
-    assert (engine._held is None) == ("cache_bytes" in settings)
+    assert (engine.held_bytes == 0) == ("cache_bytes" in settings)
 
 
 def test_the_cache_holds_what_attention_computes_with(vlm):

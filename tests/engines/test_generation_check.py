@@ -7,16 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from trajectories import roll_out, starts
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import Generation, GenerationRequest, Prompt
-from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
 
 END = 9
 CHECK = GenerationCheck(allowed=np.array([False, *[True] * 9]), ends=np.array([False] * 9 + [True]))
@@ -91,15 +91,12 @@ class Repeating(TransformersEngine):
 
 
 def play(bundle, *, engine=TransformersEngine):
-    context = ContextManager(bundle, max_tokens=512)
     proxy = AgentProxy(
         environments=EnvironmentManager(target="ragen/FrozenLake-v0", max_turns=2),
-        context=context,
+        context=ContextManager(bundle, max_tokens=512),
         max_response_tokens=6,
     )
-    responder = EngineResponder(engine=engine(PolicyModule(bundle)), context=context)
-    specs = [EpisodeSpec(group=0, member=member, seed=0) for member in range(3)]
-    return proxy.rollout(responder, specs, seed_key=(0, "test"))
+    return roll_out(proxy, engine(PolicyModule(bundle)), starts(1, 3))
 
 
 def test_a_rollout_with_weights_that_are_not_finite_ends_with_one_line(fresh_lm) -> None:

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 from family_models import tiny
+from trajectories import responses, roll_out, starts
 
 from ragen_pl.data.collate import collate, split_into_samples
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.occlusion import LeaveOut, occlusion_scores
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
-from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
 
 
 def played(
@@ -29,11 +29,7 @@ def played(
         max_response_tokens=10,
         num_envs=slots,
     )
-    specs = [EpisodeSpec(group=group, member=0, seed=group) for group in range(groups)]
-    responder = EngineResponder(
-        engine=engine or TransformersEngine(PolicyModule(bundle)), context=proxy.context
-    )
-    return proxy.rollout(responder, specs, seed_key=(0,))
+    return roll_out(proxy, engine or TransformersEngine(PolicyModule(bundle)), starts(groups))
 
 
 def mismatch(bundle, trajectories) -> float:
@@ -42,10 +38,6 @@ def mismatch(bundle, trajectories) -> float:
     with torch.no_grad():
         logprobs = PolicyModule(bundle)(batch.samples, batch.images).logprobs
     return float((logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
-
-
-def responses(trajectories) -> list[list[int]]:
-    return [turn.response_ids.tolist() for trajectory in trajectories for turn in trajectory.turns]
 
 
 def test_lowest_scores_are_dropped() -> None:

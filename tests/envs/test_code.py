@@ -60,7 +60,7 @@ def test_reference_programs_pass_at_the_first_attempt(settings):
 
 
 def test_a_wrong_program_costs_and_shows_an_example(env):
-    example = env._example(env.inputs[0])
+    example = env.example(env.inputs[0])
     text, reward, over, _, info = env.step("def f(x):\n return 'wrong'")
     assert text == f'{example}, not "wrong"' and (reward, over) == (-0.1, False)
     assert info["reward_parts"] == {"tests": 0.0, "attempts": -0.1} and info["action_is_valid"]

@@ -83,7 +83,7 @@ def test_the_optimal_player_earns_what_dynamic_programming_says():
     returns, expected = [], []
     for seed in range(4000):
         env.reset(seed=seed)
-        expected.append(max(action_values(env._sum, env._ace, env._shown)))
+        expected.append(max(action_values(env.card_sum, env.has_ace, env.dealer_card)))
         over = False
         while not over:
             _, reward, over, _, _ = env.step(env.optimal_action(rng))
@@ -112,7 +112,7 @@ def test_a_turn_has_its_order_and_touches_twelve_stickers(turn):
 def test_the_front_faces_upper_row_goes_to_the_right_under_f():
     env = PocketCube(min_turns=1, max_turns=1)
     env.reset(seed=0)
-    env._state = "".join(color * 4 for color in "WYGBRO").encode()
+    env.stickers = "".join(color * 4 for color in "WYGBRO").encode()
     observation, *_ = env.step(TURNS.index("F"))
     # a clockwise turn brings the left face's right column to the lower row of the upper face
     assert observation == ("up WW GG down BB YY left GY GY right WB WB front RR RR back OO OO")

@@ -6,20 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from players import steps
 
 from envs.adapters.gym import Gym
-from envs.policies import NoisyPolicy
 from visual_envs.adapters.gym import GymVisual
-
-
-def play(env: Gym, *, seed: int, noise: float, limit: int = 500) -> list[Any]:
-    policy, rng = NoisyPolicy(noise=noise, base="optimal"), np.random.default_rng(seed)
-    outcomes: list[Any] = [env.reset(seed=seed)[0]]
-    for _ in range(limit):
-        outcomes += [*env.step(policy.act(env, rng)), env.state_key(), env.describe()]
-        if outcomes[-5] or outcomes[-4]:
-            break
-    return outcomes
 
 
 @pytest.mark.parametrize(
@@ -39,14 +29,16 @@ def test_player_succeeds_more_often_than_chance_and_seeds_repeat(
 ) -> None:
     env, other = Gym(id=id, settings=settings), Gym(id=id, settings=settings)
     wins = {
-        noise: [play(env, seed=seed, noise=noise)[-3]["success"] for seed in range(15)]
+        noise: [
+            steps(env, seed=seed, noise=noise, limit=500)[-1].info["success"] for seed in range(15)
+        ]
         for noise in (0.0, 1.0)
     }
     assert np.mean(wins[0.0]) >= share and np.mean(wins[1.0]) < share - 0.05
     for seed in range(3):
-        first, second = (play(one, seed=seed, noise=0.5, limit=30) for one in (env, other))
+        first, second = (steps(one, seed=seed, noise=0.5, limit=30) for one in (env, other))
         assert first == second
-    assert all("\x1b" not in text for text in first if isinstance(text, str))
+    assert all("\x1b" not in str(step.observation) + step.description for step in first)
 
 
 def test_blackjack_player_loses_little() -> None:

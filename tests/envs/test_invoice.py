@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tool_players import play
+from players import play
 
 from envs.invoice import DOCUMENTS, FIELDS, ITEMS, Invoice, Line
 from envs.tools import call_text
@@ -19,7 +19,7 @@ def begin(
 ) -> Invoice:
     env = Invoice(**settings)
     env.reset(seed=0)
-    env.lines, env._wrong = lines, wrong
+    env.lines, env.wrong_line = lines, wrong
     for document in DOCUMENTS if read else ():
         env.step(call_text("open", document=document))
     return env
@@ -41,9 +41,9 @@ def test_the_careful_clerk_decides_rightly_and_says_why(settings):
     for seed in range(300):
         env.reset(seed=seed)
         found = [line.error() for line in env.lines if line.error()]
-        assert len(found) <= 1 and (env._wrong is None) == (not found)
+        assert len(found) <= 1 and (env.wrong_line is None) == (not found)
         errors.update(found[0][:1] if found else ["none"])
-        total, success = play(env, lambda env: env.optimal_action(rng), limit=8)
+        total, success, _ = play(env, lambda env: env.optimal_action(rng), limit=8)
         assert success and total == pytest.approx(0.97)
     assert set(errors) == {*FIELDS, "none"} and 0.3 < errors["none"] / 300 < 0.5
 
@@ -126,7 +126,7 @@ def test_trivial_players_earn_little(choose):
     env, totals, wins = Invoice(), [], 0
     for seed in range(200):
         env.reset(seed=seed)
-        total, success = play(env, choose, limit=8)
+        total, success, _ = play(env, choose, limit=8)
         totals.append(total)
         wins += success
     assert np.mean(totals) < 0.05 and wins == 0

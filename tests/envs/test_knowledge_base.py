@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tool_players import play
+from players import play
 
 import envs.wiki
 from envs.knowledge_base import KnowledgeBase
@@ -20,7 +20,7 @@ def test_the_reader_who_follows_the_facts_succeeds_within_ten_turns(settings):
     for seed in range(150):
         base.reset(seed=seed)
         difficulties.add(base.difficulty())
-        assert play(base, lambda base: base.optimal_action(rng), limit=10) == (1.0, True)
+        assert play(base, lambda base: base.optimal_action(rng), limit=10)[:2] == (1.0, True)
     assert difficulties == set(range(1, base.max_hops + 2))
 
 
@@ -98,7 +98,7 @@ def test_the_page_that_notes_have_overtaken_is_no_answer():
     for seed in range(20):
         base.reset(seed=seed)
         fact = base.chain[-1]
-        if not base._amended():  # a wiki whose notes change nothing
+        if not base.is_amended():  # a wiki whose notes change nothing
             continue
         (old,) = (page for page in base.wiki.pages.values() if page.title == fact[0])
         base.step(call_text("read", page=old.id))
@@ -112,11 +112,11 @@ def test_the_page_that_notes_have_overtaken_is_no_answer():
             lambda base, guess=guess: call_text("answer", text=guess, source="p1")
             for guess in ("Rome", "20", "Kim", "red", "Acme", "", "unknown")
         ),
-        lambda base: call_text("search", query=base._question()),
+        lambda base: call_text("search", query=base.question()),
         lambda base: call_text("read", page="p1"),
         # the first page that a search for the question shows, and the last word in it
         lambda base: (
-            call_text("search", query=base._question())
+            call_text("search", query=base.question())
             if not base.shown
             else call_text("read", page=min(base.shown))
             if not base.read_ids
@@ -132,7 +132,7 @@ def test_guesses_earn_little(choose):
     base, totals = KnowledgeBase(), []
     for seed in range(200):
         base.reset(seed=seed)
-        totals.append(play(base, choose, limit=12)[0])
+        totals.append(play(base, choose, limit=12).reward)
     assert np.mean(totals) < 0.15
 
 

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from players import steps
 
 from envs.adapters.minigrid import MiniGrid
-from envs.policies import NoisyPolicy
 from visual_envs.adapters.minigrid import MiniGridVisual
 
 MOVES = ("Left", "Right", "Forward")
-
-
-def play(env: MiniGrid, *, seed: int, noise: float) -> list[Any]:
-    policy, rng = NoisyPolicy(noise=noise, base="optimal"), np.random.default_rng(seed)
-    outcomes: list[Any] = [env.reset(seed=seed)[0], env.state_key(), env.describe()]
-    for _ in range(40):
-        before = env.state_key()
-        outcome = env.step(policy.act(env, rng))
-        assert outcome[4]["action_is_effective"] == (env.state_key() != before)
-        outcomes += [*outcome, env.state_key(), env.describe()]
-        if outcome[2] or outcome[3]:
-            break
-    return outcomes
 
 
 @pytest.mark.parametrize(
@@ -34,11 +21,14 @@ def play(env: MiniGrid, *, seed: int, noise: float) -> list[Any]:
 def test_bot_succeeds_and_seeds_repeat(id: str) -> None:
     env, other, wins, keys = MiniGrid(id=id), MiniGrid(id=id), [], set()
     for seed in range(5):
-        outcomes = play(env, seed=seed, noise=0.0)
-        keys.add(outcomes[1])
-        wins.append(outcomes[-3]["success"])
+        played = steps(env, seed=seed, noise=0.0)
+        keys.add(played[0].state_key)
+        wins.append(played[-1].info["success"])
+        for before, after in pairwise(played):
+            changed = after.state_key != before.state_key
+            assert after.info["action_is_effective"] == changed
         assert env.difficulty() >= 1
-        assert play(other, seed=seed, noise=0.5) == play(other, seed=seed, noise=0.5)
+        assert steps(other, seed=seed, noise=0.5) == steps(other, seed=seed, noise=0.5)
     assert all(wins) and len(keys) == 5
 
 
@@ -47,8 +37,7 @@ def test_random_player_and_standing_still_earn_less_than_the_bot() -> None:
     rewards = {0.0: [], 1.0: []}
     for seed in range(40):
         for noise, found in rewards.items():
-            outcomes = play(env, seed=seed, noise=noise)
-            found.append(outcomes[-6])
+            found.append(steps(env, seed=seed, noise=noise)[-1].reward)
     assert np.mean(rewards[0.0]) > 0.8 and np.mean(rewards[1.0]) < 0.5
     env.reset(seed=0)
     assert all(env.step(0)[1] == 0 for _ in range(12))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tool_players import begin
+from players import begin, play
 
 from envs.support_desk import SupportDesk
 from envs.support_desk_policy import Rule
@@ -21,18 +21,6 @@ LARGE = {
     "lie_share": 0.5,
     "move_share": 0.5,
 }
-
-
-def play(desk: SupportDesk, choose: Callable[[SupportDesk], str], *, limit: int = 40):
-    """Return the sum of the rewards, their parts and the success of an episode that has begun."""
-    total, parts = 0.0, Counter()
-    for _ in range(limit):
-        _, reward, over, _, info = desk.step(choose(desk))
-        total += reward
-        parts.update(info["reward_parts"])
-        if over:
-            return total, dict(parts), info["success"]
-    return total, dict(parts), False
 
 
 def say(text: str) -> Callable[[SupportDesk], str]:
@@ -61,7 +49,7 @@ def test_the_clerk_who_follows_the_policy_earns_all(settings):
     for seed in range(300):
         desk.reset(seed=seed)
         difficulties.add(desk.difficulty())
-        total, parts, success = play(desk, lambda desk: desk.optimal_action(rng))
+        total, success, parts = play(desk, lambda desk: desk.optimal_action(rng))
         assert success and total == pytest.approx(1.0)
         assert parts == pytest.approx({"database": 0.5, "said": 0.5})
     assert difficulties == set(range(2, desk.max_rules + 1))
@@ -114,7 +102,7 @@ def test_trivial_players_earn_little(choose, wrong_cost, most):
     desk, totals, successes = SupportDesk(wrong_cost=wrong_cost), [], 0
     for seed in range(300):
         desk.reset(seed=seed)
-        total, _, success = play(desk, choose, limit=6)
+        total, success, _ = play(desk, choose, limit=6)
         totals.append(total)
         successes += success
     assert np.mean(totals) <= most and successes / 300 < 0.3
@@ -125,7 +113,7 @@ def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
     order = desk.order_of(desk.requests[0])
     _, reward, over, _, info = desk.step(call_text("refund", order=order.id, amount=order.price))
     assert (reward, over) == (-0.5, False) and info["reward_parts"] == {"database": -0.5}
-    total, parts, success = play(desk, say("refused late"))
+    total, success, parts = play(desk, say("refused late"))
     assert (total, parts, success) == (-0.5, {"database": 0.0, "said": -0.5}, False)
 
 
@@ -143,13 +131,13 @@ def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
 def test_a_refusal_names_one_true_reason(text, said):
     desk = begin(SupportDesk(), late)
     look = call_text("find", item=desk.requests[0].item)
-    _, parts, success = play(desk, calls(look, call_text("say", text=text)))
+    _, success, parts = play(desk, calls(look, call_text("say", text=text)))
     assert parts == {"database": max(said, 0), "said": said} and success == (said > 0)
 
 
 def test_a_reason_is_not_known_before_the_order_is():
     desk = begin(SupportDesk(), late)
-    assert play(desk, say("refused late"))[1] == {"database": 0.0, "said": -0.5}
+    assert play(desk, say("refused late")).parts == {"database": 0.0, "said": -0.5}
 
 
 def test_half_of_a_price_may_be_within_the_limit():
@@ -168,13 +156,13 @@ def test_half_of_a_price_may_be_within_the_limit():
 def test_saying_that_money_was_paid_does_not_pay_it():
     desk = begin(SupportDesk(), granted)
     amount = desk.order_of(desk.requests[0]).price
-    assert play(desk, say(f"refunded {amount}"))[0] == -0.5
+    assert play(desk, say(f"refunded {amount}")).reward == -0.5
     desk = begin(SupportDesk(), granted)
     order = desk.order_of(desk.requests[0])
     pay = call_text("refund", order=order.id, amount=amount)
     for told, total in ((f"I refunded {amount}.", 1.0), ("refunded 7", 0.0), ("refunded", 0.0)):
         desk = begin(SupportDesk(), granted)
-        assert play(desk, calls(pay, call_text("say", text=told)))[0] == total
+        assert play(desk, calls(pay, call_text("say", text=told))).reward == total
 
 
 def test_changes_before_the_code_are_wrong():
@@ -186,7 +174,7 @@ def test_changes_before_the_code_are_wrong():
     hasty = desk.optimal_action(rng)
     desk.requests[0].heard_code = False
     assert desk.step(hasty)[1] == -0.5
-    assert not play(desk, lambda desk: desk.optimal_action(rng))[2]
+    assert not play(desk, lambda desk: desk.optimal_action(rng)).success
 
 
 def test_a_wrong_address_can_be_corrected():

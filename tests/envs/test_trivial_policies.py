@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
+from composing import composed
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from envs.policies import ScriptedPolicy
 from envs.trivial_policies import Buy, Constant, Cycle, Decide
-from ragen_pl.config.paths import config_dir
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
 from ragen_pl.environments.check import manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
@@ -47,11 +46,6 @@ MORE: dict[str, list[ScriptedPolicy]] = {
     "sokoban": [Constant(action="Up"), Cycle(actions=["Down", "Right"])],
     "web_shop": [Buy(choice="dearest"), Buy(choice="best")],
 }  # fmt: skip
-
-
-def config(name: str) -> DictConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("fit", overrides=[f"env={name}", "logger=none"])
 
 
 def bounds(environment: Any) -> Mapping[str, float]:
@@ -85,7 +79,7 @@ def played(cfg: DictConfig, policy: ScriptedPolicy, *, episodes: int) -> tuple[f
     "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.environments) for n in NEED_A_LIBRARY)]
 )
 def test_no_player_without_skill_earns_more_than_its_bound(name: str) -> None:
-    cfg = config(name)
+    cfg = composed(f"env={name}", "logger=none")
     environment = EnvironmentManager(**manager_settings(cfg.env)).make().unwrapped
     stated, episodes = bounds(environment), COUNTS.get(name, EPISODES)
     player = functools.partial(played, cfg, episodes=episodes)

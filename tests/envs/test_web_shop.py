@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tool_players import begin, play
+from players import begin, play
 
 from envs.tools import call_text
 from envs.web_shop import OPTIONS, SIZES, WebShop
@@ -27,7 +27,7 @@ def test_the_buyer_who_checks_every_condition_succeeds_within_five_turns(setting
         assert observation == f"want: {shop.request}"
         assert sorted(shop.products) == sorted(f"p{n + 1}" for n in range(shop.product_count))
         difficulties.add(shop.difficulty())
-        assert play(shop, lambda shop: shop.optimal_action(rng), limit=5) == (1.0, True)
+        assert play(shop, lambda shop: shop.optimal_action(rng), limit=5)[:2] == (1.0, True)
     assert difficulties == set(range(1, shop.max_conditions + 1))
 
 
@@ -80,7 +80,7 @@ def result(place: int, *, chooses: bool) -> Callable[[WebShop], str]:
             return call_text("search", query=shop.request.query())
         if shop.opened is None:
             return call_text("open", item=shop.results[place])
-        for option in shop._missing(shop.opened) if chooses else ():
+        for option in shop.missing_options(shop.opened) if chooses else ():
             if shop.request.options[option] in shop.opened.options[option]:
                 return call_text("choose", option=option, value=shop.request.options[option])
         return call_text("buy")
@@ -106,7 +106,7 @@ def test_buyers_who_do_not_look_earn_little(choose, most):
     shop, totals = WebShop(), []
     for seed in range(200):
         shop.reset(seed=seed)
-        totals.append(play(shop, choose, limit=6)[0])
+        totals.append(play(shop, choose, limit=6).reward)
     assert np.mean(totals) <= most
 
 
@@ -142,7 +142,7 @@ def test_a_choice_can_be_corrected_and_belongs_to_one_product():
     assert page.split(", ")[0].startswith(shop.results[0])
     shop.step(call_text("open", item=product.id))
     assert shop.chosen == {}
-    assert play(shop, lambda shop: shop.optimal_action(rng), limit=6) == (1.0, True)
+    assert play(shop, lambda shop: shop.optimal_action(rng), limit=6)[:2] == (1.0, True)
 
 
 def test_calls_that_cannot_be_carried_out_change_nothing():

@@ -6,17 +6,16 @@ import copy
 import sys
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composing import composed
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config import ConfigError, check_config
 from ragen_pl.config.check import leaves
 
 
 @pytest.fixture(scope="module")
 def settings() -> DictConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("fit")
+    return composed()
 
 
 def keys(settings: DictConfig) -> list[str]:

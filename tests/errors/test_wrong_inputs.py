@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composing import composed
 from omegaconf import OmegaConf
 
-from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.config import ConfigError
 from ragen_pl.environments.check import check_environment
 from ragen_pl.run.baselines import warn_of_garbage
 
@@ -203,8 +203,7 @@ OF_THE_ENVIRONMENT = [
     ("arguments", "message"), OF_THE_COMMAND, ids=[a for a, _ in OF_THE_COMMAND]
 )
 def test_a_wrong_command_is_refused(fit, arguments, message):
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(fit(*arguments.split()).refused())
+    assert re.search(message, fit(*arguments.split()).refused())
 
 
 @pytest.mark.parametrize(
@@ -254,8 +253,7 @@ def test_a_baseline_that_cannot_play_costs_its_column_only(fit, tmp_path):
 @pytest.fixture(scope="module")
 def custom():
     """The configuration of `env=custom`, composed once."""
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("fit", overrides=["env=custom", "env.target=set", "logger=none"])
+    return composed("env=custom", "env.target=set", "logger=none", checked=False)
 
 
 WITH_IMAGES = ("Black", "OnePicture")
@@ -415,8 +413,7 @@ def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, message
     line = fit(
         "--config-dir", "conf", "env=mine", "+env.target=broken_environments.Sound"
     ).refused()
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(line)
+    assert re.search(message, line)
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):

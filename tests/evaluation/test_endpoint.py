@@ -14,20 +14,16 @@ from pathlib import Path
 
 import pytest
 from chat_server import KEY, ChatServer, serving
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
+from composing import composed, evaluation_config
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 from PIL import Image
 
 import envs  # noqa: F401
-from ragen_pl.config import ConfigError, config_dir
-from ragen_pl.config.check import check_config
+from ragen_pl.config import ConfigError
 from ragen_pl.config.errors import translated
 from ragen_pl.evaluation.checks import check_evaluation
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.report import notes
-from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.playing.checks import check_play
 from ragen_pl.playing.play import play
 from ragen_pl.viewing.records import read_records
@@ -40,14 +36,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
         yield server
 
 
-def composed(command: str, *arguments: str) -> DictConfig:
-    overrides = resolve_settings(get_args_parser().parse_args(list(arguments)))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(command, overrides=overrides)
-    check_config(cfg)
-    return cfg
-
-
 def settings(server: ChatServer, root: Path, *more: str) -> list[str]:
     return [
         "env=frozenlake", "env.kwargs.hole_share=0.0", "endpoint=openai", "endpoint.model=walker",
@@ -56,7 +44,7 @@ def settings(server: ChatServer, root: Path, *more: str) -> list[str]:
 
 
 def evaluated(server: ChatServer, root: Path, *more: str) -> Evaluation:
-    cfg = composed("evaluate", *settings(server, root, "mlflow=false", f"to={root}/out", *more))
+    cfg = evaluation_config(*settings(server, root, "mlflow=false", f"to={root}/out", *more))
     check_evaluation(cfg)
     return evaluate(cfg)
 
@@ -96,10 +84,10 @@ def test_its_row_stands_beside_a_model(server: ChatServer, tmp_path: Path) -> No
 
 def test_there_is_none_by_default(tmp_path: Path) -> None:
     small = ["env=frozenlake", "model=small_lm", "validation.episodes=2", "env.max_turns=2"]
-    cfg = composed("evaluate", *small, "mlflow=false", f"to={tmp_path}")
+    cfg = evaluation_config(*small, "mlflow=false", f"to={tmp_path}")
     check_evaluation(cfg)
     assert "endpoint" not in evaluate(cfg).about
-    cfg = composed("play", *small[:2], "policy=endpoint", f"save={tmp_path}/a.png")
+    cfg = evaluation_config(*small[:2], "policy=endpoint", f"save={tmp_path}/a.png", command="play")
     with pytest.raises(ConfigError, match="policy=endpoint: there is none"):
         check_play(cfg)
 
@@ -245,7 +233,7 @@ def test_no_text_ends_the_evaluation(server: ChatServer, tmp_path: Path, text: s
 def test_it_plays_an_episode(server: ChatServer, tmp_path: Path, capsys) -> None:
     more = ["policy=endpoint", f"save={tmp_path}/episode.png"]
     arguments = [each for each in settings(server, tmp_path, *more) if "episodes" not in each]
-    trajectory = play(composed("play", *arguments))
+    trajectory = play(evaluation_config(*arguments, command="play"))
     assert trajectory.success and "requests" in capsys.readouterr().out
 
 
@@ -260,13 +248,10 @@ def test_a_key_is_needed(server: ChatServer, tmp_path: Path, monkeypatch) -> Non
 def test_settings_are_checked(server: ChatServer, tmp_path: Path) -> None:
     for wrong in ("endpoint.window=0", "endpoint.timeout_s=0", "endpoint.turn_template=hello"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
-            composed("evaluate", *settings(server, tmp_path, wrong))
+            evaluation_config(*settings(server, tmp_path, wrong))
 
 
 def test_training_is_refused_with_the_reason() -> None:
-    with (
-        initialize_config_dir(str(config_dir()), version_base="1.3"),
-        pytest.raises(HydraException) as caught,
-    ):
-        compose("fit", overrides=["rollout/engine=openai"])
+    with pytest.raises(HydraException) as caught:
+        composed("rollout/engine=openai")
     assert "log-probs of the sampled ids" in translated(caught.value)

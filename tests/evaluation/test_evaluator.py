@@ -10,14 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
-from omegaconf import DictConfig
+from composing import composed, evaluation_config
 
-from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.config import ConfigError
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.exporting import export
-from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.run.train import train
 from ragen_pl.run.weights import load_bundle, read_policy
 from ragen_pl.viewing.records import read_records
@@ -45,18 +42,10 @@ assert not any(name.startswith("ragen_pl") for name in sys.modules)
 """
 
 
-def composed(command: str, *arguments: str) -> DictConfig:
-    overrides = resolve_settings(get_args_parser().parse_args(list(arguments)))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose(command, overrides=overrides)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=[*SMALL, f"paths.root={root}"])
-    train(cfg)
+    train(composed(*SMALL, f"paths.root={root}"))
     (folder,) = (root / "frozenlake_visual").iterdir()
     return folder
 
@@ -64,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "policy"
-    return export(composed("export", f"ckpt={run}", f"to={folder}"))
+    return export(evaluation_config(f"ckpt={run}", f"to={folder}", command="export"))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +63,7 @@ def table(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
 
 def evaluated(run: Path, ckpt: str, folder: Path, *more: str) -> Evaluation:
     root = f"paths.root={run.parent.parent}"
-    return evaluate(composed("evaluate", f"ckpt={ckpt}", "samples=2", root, f"to={folder}", *more))
+    return evaluate(evaluation_config(f"ckpt={ckpt}", "samples=2", root, f"to={folder}", *more))
 
 
 def test_table_compares_policies(table: Evaluation, run: Path) -> None:
@@ -95,7 +84,7 @@ def test_table_compares_policies(table: Evaluation, run: Path) -> None:
         validation_set["policies"]["policy"]["valid_actions"] > 0
     )  # or nothing below would say much
     assert validation_set["set_aside"] == validation_set["initial_states"] == 12
-    greedy = evaluate(composed("evaluate", f"ckpt={run}", "trajectories=false", "mlflow=false"))
+    greedy = evaluate(evaluation_config(f"ckpt={run}", "trajectories=false", "mlflow=false"))
     logged = json.loads((run / "metrics.json").read_text())
     policies = greedy.validation_sets["held_out"]["policies"]
     for name in ("success", "return", "turns", "valid_actions", "response_tokens"):
@@ -116,7 +105,7 @@ def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path)
     given = (f"ckpt={tmp_path / 'spoiled.pt'}", f"paths.run_dir={run}", f"to={tmp_path / 'to'}")
     weight = name.removeprefix("policy.model.")
     with pytest.raises(ConfigError, match=f"its weight {weight} is not finite"):
-        export(composed("export", *given))
+        export(evaluation_config(*given, command="export"))
     assert not (tmp_path / "to").exists()
 
 
@@ -147,7 +136,7 @@ def test_best_checkpoint_has_the_best_validation(run: Path) -> None:
         state for name, state in best["callbacks"].items() if name.startswith("BestCheckpoint")
     ]
     assert state["best_model_path"] == str(run / "checkpoints" / "best.ckpt")
-    cfg = composed("evaluate", "ckpt=best", "env=frozenlake_visual", f"paths.root={run.parent.parent}",
+    cfg = evaluation_config("ckpt=best", "env=frozenlake_visual", f"paths.root={run.parent.parent}",
                    "env.max_turns=3", "env.invalid_ends=false", "mlflow=false", "trajectories=false")  # fmt: skip
     success = evaluate(cfg).validation_sets["held_out"]["policies"]["policy"]["success"]
     assert success == pytest.approx(float(state["best_model_score"]))
@@ -162,7 +151,7 @@ def test_transformers_alone_computes_the_same_logits(
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    bundle = load_bundle(composed("evaluate", f"ckpt={run}"))
+    bundle = load_bundle(evaluation_config(f"ckpt={run}"))
     image = np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
     inputs = bundle.processor(images=[image], text=["<|user|><|image|>reach the goal<|assistant|>"])
     with torch.no_grad():
@@ -212,7 +201,7 @@ def test_validation_sets_are_rows_and_episodes_are_written(run: Path, tmp_path: 
 
 def test_unsuitable_weights_are_rejected(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds another model or algorithm"):
-        load_bundle(composed("evaluate", f"ckpt={run}", "model.build.text.hidden_size=64"))
+        load_bundle(evaluation_config(f"ckpt={run}", "model.build.text.hidden_size=64"))
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:5000])
     with pytest.raises(ConfigError, match=r"broken\.ckpt: .*; give a checkpoint that a run"):

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
-from omegaconf import DictConfig
+from composing import composed, evaluation_config
 from transformers import AutoModelForCausalLM
 
-from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config import ConfigError
 from ragen_pl.evaluation.evaluator import evaluate
 from ragen_pl.evaluation.exporting import export
-from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.run.train import train
 
@@ -28,18 +25,10 @@ SMALL = (
 )  # fmt: skip
 
 
-def composed(command: str, *arguments: str) -> DictConfig:
-    overrides = resolve_settings(get_args_parser().parse_args(list(arguments)))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose(command, overrides=overrides)
-
-
 def test_adapters_are_trained_evaluated_and_merged_in_an_export(tmp_path: Path) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     build_small_lm(text=TINY).save(base)
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=[*SMALL, f"model.build.path={base}", f"paths.run_dir={run}"])
-    check_config(cfg)
+    cfg = composed(*SMALL, f"model.build.path={base}", f"paths.run_dir={run}")
     metrics = train(cfg).metrics
     assert metrics["update/reference_kl"] > 1e-3
 
@@ -50,19 +39,23 @@ def test_adapters_are_trained_evaluated_and_merged_in_an_export(tmp_path: Path) 
     base_model = (base / "model.safetensors").stat().st_size
     assert (run / "warm_start.pt").stat().st_size < 0.6 * base_model
 
-    folder = export(composed("export", f"ckpt={run}", f"to={tmp_path / 'exported'}"))
+    folder = export(
+        evaluation_config(f"ckpt={run}", f"to={tmp_path / 'exported'}", command="export")
+    )
     assert not list(folder.glob("adapter*"))
     quiet = ("mlflow=false", "trajectories=false", "validation.baselines=null")
     results = [
-        evaluate(composed("evaluate", f"ckpt={ckpt}", *quiet)).validation_sets["held_out"][
-            "policies"
-        ]["policy"]
+        evaluate(evaluation_config(f"ckpt={ckpt}", *quiet)).validation_sets["held_out"]["policies"][
+            "policy"
+        ]
         for ckpt in (run, folder)
     ]
     assert results[0] == results[1]
 
     adapters = export(
-        composed("export", f"ckpt={run}", f"to={tmp_path / 'adapters'}", "adapters=true")
+        evaluation_config(
+            f"ckpt={run}", f"to={tmp_path / 'adapters'}", "adapters=true", command="export"
+        )
     )
     assert {file.name for file in adapters.glob("*.safetensors")} == {"adapter_model.safetensors"}
     ids = torch.arange(8, 24).view(1, 16)
@@ -75,9 +68,13 @@ def test_adapters_are_trained_evaluated_and_merged_in_an_export(tmp_path: Path) 
     assert not torch.allclose(before, merged, atol=1e-2)
     torch.testing.assert_close(adapted, merged, atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match=r"adapters=true: the policy has no adapters"):
-        export(composed("export", f"ckpt={folder}", f"to={tmp_path / 'none'}", "adapters=true"))
+        export(
+            evaluation_config(
+                f"ckpt={folder}", f"to={tmp_path / 'none'}", "adapters=true", command="export"
+            )
+        )
 
     # another model in the place of the base
     build_small_lm(text=TINY, seed=9).save(base)
     with pytest.raises(ConfigError, match=r"the policy's frozen weights .* model\.build\.path"):
-        evaluate(composed("evaluate", f"ckpt={run}", *quiet))
+        evaluate(evaluation_config(f"ckpt={run}", *quiet))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed, evaluation_config, resolved
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config import ConfigError
 from ragen_pl.config.settings import keys_of
 from ragen_pl.evaluation.checks import check_evaluation, check_export, is_greedy, pass_ks
 from ragen_pl.evaluation.settings import resolve_settings
@@ -30,20 +30,9 @@ from ragen_pl.run.replaying import read_settings
 RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 
 
-def composed(*arguments: str, command: str = "evaluate") -> DictConfig:
-    overrides = resolve_settings(get_args_parser().parse_args(list(arguments)))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(command, overrides=overrides)
-    check_config(cfg)
-    return cfg
-
-
 @functools.cache
 def _trained() -> str:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(
-            "fit", overrides=["env=frozenlake", "validation.episodes=20", "context.window=3"]
-        )
+    cfg = composed("env=frozenlake", "validation.episodes=20", "context.window=3")
     return OmegaConf.to_yaml(cfg, resolve=True)
 
 
@@ -116,23 +105,23 @@ def test_exported_folder_has_its_run_and_works_without_it(root: Path, tmp_path: 
         "settings": {"env": env, "model": {"build": {"dtype": "bfloat16"}}},
     }
     (folder / "ragen_pl.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(exported)))
-    cfg = composed(f"ckpt={folder}")
+    cfg = evaluation_config(f"ckpt={folder}")
     assert cfg.source.run == str(run) and cfg.env.name == "mine"
     assert cfg.model.build == {
         "_target_": "ragen_pl.models.build.load_pretrained", "path": str(folder),
         "dtype": "bfloat16", "attn_implementation": "sdpa", "max_tokens": 2048, "trust_remote_code": False,
     }  # fmt: skip
     (run / "config.yaml").unlink()
-    assert composed(f"ckpt={folder}").source.run is None
+    assert evaluation_config(f"ckpt={folder}").source.run is None
     (folder / "ragen_pl.yaml").unlink()
-    assert composed(f"ckpt={folder}", "env=sokoban").env.name == "sokoban"
+    assert evaluation_config(f"ckpt={folder}", "env=sokoban").env.name == "sokoban"
     with pytest.raises(ConfigError, match=r"env has no value, and the weights name no environment"):
-        composed(f"ckpt={folder}")
+        evaluation_config(f"ckpt={folder}")
 
 
 def test_command_line_changes_the_settings_of_the_run(root: Path) -> None:
     last = ["ckpt=last", f"paths.root={root}"]
-    cfg = composed(
+    cfg = evaluation_config(
         *last, "env=frozenlake", "validation.episodes=7", "rollout.max_response_tokens=9"
     )
     assert (cfg.env.kwargs.size, cfg.env.kwargs.slip_probability) == (4, 0.0)  # env= replaces it
@@ -143,12 +132,12 @@ def test_command_line_changes_the_settings_of_the_run(root: Path) -> None:
     )
     new = root / "frozenlake" / "2026-01-02_10-00-00"
     path = f"ckpt={new}/checkpoints/last.ckpt"
-    kept = composed(path, "env.kwargs.hole_share=0.3")
+    kept = evaluation_config(path, "env.kwargs.hole_share=0.3")
     assert (kept.env.kwargs.size, kept.env.kwargs.hole_share) == (6, 0.3)
-    slippery = composed(path, "env=frozenlake_slippery", "env.kwargs.size=5")
+    slippery = evaluation_config(path, "env=frozenlake_slippery", "env.kwargs.size=5")
     assert slippery.env.kwargs.slip_probability == 0.6667 and slippery.env.kwargs.size == 5
     assert slippery.model == kept.model and slippery.validation.episodes == 20
-    assert composed(f"ckpt={RUN_ID}", f"paths.root={root}").ckpt == RUN_ID
+    assert evaluation_config(f"ckpt={RUN_ID}", f"paths.root={root}").ckpt == RUN_ID
 
 
 def test_responses_are_sampled_as_in_training(root: Path) -> None:
@@ -157,7 +146,7 @@ def test_responses_are_sampled_as_in_training(root: Path) -> None:
     cfg = OmegaConf.load(run / "config.yaml")
     cfg.rollout.update(sampling)
     (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    cfg = composed(f"ckpt={run}", "rollout.top_p=1.0")
+    cfg = evaluation_config(f"ckpt={run}", "rollout.top_p=1.0")
     assert sampling | {"top_p": 1.0} == {name: cfg.rollout[name] for name in sampling}
 
 
@@ -180,9 +169,7 @@ def test_no_key_of_episodes_is_dropped(root: Path, monkeypatch: pytest.MonkeyPat
     cfg = OmegaConf.load(run / "config.yaml")
     cfg.rollout.update(given)
     (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    overrides = resolve_settings(get_args_parser().parse_args([f"ckpt={run}", "trust=true"]))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        evaluated = compose("evaluate", overrides=overrides)
+    evaluated = composed(*resolved(f"ckpt={run}", "trust=true"), command="evaluate", checked=False)
     assert given == {name: evaluated.rollout[name] for name in given}
     settings = vars(episode_settings(evaluated))
     adaptive = AdaptiveTemperature(low=0.5)
@@ -200,11 +187,11 @@ def test_code_of_a_models_repository_is_run_for_the_command_line_only(root: Path
     with pytest.raises(
         ConfigError, match=r"config\.yaml: model\.build\.trust_remote_code=true runs"
     ):
-        composed(*arguments)
+        evaluation_config(*arguments)
     with pytest.raises(ConfigError, match=r"trust_remote_code=true runs .*; .*, set trust=true$"):
         read_settings(run / "config.yaml", trusted=False)
     for chosen in ("model.build.trust_remote_code=true", "trust=true"):
-        assert composed(*arguments, chosen).model.build.trust_remote_code is True
+        assert evaluation_config(*arguments, chosen).model.build.trust_remote_code is True
 
 
 def test_a_pretrained_models_positions_are_those_of_the_context(root: Path, tmp_path: Path) -> None:
@@ -213,15 +200,17 @@ def test_a_pretrained_models_positions_are_those_of_the_context(root: Path, tmp_
     (folder / "config.json").write_text("{}")
     longer = "context.max_tokens=5000"
     for source in ("model=qwen2_5", f"ckpt={folder}"):
-        cfg = composed(f"paths.root={root}", "env=frozenlake", source, longer)
+        cfg = evaluation_config(f"paths.root={root}", "env=frozenlake", source, longer)
         assert cfg.model.build.max_tokens == 5000
     # a policy keeps those that it was trained with
-    assert "max_tokens" not in composed(f"paths.root={root}", "ckpt=last", longer).model.build
+    assert (
+        "max_tokens" not in evaluation_config(f"paths.root={root}", "ckpt=last", longer).model.build
+    )
 
 
 def test_validation_sets_change_the_environment_and_count_held_out_states(root: Path) -> None:
     run = root / "frozenlake" / "2026-01-02_10-00-00"
-    cfg = composed(
+    cfg = evaluation_config(
         f"ckpt={run}",
         "validation_sets=frozenlake",
         "validation_sets.larger.kwargs.size=7",
@@ -249,12 +238,12 @@ def test_validation_sets_change_the_environment_and_count_held_out_states(root: 
 
 def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
     run = f"ckpt={root}/frozenlake/2026-01-02_10-00-00"
-    assert (is_greedy(composed(run)), pass_ks(composed(run))) == (True, [])
-    eight = composed(run, "samples=8")
+    assert (is_greedy(evaluation_config(run)), pass_ks(evaluation_config(run))) == (True, [])
+    eight = evaluation_config(run, "samples=8")
     assert (is_greedy(eight), pass_ks(eight)) == (False, [1, 2, 4, 8])
-    assert pass_ks(composed(run, "samples=6", "pass_at=[4,1]")) == [1, 4]
-    assert pass_ks(composed(run, "samples=6")) == [1, 2, 4]
-    assert not is_greedy(composed(run, "greedy=false"))
+    assert pass_ks(evaluation_config(run, "samples=6", "pass_at=[4,1]")) == [1, 4]
+    assert pass_ks(evaluation_config(run, "samples=6")) == [1, 2, 4]
+    assert not is_greedy(evaluation_config(run, "greedy=false"))
 
 
 @pytest.mark.parametrize(
@@ -315,20 +304,19 @@ def checked(*arguments: str) -> DictConfig:
     args = get_args_parser().parse_args(list(arguments))
     args.overrides = resolve_settings(args)
     precheck(args, config_name="evaluate")
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("evaluate", overrides=args.overrides)
+    return composed(*args.overrides, command="evaluate", checked=False)
 
 
 def test_export_needs_an_empty_folder(root: Path, tmp_path: Path) -> None:
     run = f"ckpt={root}/frozenlake/2026-01-02_10-00-00"
     with pytest.raises(ConfigError, match="to has no value; set to=FOLDER"):
-        check_export(composed(run, command="export"))
+        check_export(evaluation_config(run, command="export"))
     full = tmp_path / "full"
     full.mkdir()
     (full / "x").touch()
     with pytest.raises(ConfigError, match="the folder is not empty"):
-        check_export(composed(run, f"to={full}", command="export"))
-    check_export(composed(run, f"to={full}", "overwrite=true", command="export"))
+        check_export(evaluation_config(run, f"to={full}", command="export"))
+    check_export(evaluation_config(run, f"to={full}", "overwrite=true", command="export"))
 
 
 def test_command_rejects_wrong_arguments_before_importing_torch(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from family_models import tiny
+from trajectories import responses
 from vllm_models import gap, play, request
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
@@ -97,10 +98,6 @@ def test_own_environment_runs_from_its_own_folder(tmp_path, folder, env):
 
 
 # ---- own engine
-
-
-def responses(trajectories):
-    return [turn.response_ids.tolist() for one in trajectories for turn in one.turns]
 
 
 @pytest.mark.parametrize("name", ["llama3_2", "qwen2_5_vl"])

@@ -11,11 +11,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from composing import composed
 from family_models import MODELS, tiny
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.utilities import move_data_to_device
 
-from ragen_pl.config.paths import config_dir
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.memory.dry_run import minibatch_of
 from ragen_pl.memory.plan import plan_memory
@@ -51,8 +50,7 @@ def test_engine_and_trainer_agree_with_the_models_own_forward(name):
 def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
     overrides = ["env=frozenlake_visual", "algorithm=trico", "warm_start=none", "rollout.groups=64"]
     sizes = ["model.build.text.hidden_size=512", "model.build.text.intermediate_size=1536"]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", [*overrides, *sizes, f"trainer.precision={precision}"])
+    cfg = composed(*overrides, *sizes, f"trainer.precision={precision}")
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
     bundle = build_bundle(cfg)
     agent = assemble_agent(cfg, build_policy(cfg, bundle), build_critic(cfg, bundle)).to(DEVICE)

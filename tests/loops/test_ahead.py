@@ -16,6 +16,7 @@ import torch
 from copy_engine import CopyEngine
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from envs.frozen_lake import FrozenLake
 from ragen_pl.callbacks.checkpoint import RunCheckpoint
 from ragen_pl.data.ahead import AheadState, RolloutAhead
 from ragen_pl.data.datamodule import RolloutDataModule
@@ -42,7 +43,7 @@ class SlowEngine(CopyEngine):
 
     def submit(self, requests, *, keep):
         super().submit(requests, keep=keep)
-        self.last = time.monotonic() + 20
+        self.last = time.monotonic() + 300
 
     def collect(self, *, wait=True):
         if in_background():
@@ -238,7 +239,7 @@ class Echo(TextResponder):
     """Answers."""
 
     def respond(self, episode):
-        return "<answer>?</answer>"
+        return "<think></think><answer>Up</answer>"
 
 
 @pytest.fixture
@@ -281,20 +282,19 @@ def test_a_rollout_is_under_way_until_it_is_played_or_has_failed(rollout_ahead):
 
 def test_a_rollout_is_dropped_once_its_environments_are_free(ahead_of, monkeypatch):
     """The next one plays in the same environments."""
-    monkeypatch.setattr("ragen_pl.rollout.background._END_S", 0.01)
     _, datamodule = ahead_of().build()
     gate, entered = threading.Event(), threading.Event()
-    turn = datamodule.proxy.environments._turn
+    step = FrozenLake.step
 
     def waits(*arguments):
         entered.set()
         gate.wait()
-        return turn(*arguments)
+        return step(*arguments)
 
-    monkeypatch.setattr(datamodule.proxy.environments, "_turn", waits)
+    monkeypatch.setattr(FrozenLake, "step", waits)
     ahead = RolloutAhead(1, lambda trajectories: None)
     specs = datamodule.episode_specs(2)
-    first = BackgroundRollout(datamodule.proxy, Echo(), specs, seed_key=(0,))
+    first = BackgroundRollout(datamodule.proxy, Echo(), specs, seed_key=(0,), end_s=0.01)
     ahead.begin(2, first, weights_of=1)
     entered.wait()
     threading.Timer(0.5, gate.set).start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -55,11 +55,6 @@ PUBLISHED = {
     ("lfm2_vl", "1.6B"): (1_584_804_000, 0),
 }
 FAST = [("qwen2_5", "0.5B"), ("smolvlm", "256M"), ("gemma4", "E2B")]
-
-
-def composed(*overrides: str):
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("fit", overrides=list(overrides))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
 """Distinct responses and the distribution of actions, computed by hand."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
+from trajectories import make_trajectory, make_turn
 
 from ragen_pl.metrics.diversity import ResponseDiversity
 
 
 def episode(*turns):
-    return SimpleNamespace(
-        turns=[SimpleNamespace(response_text=r, think=t, actions=a) for r, t, a in turns]
+    return make_trajectory(
+        *(
+            make_turn(response_text=text, think=think, actions=actions)
+            for text, think, actions in turns
+        )
     )
 
 

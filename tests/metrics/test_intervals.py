@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trajectories import make_trajectory
 
 from ragen_pl.metrics.intervals import (
     clustered,
@@ -19,11 +20,8 @@ from ragen_pl.metrics.proportions import wilson
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 
-def episode(group: int, member: int, *, success: bool, difficulty: int | None = 1) -> Trajectory:
-    return Trajectory(
-        group=group, member=member, seed=0, turns=[], status=EpisodeStatus.TERMINATED,
-        success=success, difficulty=difficulty,
-    )  # fmt: skip
+def episode(group: int, member: int, **fields: Any) -> Trajectory:
+    return make_trajectory(group=group, member=member, **({"difficulty": 1} | fields))
 
 
 def test_wilson_matches_published_values() -> None:
@@ -85,7 +83,7 @@ def test_validation_metrics_by_hand() -> None:
 def test_failed_episodes_are_left_out() -> None:
     played = [
         episode(0, 0, success=True), episode(0, 1, success=False),
-        episode(1, 0, success=True), replace(episode(1, 1, success=False), status=EpisodeStatus.FAILED),
+        episode(1, 0, success=True), episode(1, 1, status=EpisodeStatus.FAILED),
     ]  # fmt: skip
     metrics = validation_metrics(played, pass_ks=[1, 2])
     assert (metrics["episodes"], metrics["failed_episodes"]) == (3.0, 1.0)

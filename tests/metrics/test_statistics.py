@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,53 +13,29 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trajectories import make_trajectory, make_turn
 
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.sums import NamedSums
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
-from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus
 
-
-def turn(
-    *,
-    reward=0.0,
-    tokens=4,
-    thinks=1,
-    valid=True,
-    effective=True,
-    hit_length_limit=False,
-    entropy=1.0,
-    **of,
-):
-    spans = np.full(tokens, Span.ACTION, dtype=np.int8)
-    spans[:thinks] = Span.THINK
-    return Turn(
-        observation=Observation(text=""), prompt_ids=np.arange(3), prompt_images=[],
-        response_ids=np.arange(tokens), response_logprobs=np.zeros(tokens, dtype=np.float32),
-        response_entropy=entropy, spans=spans, response_text="", think=of.get("think"), actions=[],
-        action_is_valid=valid, action_is_effective=effective, hit_length_limit=hit_length_limit,
-        reward_terms={"environment": reward}, temperature=1.0, state_description=of.get("description"),
-    )  # fmt: skip
-
-
-def trajectory(*turns, group=0, status=EpisodeStatus.TERMINATED, success=False):
-    return Trajectory(
-        group=group, member=0, seed=0, turns=list(turns), status=status, success=success
-    )
+turn = partial(make_turn, tokens=4, thinks=1)
 
 
 EPISODES = [
-    trajectory(turn(), turn(reward=1.0, tokens=8, thinks=3, entropy=2.0), group=0, success=True),
-    trajectory(
-        turn(reward=-0.1, valid=False, effective=False, hit_length_limit=True), group=0,
+    make_trajectory(turn(), turn(reward=1.0, tokens=8, thinks=3, response_entropy=2.0), group=0, success=True),
+    make_trajectory(
+        turn(reward=-0.1, action_is_valid=False, action_is_effective=False, hit_length_limit=True), group=0,
         status=EpisodeStatus.TURN_LIMIT,
     ),
-    trajectory(
-        turn(description="a b", think="a b"), turn(effective=False, description="c", think="d"), group=1,
-        status=EpisodeStatus.TRUNCATED,
+    make_trajectory(
+        turn(state_description="a b", think="a b"),
+        turn(action_is_effective=False, state_description="c", think="d"),
+        group=1, status=EpisodeStatus.TRUNCATED,
     ),
     # what it earned before it was broken is no outcome
-    trajectory(turn(reward=9.0), group=1, status=EpisodeStatus.FAILED),
+    make_trajectory(turn(reward=9.0), group=1, status=EpisodeStatus.FAILED),
 ]  # fmt: skip
 
 
@@ -92,7 +69,7 @@ def test_rollout_metrics_by_hand():
 
 
 def test_success_on_the_last_turn_is_not_a_turn_limit():
-    episode = trajectory(turn(reward=1.0), status=EpisodeStatus.TURN_LIMIT, success=True)
+    episode = make_trajectory(turn(reward=1.0), status=EpisodeStatus.TURN_LIMIT, success=True)
     assert compute([episode])["turn_limit"] == 0
 
 
@@ -104,10 +81,7 @@ def test_metrics_of_no_episodes_are_nan_or_missing():
 
 
 def named(*terms, group=0):
-    turns = [turn() for _ in terms]
-    for each, own in zip(turns, terms, strict=True):
-        each.reward_terms = own
-    return trajectory(*turns, group=group)
+    return make_trajectory(*(turn(reward_terms=own) for own in terms), group=group)
 
 
 PARTS = [
@@ -148,7 +122,7 @@ def test_ranks_with_different_parts_have_the_same_metrics(tmp_path):
 def test_rollout_metrics_do_not_depend_on_the_split(rewards, data):
     """With groups of one: a larger group must not be split."""
     episodes = [
-        trajectory(turn(reward=reward, tokens=tokens), group=number)
+        make_trajectory(turn(reward=reward, tokens=tokens), group=number)
         for number, (reward, tokens) in enumerate(rewards)
     ]
     at = data.draw(st.integers(0, len(episodes)))

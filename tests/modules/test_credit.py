@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from trajectories import in_context, make_turn
 
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
@@ -22,8 +23,7 @@ from ragen_pl.finite import NonFiniteError
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
-from ragen_pl.prompts.context import ContextManager
-from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory
 
 ESTIMATORS = [
     MaskedGAE(gamma=0.9, lam=0.8),
@@ -49,29 +49,23 @@ def bundle():
 def episode(bundle, *, number: int, window: int | str, system: str | None = None) -> Trajectory:
     """Four or fewer turns whose responses do not depend on what is shown."""
     rng = np.random.default_rng(number)
-    context = ContextManager(bundle, window=window, system_prompt=system)
-    conversation = context.start("")
-    head, turns = len(conversation.system_prompt_ids), []
+    turns = []
     for turn in range(1 + (number + 3) % 4):
-        observation = Observation(text=f"see {turn}")
-        prompt = context.observe(conversation, observation, max_turns=4)
         ids = np.append(rng.integers(20, 200, rng.integers(2, 6)), bundle.end_of_turn_id)
-        context.response(conversation, ids=ids, text="".join(context.pieces(ids)), actions=[])
-        spans = rng.integers(1, 4, len(ids)).astype(np.int8)
         turns.append(
-            Turn(
-                observation=observation, prompt_ids=prompt.ids, prompt_images=[], response_ids=ids,
-                response_logprobs=np.zeros(len(ids), np.float32), response_entropy=1.0, spans=spans,
-                response_text="", think=None, actions=[], action_is_valid=True,
-                action_is_effective=True, hit_length_limit=False, temperature=1.0,
-                reward_terms={"environment": float(rng.integers(-1, 2))}, state_key=f"state {rng.integers(3)}",
+            make_turn(
+                observation=Observation(text=f"see {turn}"), response_ids=ids,
+                spans=rng.integers(1, 4, len(ids)).astype(np.int8), reward=float(rng.integers(-1, 2)),
+                state_key=f"state {rng.integers(3)}",
             )
         )  # fmt: skip
-    return Trajectory(
-        group=number // 3, member=number % 3, seed=0, turns=turns, success=False, system_prompt_length=head,
-        status=EpisodeStatus.TRUNCATED if number == 4 else EpisodeStatus.TERMINATED,
-        final_prompt_ids=turns[-1].prompt_ids if number == 4 else None,
-    )  # fmt: skip
+    trajectory = in_context(
+        bundle, turns, window=window, system_prompt=system, group=number // 3, member=number % 3
+    )
+    if number == 4:
+        trajectory.status = EpisodeStatus.TRUNCATED
+        trajectory.final_prompt_ids = turns[-1].prompt_ids
+    return trajectory
 
 
 def credit_by_token(batch: TrajectoryBatch, name: str) -> torch.Tensor:

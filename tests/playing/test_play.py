@@ -165,7 +165,7 @@ def test_episode_is_saved_as_film_and_strip(target: str, tmp_path: Path) -> None
 
 def command(*arguments: str, folder: Path, answers: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=folder, input=answers, capture_output=True, text=True, timeout=100,
+        [sys.executable, "-m", *arguments], cwd=folder, input=answers, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from trajectories import make_trajectory, make_turn
 
 from ragen_pl.rewards.shaping import (
     ActionEfficiency,
@@ -12,36 +12,18 @@ from ragen_pl.rewards.shaping import (
     ThinkLength,
     WeightTerms,
 )
-from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
+from ragen_pl.trajectory import Trajectory, Turn
 
 
 def turn(*, thinks=0, valid=True, effective=True, hit_length_limit=False, **terms) -> Turn:
-    ids = np.zeros(thinks + 1, np.int64)
-    spans = np.full(len(ids), Span.ACTION, np.int8)
-    spans[:thinks] = Span.THINK
-    return Turn(
-        observation=Observation(text=""),
-        prompt_ids=ids,
-        prompt_images=[],
-        response_ids=ids,
-        response_logprobs=np.zeros(len(ids), np.float32),
-        response_entropy=0.0,
-        spans=spans,
-        response_text="",
-        think=None,
-        actions=[],
-        action_is_valid=valid,
-        action_is_effective=effective,
-        hit_length_limit=hit_length_limit,
-        temperature=1.0,
-        reward_terms=terms,
-    )
+    return make_turn(
+        tokens=thinks + 1, thinks=thinks, action_is_valid=valid, action_is_effective=effective,
+        hit_length_limit=hit_length_limit, reward_terms=terms,
+    )  # fmt: skip
 
 
 def shaped(reward, *turns) -> Trajectory:
-    trajectory = Trajectory(
-        group=0, member=0, seed=0, turns=list(turns), status=EpisodeStatus.TERMINATED, success=False
-    )
+    trajectory = make_trajectory(*turns)
     reward([trajectory], gather=lambda values: [values])
     return trajectory
 

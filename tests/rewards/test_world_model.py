@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trajectories import starts
 
 from envs.policies import RandomPolicy
 from ragen_pl.data.collate import collate
@@ -24,7 +25,7 @@ from ragen_pl.trajectory import Statement
 FROZEN_LAKE, SOKOBAN = "ragen/FrozenLake-v0", "ragen/Sokoban-v0"
 BOTH = PromptFormat.GROUNDING_WORLDMODELING
 NAMES = ("goal", "hole")
-SPECS = [EpisodeSpec(group=n, member=0, seed=n) for n in range(60)]
+SPECS = starts(60)
 
 
 def one_rank(values):

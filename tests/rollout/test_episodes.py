@@ -1,7 +1,5 @@
 """Episodes: rewards of turns, how episodes end, faulty environments, seeds."""
 
-import time
-
 import gymnasium
 import numpy as np
 import pytest
@@ -245,15 +243,13 @@ def test_faulty_environment_fails_its_own_trajectory_only(play, timeout_s):
 
 @pytest.mark.parametrize("fault", ["reset hangs", "step hangs"])
 def test_hanging_environment_fails_its_own_trajectory_only(play, fault):
-    began = time.monotonic()
     episodes, _ = play(
         COUNTER, specs(3), lambda slot, turn: MORE,
-        kwargs={"goal": 1, "faults": {1: fault}}, timeout_s=1.0,
+        kwargs={"goal": 1, "faults": {1: fault}}, timeout_s=3.0,
     )  # fmt: skip
-    assert time.monotonic() - began < 60
     assert [episode.success for episode in episodes] == [True, False, True]
     assert episodes[1].status is EpisodeStatus.FAILED
-    assert episodes[1].error == "TimeLimitExceeded: the environment took longer than 1 s"
+    assert episodes[1].error == "TimeLimitExceeded: the environment took longer than 3 s"
 
 
 def test_an_interrupted_rollout_gives_its_environments_back(play):

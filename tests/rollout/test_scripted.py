@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from trajectories import starts
 
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy
 from envs.trivial_policies import NoAnswer
-from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import TextContext
@@ -13,7 +14,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import EpisodeStatus
 
-SPECS = [EpisodeSpec(group=n, member=0, seed=n) for n in range(20)]
+SPECS = starts(20)
 
 
 def play(context, policy, *, target="ragen/FrozenLake-v0", seed=0, **settings):

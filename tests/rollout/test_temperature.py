@@ -2,34 +2,22 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from trajectories import make_turn, roll_out, starts
 
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.temperature import AdaptiveTemperature
-from ragen_pl.trajectory import Observation, Turn
-
-
-def turn(*, reward: float, effective: bool) -> Turn:
-    none = np.zeros(0, np.int64)
-    return Turn(
-        observation=Observation(text=""), prompt_ids=none, prompt_images=[], response_ids=none,
-        response_logprobs=none, response_entropy=0.0, spans=none, response_text="", think=None, actions=[],
-        action_is_valid=True, action_is_effective=effective, hit_length_limit=False, temperature=1.0,
-        reward_terms={"environment": reward},
-    )  # fmt: skip
 
 
 def test_rule_with_hand_computed_values() -> None:
     rule = AdaptiveTemperature(beta=0.2, low=0.5, high=1.5, window=2, reward=1.0, effective=0.5)
-    good, bad = turn(reward=1.0, effective=True), turn(reward=-0.5, effective=False)
+    good, bad = make_turn(reward=1.0), make_turn(reward=-0.5, action_is_effective=False)
     assert rule(1.0, []) == 1.0
     assert rule(1.0, [good]) == pytest.approx(1.0 + 0.2 * 1.5)
     assert rule(1.0, [good, bad]) == pytest.approx(1.0 + 0.2 * (1.5 - 1.0) / 2)
@@ -46,10 +34,7 @@ def played(bundle, rule, *, greedy=False):
         context=ContextManager(bundle, window="all", system_prompt=None),
         max_response_tokens=12, temperature=0.9, adaptive_temperature=rule,
     )  # fmt: skip
-    specs = [EpisodeSpec(group=group, member=0, seed=group) for group in range(6)]
-    engine = TransformersEngine(PolicyModule(bundle))
-    responder = EngineResponder(engine=engine, context=proxy.context, greedy=greedy)
-    return proxy.rollout(responder, specs, seed_key=(0,))
+    return roll_out(proxy, TransformersEngine(PolicyModule(bundle)), starts(6), greedy=greedy)
 
 
 def test_turns_are_scored_at_their_sampling_temperature(lm) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed
 
-from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config import ConfigError
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.optimizers import MasterWeights
 from ragen_pl.run.build import assemble, build_agent, plain
@@ -19,12 +19,7 @@ SMALLER = "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1}"
 
 
 def settings(*overrides: str):
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(
-            "fit", overrides=["env=frozenlake", "model=small_lm", "logger=none", *overrides]
-        )
-    check_config(cfg)
-    return cfg
+    return composed("env=frozenlake", "model=small_lm", "logger=none", *overrides)
 
 
 def test_smaller_model_of_the_critic() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
+from composing import composed
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.classes import frequent_words
 from ragen_pl.run.build import build_bundle, build_critic, with_words
@@ -63,13 +63,6 @@ class Wordless(gymnasium.Env[Any, Any]):
 
 def make_opposites() -> gymnasium.Env[Any, Any]:
     return Opposites()
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=list(overrides))
-    check_config(cfg)
-    return cfg
 
 
 @pytest.mark.parametrize("name", SHIPPED)

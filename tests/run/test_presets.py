@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composing import composed
 
-from ragen_pl.config import check_config, config_dir
+from ragen_pl.config import config_dir
 from ragen_pl.memory.abstract import FakeKernels
 from ragen_pl.memory.dry_run import abstract_agent
 from ragen_pl.memory.plan import plan_memory
@@ -65,9 +65,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def test_preset_fits_the_gpus_that_it_is_for(preset):
     (env, model), (gigabytes, *more) = PRESETS[preset], GPUS[preset]
     overrides = (f"env={env}", f"experiment={preset}", f"memory.device_gb={gigabytes}", *more)
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=[*overrides, "trainer.accelerator=cpu"])
-    check_config(cfg)
+    cfg = composed(*overrides, "trainer.accelerator=cpu")
     plan = plan_memory(cfg)
     # what an allocator's fragmentation may take
     assert plan.highest.total < 0.95 * plan.device.size
@@ -85,9 +83,7 @@ def test_preset_fits_the_gpus_that_it_is_for(preset):
 def test_preset_runs_an_iteration(preset, folders, tmp_path):
     env, model = PRESETS[preset]
     overrides = (f"env={env}", f"experiment={preset}", f"model.build.path={folders[model]}")
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("fit", overrides=[*overrides, *SMALL, f"paths.run_dir={tmp_path / 'run'}"])
-    check_config(cfg)
+    cfg = composed(*overrides, *SMALL, f"paths.run_dir={tmp_path / 'run'}")
     cfg.rollout.group_size = min(2, cfg.rollout.group_size)
     metrics = train(cfg).metrics
     assert math.isfinite(metrics["update/loss"])

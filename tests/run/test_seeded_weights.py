@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed
 
-from ragen_pl.config.paths import config_dir
 from ragen_pl.run.build import assemble, build_warm_start
 
 
@@ -22,9 +21,7 @@ def weights(*, seed, critic, drawn):
         "++model.build.text.num_attention_heads=2",
         "++model.build.text.num_key_value_heads=2",
     ]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        components = assemble(compose("fit", overrides=overrides))
-    return build_warm_start(components)[0].state_dict()
+    return build_warm_start(assemble(composed(*overrides)))[0].state_dict()
 
 
 @pytest.mark.parametrize("critic", ["shared", "own"])

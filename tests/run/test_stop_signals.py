@@ -47,13 +47,13 @@ def test_a_stopped_run_saves_and_prints_the_command_that_resumes_it(
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     last = tmp_path / "checkpoints" / "last.ckpt"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     try:
         while not last.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         before = last.stat().st_mtime_ns
         run.send_signal(number)
-        _, stderr = run.communicate(timeout=60)
+        _, stderr = run.communicate(timeout=600)
     finally:
         run.kill()
     assert run.returncode == code, stderr

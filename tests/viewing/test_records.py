@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from trajectories import make_trajectory, roll_out, starts
 
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import sampled
 from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.records import (
     ImageFiles,
@@ -36,9 +35,7 @@ from ragen_pl.viewing.token_credit import token_credit
 @pytest.fixture(scope="module")
 def played(proxy: AgentProxy) -> list[Trajectory]:
     engine = TransformersEngine(PolicyModule(proxy.context.bundle))
-    starts = [EpisodeSpec(group=g, member=m, seed=g) for g in range(2) for m in range(2)]
-    responder = EngineResponder(engine=engine, context=proxy.context)
-    return proxy.rollout(responder, starts, seed_key=("test",))
+    return roll_out(proxy, engine, starts(2, 2), seed_key=("test",))
 
 
 def test_record_holds_the_episode(
@@ -77,15 +74,7 @@ def test_record_holds_the_episode(
 
 
 def test_token_credit_belongs_to_its_tokens(played: list[Trajectory], proxy: AgentProxy) -> None:
-    failed = Trajectory(
-        group=9,
-        member=0,
-        seed=0,
-        turns=[],
-        status=EpisodeStatus.FAILED,
-        success=False,
-        error="broke",
-    )
+    failed = make_trajectory(group=9, status=EpisodeStatus.FAILED, error="broke")
     trajectories = [played[0], failed, *played[1:]]
     batch = collate(trajectories, proxy.context.bundle)
     masks = Masks(loss=partial(sampled), advantage=partial(sampled))

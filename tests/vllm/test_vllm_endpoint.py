@@ -7,15 +7,11 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
+from composing import evaluation_config
 from vllm_models import KINDS, build
 from vllm_servers import UserServer
 
-from ragen_pl.config import config_dir
-from ragen_pl.config.check import check_config
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
-from ragen_pl.evaluation.settings import resolve_settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 ENVIRONMENTS = {"text": "frozenlake", "images": "frozenlake_visual"}
@@ -61,11 +57,7 @@ def evaluated(server: Server, root: Path, *more: str) -> Evaluation:
         f"endpoint.base_url={server.url}/v1", "endpoint.max_tokens=12", "samples=2",
         f"paths.root={root}", f"to={root}/out", *more,
     )  # fmt: skip
-    overrides = resolve_settings(get_args_parser().parse_args(list(settings)))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose("evaluate", overrides=overrides)
-    check_config(cfg)
-    return evaluate(cfg)
+    return evaluate(evaluation_config(*settings))
 
 
 def test_answers_and_tokens_are_the_servers(server, tmp_path):

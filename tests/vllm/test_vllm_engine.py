@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from trajectories import responses
 from vllm_models import (
     TRUNCATIONS,
     change_weights,
@@ -14,7 +15,6 @@ from vllm_models import (
     gap,
     play,
     request,
-    responses,
 )
 
 from ragen_pl.engines.in_process.engine import TransformersEngine

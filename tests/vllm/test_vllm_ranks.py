@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from vllm_models import build, check_new_weights, gap, play, request, responses, start
+from trajectories import responses
+from vllm_models import build, check_new_weights, gap, play, request, start
 
 from ragen_pl.engines.protocol import generate
 

@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 import torch
+from trajectories import responses
 from vllm_models import (
     TRUNCATIONS,
     build,
@@ -22,7 +23,6 @@ from vllm_models import (
     gap,
     play,
     request,
-    responses,
 )
 from vllm_servers import CACHE_BYTES, ROOT, UserServer, environment
 

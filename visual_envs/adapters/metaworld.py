@@ -127,7 +127,7 @@ class MetaWorld(Environment):
 
     def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Hold a move for some control steps."""
-        name, before, grip = self.action_names[self._take(action)], self._hand(), self._grip
+        name, before, grip = self.action_names[self._take(action)], self.hand(), self._grip
         self._grip = _GRIPS.get(name, grip)
         control = np.array([*MOVES.get(name, (0.0, 0.0, 0.0)), self._grip], np.float32)
         success = False
@@ -137,7 +137,7 @@ class MetaWorld(Environment):
                 success = True
                 break
         self._over = success
-        moved = bool(np.abs(self._hand() - before).max() > _STILL) or self._grip != grip
+        moved = bool(np.abs(self.hand() - before).max() > _STILL) or self._grip != grip
         info = {"success": success, "action_is_effective": moved}
         return self._observe(), float(success), success, False, info
 
@@ -148,7 +148,9 @@ class MetaWorld(Environment):
 
     def describe(self) -> str:
         """Return the positions of the hand and of the target in centimetres."""
-        return f"hand {_centimetres(self._hand())}, target {_centimetres(self.environment._target_pos)}"
+        return (
+            f"hand {_centimetres(self.hand())}, target {_centimetres(self.environment._target_pos)}"
+        )
 
     def difficulty(self) -> int:
         """Return 1 to reach a place and 2 to close a drawer."""
@@ -195,12 +197,13 @@ class MetaWorld(Environment):
         self.environment.set_task(metaworld.Task(env_name=f"{task}-v3", data=pickle.dumps(drawn)))
         self._state, _ = self.environment.reset()
 
-    def _hand(self) -> NDArray[np.float64]:
+    def hand(self) -> NDArray[np.float64]:
+        """Return the position of the hand in metres, `[3]`."""
         return np.array(self._state[:3])
 
     def _observe(self) -> Observation:
         fingers = "open" if self._grip < 0 else "closed"
-        text = f"{self._task} hand {_centimetres(self._hand())} {fingers}"
+        text = f"{self._task} hand {_centimetres(self.hand())} {fingers}"
         return {"text": text, "image": self.render()}
 
 

@@ -105,8 +105,8 @@ class MiniWoB(ToolEnvironment):
             image = spaces.Box(0, 255, (_HEIGHT, _WIDTH, 3), np.uint8)
             self.observation_space = spaces.Dict({"text": self.observation_space, "image": image})
         self._task = self.tasks[0]
-        self._browser = _open_browser(self._task)
-        self._page = Page(task="", elements=(), done=False, reward=0.0)
+        self.browser = _open_browser(self._task)
+        self.page = Page(task="", elements=(), done=False, reward=0.0)
         self._fields: dict[str, str] = {}
 
     def reset(
@@ -117,27 +117,27 @@ class MiniWoB(ToolEnvironment):
         task = self.tasks[int(self.np_random.integers(len(self.tasks)))]
         number = int(self.np_random.integers(2**31))
         self._open(task)
-        self._browser.reset(seed=number)
+        self.browser.reset(seed=number)
         self._read()
-        self._fields = dict(self._browser.instance.cached_fields)
-        return self._observe(self._page.text()), {"task": task}
+        self._fields = dict(self.browser.instance.cached_fields)
+        return self._observe(self.page.text()), {"task": task}
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Carry out one call on the page."""
         text, reward, terminated, truncated, info = super().step(action)
         if not info["action_is_effective"]:
-            text = f"{text}\n{self._page.text()}"
+            text = f"{text}\n{self.page.text()}"
         return self._observe(str(text)), reward, terminated, truncated, info
 
     @tool
     def click(self, element: int) -> str:
         """Click an element."""
-        return self._act(CLICK, self._page.numbered(element).ref)
+        return self._act(CLICK, self.page.numbered(element).ref)
 
     @tool
     def type(self, element: int, text: str) -> str:
         """Write a text into a field in place of its present one; a date as 2024-12-31."""
-        field = self._page.numbered(element)
+        field = self.page.numbered(element)
         if not field.takes_text:
             raise ToolError(f"element {element} is no field for text")
         # a pair half of which is missing cannot be sent
@@ -148,20 +148,20 @@ class MiniWoB(ToolEnvironment):
     @tool
     def select(self, element: int, option: str) -> str:
         """Choose an option of a list by its text."""
-        field = self._page.numbered(element)
+        field = self.page.numbered(element)
         if option not in field.options:
             raise ToolError(f"element {element} has no such option")
         return self._act(SELECT, field.ref, field.options.index(option))
 
     def state_key(self) -> str:
         """Return the task and the page."""
-        return f"{self._task}\n{self._page.text()}\nend {self._over}"
+        return f"{self._task}\n{self.page.text()}\nend {self._over}"
 
     def describe(self) -> str:
         """Return the values on the page by their element."""
         values = [
             f"{element.number} {'on' if element.value is True else element.value}"
-            for element in self._page.elements
+            for element in self.page.elements
             if element.value
         ]
         return " ".join(f"set {', '.join(values) or 'none'}".split())[:150]
@@ -172,11 +172,11 @@ class MiniWoB(ToolEnvironment):
 
     def optimal_action(self, rng: np.random.Generator) -> str:
         """Return the scripted policy's next call."""
-        return POLICIES[self._task][1](self._page, self._fields)
+        return POLICIES[self._task][1](self.page, self._fields)
 
     def argument_values(self, argument: str) -> list[Any]:
         """Return numbers of elements, options of lists, or the words of the task."""
-        elements = self._page.elements
+        elements = self.page.elements
         if argument == "element":
             return [element.number for element in elements if element.number] or [1]
         if argument == "option":
@@ -185,16 +185,16 @@ class MiniWoB(ToolEnvironment):
 
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
         """Return the image of the page (`render_mode="rgb_array"`)."""
-        png = self._browser.instance.driver.get_screenshot_as_png()
+        png = self.browser.instance.driver.get_screenshot_as_png()
         image = Image.open(io.BytesIO(png)).convert("RGB").crop((0, 0, _WIDTH, _HEIGHT))
         return np.asarray(image)
 
     def close(self) -> None:
         """End the browser."""
-        self._browser.close()
+        self.browser.close()
 
     def _open(self, task: str) -> None:
-        instance = self._browser.instance
+        instance = self.browser.instance
         if instance.died:
             raise RuntimeError("the browser has ended")
         if task != self._task:
@@ -214,18 +214,18 @@ class MiniWoB(ToolEnvironment):
         instance.driver.execute_script(_NO_LIMIT + _STILL)
 
     def _act(self, script: str, *arguments: object) -> str:
-        worked = self._browser.instance.driver.execute_script(script, *arguments)
+        worked = self.browser.instance.driver.execute_script(script, *arguments)
         self._read()
         if worked not in (True, None):
             raise ToolError("the page does not take that")
-        if self._page.done:
+        if self.page.done:
             # partial rewards of the library are below 1
-            success = self._page.reward == 1.0
+            success = self.page.reward == 1.0
             self.end(success=success, task=float(success))
-        return self._page.text()
+        return self.page.text()
 
     def _read(self) -> None:
-        self._page = read_page(self._browser.instance.driver.execute_async_script(READ))
+        self.page = read_page(self.browser.instance.driver.execute_async_script(READ))
 
     def _observe(self, text: str) -> Observation:
         shown = text[: self.max_observation_length]

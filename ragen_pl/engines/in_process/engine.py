@@ -87,6 +87,16 @@ class TransformersEngine:
         """Type of the model's weights."""
         return self.bundle.model.dtype
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of keys, values and states held for the next turns."""
+        return 0 if self._held is None else self._held.cache.memory_bytes()
+
+    @property
+    def held_images(self) -> int:
+        """Number of images whose features are held."""
+        return len(self._features)
+
     def load_weights(self, version: int) -> None:
         """Drop keys, values and features of older weights; the weights themselves are the trainer's."""
         self.version = version
