@@ -55,7 +55,7 @@ by_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda template
 
 @by_template
 @given(data=st.data())
-@settings(max_examples=50, deadline=None, database=None, derandomize=True)
+@settings(max_examples=25, deadline=None, database=None, derandomize=True)
 def test_calls_are_read_back(template, data):
     several = template.several
     tools = data.draw(
