@@ -80,7 +80,7 @@ def test_any_text_parses_in_every_format(text, prompt_format):
     parsed = parse_response(text, NAMES, prompt_format=prompt_format)
     labels = label_tokens(parsed, list(range(1, len(text) + 1)), end_sampled=False)
     assert labels.shape == (len(text),)
-    for label, (start, end) in parsed.spans.items():
+    for label, start, end in parsed.spans:
         assert (np.flatnonzero(labels == label) == np.arange(start, end)).all()
 
 
