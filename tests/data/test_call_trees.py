@@ -20,9 +20,10 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
+from ragen_pl.known_pickle import packed, unpacked
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
-from ragen_pl.trajectory import Trajectory
+from ragen_pl.trajectory import Observation, Trajectory, Turn
 
 
 def by_token(batch: TrajectoryBatch, name: str) -> torch.Tensor:
@@ -92,10 +93,12 @@ def test_a_summary_changes_no_discount_between_the_other_turns(lm) -> None:
     of_critic = found(compacted(advances=False), shorter, torch.tensor([0.2, 0.3, 0.4, 0.5]))
     assert of_critic == pytest.approx([-0.03125, 0.075, -0.025, 0.5], abs=1e-6)
     assert found(compacted(advances=False), TurnGAE(gamma=0.5)) == [0.25, 0.5, 0.5, 1.0]
+    by_turn = TurnGAE(gamma=1.0, lam=0.5)
+    assert found(compacted(advances=False), by_turn) == [0.25, 0.5, 0.5, 1.0]
 
 
 def test_a_summary_changes_no_progress_of_the_other_turns(lm) -> None:
-    estimator = AdaptiveBilevelGAE(gamma_turn=0.9, beta=0.5)
+    estimator = AdaptiveBilevelGAE(gamma_turn=0.5, beta=0.5, low=0.1)
     with_summary = collate([compacted(advances=False)], lm)
     found = credit(with_summary, estimator, torch.tensor([0.1, 0.5, 0.5, 0.8]))
     plain = collate([compacted(summary=False)], lm)
@@ -141,6 +144,13 @@ def test_a_second_turn_from_the_same_point_starts_a_new_sample(lm) -> None:
     assert [sorted(set(row[row >= 0].tolist())) for row in samples.turn] == [[0, 1], [2, 3]]
     # the first response is context of the second sample
     assert samples.input_ids[1, 1] == 30 and samples.turn[1, 1] == -1
+
+
+def test_a_turn_continues_the_longest_sample(lm) -> None:
+    longer = call([20, 30, 40], [31])
+    shorter = call([20], [30])
+    samples = collate([episode(longer, shorter, call(after(longer, 41), [32]))], lm).samples
+    assert [sorted(set(row[row >= 0].tolist())) for row in samples.turn] == [[0, 2], [1]]
 
 
 def test_group_estimators_count_one_return_an_episode(lm) -> None:
@@ -194,6 +204,25 @@ def test_an_episode_without_a_trained_turn_is_left_out(lm) -> None:
 def test_text_that_was_shown_is_not_trained_on_with_untrained_turns(lm) -> None:
     with pytest.raises(ValueError, match="response that is not trained on"):
         collate([judged()], lm, observations=True)
+
+
+# ---- what earlier versions wrote
+
+
+def test_turns_of_an_earlier_version_are_trained_and_advance() -> None:
+    turn = call([20], [30], reward=1.0, advances=False, trained=False)
+    kept = unpacked(packed(turn), (Turn, Observation))
+    assert not kept.advances and not kept.trained
+    del turn.advances, turn.trained
+    earlier = unpacked(packed(turn), (Turn, Observation))
+    assert earlier.advances and earlier.trained and earlier.reward == 1.0
+
+
+def test_every_turn_of_a_batch_of_an_earlier_version_advances(lm) -> None:
+    state = collate([compacted(advances=False)], lm).state_dict()
+    assert not TrajectoryBatch.from_state_dict(state).episodes.advances.all()
+    del state["episodes"]["advances"]
+    assert TrajectoryBatch.from_state_dict(state).episodes.advances.tolist() == [[True] * 4]
 
 
 # ---- random episodes

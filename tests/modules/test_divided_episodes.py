@@ -18,6 +18,7 @@ from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.losses import KLPlace, ReferenceKL, UpdateLoss
+from ragen_pl.modules.policy import TokenScores
 
 FREE = [Aggregation.TOKEN_MEAN, Aggregation.EPISODE_MEAN]
 OVER_ROWS = [
@@ -87,11 +88,12 @@ def test_gradient_does_not_depend_on_the_division(make, policy, aggregation, est
     assert float((whole - gradient(make, agent, parts)).abs().max()) < 1e-12
 
 
-def fork(*, advances: bool = True):
-    """An episode whose second call begins anew and whose third goes on from the first."""
+def fork():
+    """An episode of two samples: the second and third calls begin anew, and the last goes on from the first."""
     main = call([20, 21], [30, 31])
-    other = call([22], [32, 33], advances=advances)
-    return episode(main, other, call(after(main, 41), [34], reward=1.0))
+    helper = call([22], [32])
+    again = call(after(helper, 40), [33])
+    return episode(main, helper, again, call(after(main, 41, 42), [34, 35], reward=1.0))
 
 
 def compaction():
@@ -141,24 +143,18 @@ def test_other_averages_take_episodes_of_several_samples(make, aggregation) -> N
         assert len(batch.samples) == 4 and bool(batch.samples.loss_mask.any())
 
 
-def test_each_token_of_an_episode_weighs_one_over_its_number(make) -> None:
-    """By hand: episodes of 5 and 3 tokens; a token weighs 1/8, or 1/10 and 1/6."""
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [(Aggregation.TOKEN_MEAN, (1 / 9, 1 / 9)), (Aggregation.EPISODE_MEAN, (1 / 12, 1 / 6))],
+)
+def test_weights_of_tokens(make, aggregation, weights) -> None:
+    """By hand: episodes of 6 and 3 tokens, the first of them in two samples."""
     other = episode(call([20, 21], [36, 37, 38]))
-    bundle = make.bundle()
-    for aggregation, (first, second) in (
-        (Aggregation.TOKEN_MEAN, (1 / 8, 1 / 8)),
-        (Aggregation.EPISODE_MEAN, (1 / 10, 1 / 6)),
-    ):
-        loss = UpdateLoss(policy=PolicyLoss(aggregation=aggregation), value_coefficient=0.0)
-        agent = make.agent(loss=loss)
-        batch = collate([fork(), other], bundle)
-        (step,) = MinibatchLoader(batch, epochs=1, minibatches=1)
-        samples = step.samples
-        samples.advantages = torch.ones_like(samples.advantages)
-        logprobs = samples.behavior_logprobs.clone().requires_grad_()
-        scores = replace(agent.losses.scorer.score_minibatch(step), logprobs=logprobs, values=None)
-        agent.loss(scores, step).loss.backward()
-        weights = -logprobs.grad[samples.turn >= 0]
-        owners = samples.episode[:, None].expand_as(samples.turn)[samples.turn >= 0]
-        expected = torch.tensor([first, second])[owners]
-        torch.testing.assert_close(weights, expected)
+    (step,) = MinibatchLoader(collate([fork(), other], make.bundle()), epochs=1, minibatches=1)
+    samples, loss = step.samples, UpdateLoss(policy=PolicyLoss(aggregation=aggregation))
+    samples.advantages = torch.ones_like(samples.advantages)
+    logprobs = samples.behavior_logprobs.clone().requires_grad_()
+    loss(TokenScores(logprobs, torch.zeros_like(logprobs)), step).loss.backward()
+    sampled = samples.turn >= 0
+    owners = samples.episode[:, None].expand_as(sampled)[sampled]
+    torch.testing.assert_close(-logprobs.grad[sampled], torch.tensor(weights)[owners])
