@@ -120,6 +120,9 @@ class Turn:
         state_key: key of that state, where it is recorded.
         prompt_patches: patches shown of each image of the prompt; None for all.
         turns_left_out: turns of the window that the prompt leaves out.
+        advances: whether the turn is a step of the task, which discounts count. A summary of the history is none.
+        trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
+            context only.
     """
 
     observation: Observation
@@ -143,6 +146,13 @@ class Turn:
     state_key: str | None = None
     prompt_patches: list[np.ndarray] | None = None
     turns_left_out: tuple[int, ...] = ()
+    advances: bool = True
+    trained: bool = True
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        # a pickle of an earlier version has fewer fields
+        for name, value in ({"advances": True, "trained": True} | state[1]).items():
+            setattr(self, name, value)
 
     @property
     def reward(self) -> float:

@@ -27,6 +27,11 @@ class Aggregation(StrEnum):
     SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
     CONSTANT = "constant"
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the average depends on how episodes are divided into rows."""
+        return self not in (Aggregation.TOKEN_MEAN, Aggregation.EPISODE_MEAN)
+
 
 def aggregate(
     token_losses: Tensor,

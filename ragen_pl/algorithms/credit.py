@@ -33,6 +33,7 @@ class Credit:
             episodes.
         state: int64 `[trajectories, turns]`, number of the state that a turn starts in, -1 for unknown; None
             where no state is known.
+        advances: bool `[trajectories, turns]`, whether a turn is a step that discounts count; None where all are.
 
     Raises:
         ValueError: shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
@@ -49,6 +50,7 @@ class Credit:
     returns: Tensor
     center: Tensor | None = None
     state: Tensor | None = None
+    advances: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.advantage_mask, self.loss_mask = self.advantage_mask.bool(), self.loss_mask.bool()
@@ -89,6 +91,36 @@ class Credit:
         of_turn = torch.zeros(len(inside), turns, device=inside.device)
         return of_turn.scatter_add(1, self.turn.clamp(min=0), inside) if turns else of_turn
 
+    @property
+    def advancing(self) -> Tensor:
+        """Whether the turn of a token is a step that discounts count, bool `[trajectories, tokens]`."""
+        if self.advances is None:
+            return torch.ones_like(self.loss_mask)
+        return self.advances.gather(1, self.turn.clamp(min=0))
+
+    def at_tokens(self, setting: float | Tensor) -> float | Tensor:
+        """Return a discount or lambda per turn for the turn of each token: 1 where it does not advance.
+
+        Args:
+            setting: one for all turns that advance, or `[trajectories, tokens]`.
+
+        Returns:
+            `setting` itself where all turns advance, else float64 `[trajectories, tokens]`.
+        """
+        return setting if self.advances is None else _or_one(setting, self.advancing)
+
+    def at_turns(self, setting: float, *, turns: int) -> float | Tensor:
+        """Return a discount per turn for each turn: 1 where it does not advance.
+
+        Args:
+            setting: one for all turns that advance.
+            turns: number of columns.
+
+        Returns:
+            `setting` itself where all turns advance, else float64 `[trajectories, turns]`.
+        """
+        return setting if self.advances is None else _or_one(setting, self.advances[:, :turns])
+
     def need_values(self, estimator: object) -> Tensor:
         """Return the values.
 
@@ -101,6 +133,12 @@ class Credit:
                 "with a critic or choose an estimator with needs_values = False"
             )
         return self.values
+
+
+def _or_one(setting: float | Tensor, where: Tensor) -> Tensor:
+    return torch.where(
+        where, torch.as_tensor(setting, dtype=torch.float64, device=where.device), 1.0
+    )
 
 
 @dataclass(kw_only=True, slots=True)

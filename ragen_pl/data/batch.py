@@ -42,9 +42,9 @@ class Samples:
     kl_mask: Tensor
     """bool `[rows, time]`, KL tokens: those with a penalty on the divergence from the reference policy."""
     turn: Tensor
-    """int64 `[rows, time]`, index of the turn in its episode, -1 off the sampled tokens."""
+    """int64 `[rows, time]`, index among its episode's trained turns, -1 off their sampled tokens."""
     token: Tensor
-    """int64 `[rows, time]`, number of the sampled token in the batch, -1 elsewhere."""
+    """int64 `[rows, time]`, number of the sampled token in the batch, turn after turn of an episode, -1 elsewhere."""
     spans: Tensor
     """int8 `[rows, time]`, a `Span` on sampled tokens, 0 elsewhere."""
     behavior_logprobs: Tensor
@@ -134,12 +134,12 @@ class Samples:
 
 @dataclass(kw_only=True, slots=True)
 class Episodes:
-    """Rewards and other facts of each episode. Every field's first axis is the episode."""
+    """Rewards and other facts of each episode and its trained turns. Every field's first axis is the episode."""
 
     turn_rewards: Tensor
-    """float32 `[episodes, max turns]`, 0 beyond the last turn."""
+    """float32 `[episodes, max turns]`, 0 beyond the last turn; they hold the rewards of untrained turns too."""
     turns: Tensor
-    """int64 `[episodes]`, number of turns."""
+    """int64 `[episodes]`, number of trained turns."""
     group: Tensor
     """int64 `[episodes]`, index of the group in the iteration, over all ranks."""
     member: Tensor
@@ -148,6 +148,8 @@ class Episodes:
     """bool `[episodes, max turns]`, whether the response hit its length limit."""
     state: Tensor
     """int64 `[episodes, max turns]`, number of the state at the turn's start, -1 for unknown."""
+    advances: Tensor
+    """bool `[episodes, max turns]`, whether the turn is a step that discounts count; True beyond the last turn."""
     weight: Tensor
     """float32 `[episodes]`, factor of the policy's loss, 1 unless a group filter changes it."""
     truncated: Tensor
@@ -188,11 +190,17 @@ class TrajectoryBatch:
         final, kept = state["final"], state.get("kept")
         parts = {
             "samples": Samples(**state["samples"]),
-            "episodes": Episodes(**state["episodes"]),
+            "episodes": Episodes(**_with_advances(state["episodes"])),
             "final": None if final is None else Samples(**final),
             "kept": None if kept is None else KeptIds(**kept),
         }
         return cls(**{**state, **parts})
+
+
+def _with_advances(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns of episodes; in a checkpoint of an earlier version every turn advances."""
+    everywhere = torch.ones_like(episodes["turn_rewards"], dtype=torch.bool)
+    return {"advances": everywhere, **episodes}
 
 
 def _tensors(part: Samples | Episodes | KeptIds) -> dict[str, Tensor]:
@@ -284,6 +292,19 @@ class CreditLayout:
             return padding.index_put((episode, place), values)
 
         return cls(placed(rows), placed(columns), placed(samples.turn[rows, columns]))
+
+    @property
+    def samples(self) -> Tensor:
+        """Number of an episode's samples, int64 `[episodes]`."""
+        ordered = self.rows.sort(dim=1).values
+        ends = (ordered[:, 1:] != ordered[:, :-1]) & (ordered[:, :-1] >= 0)
+        return ends.sum(1) + (ordered[:, -1] >= 0)
+
+    @property
+    def alternates(self) -> Tensor:
+        """Whether an episode's turns go back to a sample after another one, bool `[episodes]`."""
+        changes = (self.rows[:, 1:] != self.rows[:, :-1]) & (self.rows[:, 1:] >= 0)
+        return changes.sum(1) >= self.samples.clamp(min=1)
 
     def gather(self, values: Tensor, *, fill: float = 0) -> Tensor:
         """Return `[rows, time]` values in this layout, `[episodes, tokens]`, with `fill` on padding."""

@@ -36,14 +36,18 @@ class _Response(NamedTuple):
 
 
 def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Draft]:
-    """Join turns whose prompt continues the ids before it; a break starts a new sample.
+    """Divide the trained turns among samples: one whose prompt continues a sample is appended to it.
 
-    Nothing is encoded here: a sample holds the ids that the engine was given and sampled.
+    Among several samples a turn continues the longest, among equal ones the latest. A turn that continues none, or one
+    that has gone on another way since, starts a new sample. So each response is trained on once, in the sample that it
+    was sampled in, and is context in others. Untrained responses are context where prompts contain them. Nothing is
+    encoded here: a sample holds the ids that the engine was given and sampled.
     """
     drafts: list[_Draft] = []
-    for number, turn in enumerate(trajectory.turns):
-        draft = drafts[-1] if drafts else None
-        if draft is None or not _continues(turn, draft):
+    for number, turn in enumerate(trained_turns(trajectory)):
+        continued = [draft for draft in reversed(drafts) if _continues(turn, draft)]
+        draft = max(continued, key=lambda draft: len(draft.ids), default=None)
+        if draft is None:
             draft = _Draft(episode, turn.prompt_ids, [])
             drafts.append(draft)
         draft.responses.append(_Response(len(turn.prompt_ids), number, turn))
@@ -66,9 +70,14 @@ def _continues(turn: Turn, draft: _Draft) -> bool:
     )
 
 
+def trained_turns(trajectory: Trajectory) -> list[Turn]:
+    """Return the turns that the policy is trained on, which samples and credit number from 0."""
+    return [turn for turn in trajectory.turns if turn.trained]
+
+
 def usable(trajectory: Trajectory) -> bool:
-    """Return whether a trajectory can be trained on: the credit of failed ones is unknown."""
-    return bool(trajectory.turns) and trajectory.status is not EpisodeStatus.FAILED
+    """Return whether a trajectory can be trained on: it has a trained turn and, not being failed, known credit."""
+    return bool(trained_turns(trajectory)) and trajectory.status is not EpisodeStatus.FAILED
 
 
 def collate(
@@ -85,6 +94,9 @@ def collate(
         bundle: model with tokenizer and processor.
         weights: factors of the trajectories in the policy's loss; None for 1 each.
         observations: label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
+
+    Raises:
+        ValueError: with `observations`, an episode has several samples or an untrained turn.
     """
     all_weights = weights if weights is not None else [1.0] * len(trajectories)
     pairs = [pair for pair in zip(trajectories, all_weights, strict=True) if usable(pair[0])]
@@ -99,6 +111,7 @@ def collate(
     images = _ImageStore(by_content=len(groups) < len(kept))
     samples = _samples(drafts, images, bundle)
     if observations:
+        _require_all_trained(kept)
         heads = [trajectory.system_prompt_length for trajectory in kept]
         label_shown_text(samples, heads, banned=bundle.banned_token_ids)
     final = [
@@ -168,17 +181,17 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
     turn, token = minus_one.copy(), minus_one.copy()
     spans = np.zeros(shape, dtype=np.int8)
     logprobs, temperature = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
-    count = 0
+    firsts = _first_tokens(drafts)
     for row, draft in enumerate(drafts):
         ids[row, : len(draft.ids)] = draft.ids
         image_index[row, : len(draft.images)] = [images.number(image) for image in draft.images]
         for start, number, response in draft.responses:
             length = len(response.response_ids)
             place = slice(start, start + length)
-            turn[row, place], token[row, place] = number, np.arange(count, count + length)
+            first = firsts[draft.episode, number]
+            turn[row, place], token[row, place] = number, np.arange(first, first + length)
             spans[row, place], temperature[row, place] = response.spans, response.temperature
             logprobs[row, place] = response.response_logprobs
-            count += length
     zeros = torch.zeros(shape)
     sampled = torch.from_numpy(turn >= 0)
     return Samples(
@@ -201,6 +214,28 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
         returns=zeros.clone(),
         values=zeros.clone(),
     )
+
+
+def _first_tokens(drafts: Sequence[_Draft]) -> dict[tuple[int, int], int]:
+    """Return the number of each response's first token, by episode and turn, the order that tokens are numbered in."""
+    lengths = {
+        (draft.episode, number): len(turn.response_ids)
+        for draft in drafts
+        for _, number, turn in draft.responses
+    }
+    firsts, count = {}, 0
+    for key in sorted(lengths):
+        firsts[key] = count
+        count += lengths[key]
+    return firsts
+
+
+def _require_all_trained(trajectories: Sequence[Trajectory]) -> None:
+    if any(not turn.trained for trajectory in trajectories for turn in trajectory.turns):
+        raise ValueError(
+            "an episode has a response that is not trained on, and masks over all text would train on it as shown "
+            "text; set algorithm.masks.observations=false"
+        )
 
 
 def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence[int]) -> None:
@@ -249,25 +284,28 @@ def as_dummy_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
-    max_turns = max((len(trajectory.turns) for trajectory in kept), default=0)
+    turns_of = [trained_turns(trajectory) for trajectory in kept]
+    max_turns = max(map(len, turns_of), default=0)
     rewards = torch.zeros(len(kept), max_turns)
     hit_length_limit = torch.zeros(len(kept), max_turns, dtype=torch.bool)
-    for row, trajectory in enumerate(kept):
-        turns = trajectory.turns
-        rewards[row, : len(turns)] = torch.tensor([turn.reward for turn in turns])
+    advances = torch.ones(len(kept), max_turns, dtype=torch.bool)
+    for row, turns in enumerate(turns_of):
+        rewards[row, : len(turns)] = torch.tensor(_rewards(kept[row]))
         limits = [turn.hit_length_limit for turn in turns]
         hit_length_limit[row, : len(turns)] = torch.tensor(limits)
+        advances[row, : len(turns)] = torch.tensor([turn.advances for turn in turns])
 
     def column(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
     return Episodes(
         turn_rewards=rewards,
-        turns=column([len(trajectory.turns) for trajectory in kept], torch.int64),
+        turns=column([len(turns) for turns in turns_of], torch.int64),
         group=column([trajectory.group for trajectory in kept], torch.int64),
         member=column([trajectory.member for trajectory in kept], torch.int64),
         hit_length_limit=hit_length_limit,
-        state=_states(kept, max_turns),
+        state=_states(turns_of, max_turns),
+        advances=advances,
         weight=torch.tensor(weights, dtype=torch.float32),
         truncated=column(
             [trajectory.status is EpisodeStatus.TRUNCATED for trajectory in kept], torch.bool
@@ -276,12 +314,26 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
     )
 
 
-def _states(kept: Sequence[Trajectory], max_turns: int) -> Tensor:
+def _rewards(trajectory: Trajectory) -> list[float]:
+    """Return the rewards of the trained turns; others' go to the trained turn before, else to the first."""
+    rewards: list[float] = []
+    before = 0.0
+    for turn in trajectory.turns:
+        if turn.trained:
+            rewards.append(turn.reward)
+        elif rewards:
+            rewards[-1] += turn.reward
+        else:
+            before += turn.reward
+    return [rewards[0] + before, *rewards[1:]]
+
+
+def _states(turns_of: Sequence[Sequence[Turn]], max_turns: int) -> Tensor:
     """Return the number of the state that each turn started in, -1 where it was not recorded."""
     numbers: dict[str, int] = {}
-    state = torch.full((len(kept), max_turns), -1, dtype=torch.int64)
-    for row, trajectory in enumerate(kept):
-        for number, turn in enumerate(trajectory.turns):
+    state = torch.full((len(turns_of), max_turns), -1, dtype=torch.int64)
+    for row, turns in enumerate(turns_of):
+        for number, turn in enumerate(turns):
             key = turn.state_key
             if key is not None:
                 state[row, number] = numbers.setdefault(key, len(numbers))

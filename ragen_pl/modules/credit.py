@@ -98,6 +98,7 @@ def assign_credit(
         returns = returns - penalty.sum(1)
     if center is not None:
         returns = returns - center
+    advances = None if bool(episodes.advances.all()) else episodes.advances
     has_states = bool((episodes.state >= 0).any()) or not len(episodes.turns)
     credit = Credit(
         rewards=rewards,
@@ -110,6 +111,7 @@ def assign_credit(
         returns=returns,
         center=center,
         state=episodes.state if has_states else None,
+        advances=advances,
     )
     estimates = _estimate(credit, estimator, bootstrapped=_bootstrapped(batch))
     name = class_path(estimator)

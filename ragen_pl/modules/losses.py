@@ -17,7 +17,8 @@ from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.checked import checked
 from ragen_pl.constraints import NonNegative, Positive
-from ragen_pl.data.batch import Minibatch
+from ragen_pl.data.batch import CreditLayout, Minibatch
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
 from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
@@ -185,6 +186,38 @@ class UpdateLoss:
                 episodes,
                 rows,
             )
+
+    def check_division(self, layout: CreditLayout, advances: Tensor) -> None:
+        """Check that no average counts rows where the history of an episode, not the context, divides it into samples.
+
+        Args:
+            layout: Credit layout of the batch.
+            advances: bool `[episodes, most turns]`, see `Episodes`.
+
+        Raises:
+            RolloutError: It does, and an episode's turns alternate between samples, or it has several samples and a
+                turn that does not advance.
+        """
+        average = self._average_over_rows
+        if average is None:
+            return
+        several = layout.alternates | ((layout.samples > 1) & ~advances.all(dim=1))
+        if bool(several.any()):
+            raise RolloutError(
+                f"{average}: the history of {int(several.sum())} episodes divides them into several samples, and an "
+                "average over samples would weigh them by that; set token-mean, or, for the policy, episode-mean"
+            )
+
+    @property
+    def _average_over_rows(self) -> str | None:
+        """The setting of an average that depends on how episodes are divided into rows."""
+        kl, key = self.kl, "algorithm.loss"
+        if self.policy.aggregation.counts_rows:
+            return f"{key}.policy.aggregation={self.policy.aggregation}"
+        in_loss = kl is not None and kl.place is KLPlace.LOSS and kl.coefficient > 0
+        if kl is not None and in_loss and kl.aggregation.counts_rows:
+            return f"{key}.kl.aggregation={kl.aggregation}"
+        return None
 
     def _adjustable(self) -> dict[str, float]:
         kl = {} if self.kl is None else {"kl_coefficient": self.kl.coefficient}

@@ -204,8 +204,10 @@ def prepare_batch(
 
     Raises:
         NonFiniteError: A score, a reward, an advantage or a weight is not finite.
+        RolloutError: An average of the loss depends on how the history of an episode divides it into samples.
     """
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
+    loss.check_division(layout, batch.episodes.advances)
     microbatches = with_equal_count(split_by_tokens(samples.length, tokens_per_forward))
     reference = scorer.vocabulary_reference(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD

@@ -151,15 +151,15 @@ def to_record(
         trajectory: episode to record.
         reader: source of the prompts' text and the tokens' pieces; None leaves both out.
         images: image files to write to; None leaves images out.
-        credit: per-token values of the sampled tokens, turn after turn.
+        credit: per-token values of the sampled tokens, trained turn after trained turn; an untrained one has none.
         origin: where the episode was played.
     """
     turns, first = [], 0
     for number, turn in enumerate(trajectory.turns, start=1):
         record = _turn(turn, number=number, reader=reader, images=images)
-        if credit is not None:
+        if credit is not None and turn.trained:
             record |= credit.at(slice(first, first + len(turn.response_ids)))
-        first += len(turn.response_ids)
+            first += len(turn.response_ids)
         turns.append(record)
     return {
         "schema": SCHEMA,
@@ -190,6 +190,8 @@ def _turn(
         "prompt_images": images.names(turn.prompt_images) if images else [],
         "prompt_patches": None if patches is None else [kept.tolist() for kept in patches],
         "turns_left_out": list(turn.turns_left_out),
+        "advances": bool(turn.advances),
+        "trained": bool(turn.trained),
         "response": turn.response_text,
         "response_ids": turn.response_ids.tolist(),
         "response_pieces": reader.pieces(turn.response_ids) if reader else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from call_trees import after, call, episode
 from PIL import Image
 from trajectories import make_trajectory, roll_out, starts
 
@@ -102,6 +103,21 @@ def test_token_credit_belongs_to_its_tokens(played: list[Trajectory], proxy: Age
     without_critic = to_record(played[2], credit=token_credit(batch, trajectories, values=False)[3])
     assert "values" not in without_critic["turns"][0] and "advantages" in without_critic["turns"][0]
     assert token_credit(None, trajectories) == [None] * 5
+
+
+def test_untrained_turns_have_no_credit(proxy: AgentProxy) -> None:
+    judge = call([20], [30, 31], trained=False)
+    first = call(after(judge, 40), [32], advances=False)
+    played = episode(judge, first, call([21], [33, 34], reward=1.0))
+    batch = collate([played], proxy.context.bundle)
+    batch.samples.values[batch.samples.token >= 0] = batch.samples.token[
+        batch.samples.token >= 0
+    ].float()
+    (credit,) = token_credit(batch, [played])
+    turns = to_record(played, credit=credit)["turns"]
+    assert [turn.get("values") for turn in turns] == [None, [0.0], [1.0, 2.0]]
+    assert [turn["trained"] for turn in turns] == [False, True, True]
+    assert [turn["advances"] for turn in turns] == [True, False, True]
 
 
 def test_reading_an_invalid_record_fails(tmp_path: Path) -> None:

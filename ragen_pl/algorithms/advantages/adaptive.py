@@ -72,7 +72,7 @@ class AdaptiveBilevelGAE(BilevelGAE):
     """Bi-level GAE with `gamma_k = clip(gamma_turn + beta progress_k, low, high)` in place of one gamma_turn.
 
     Progress is that of `turn_progress`: the future counts more after a success, less after a setback.
-    With `beta=0` the result equals `BilevelGAE` bit for bit.
+    With `beta=0` the result equals `BilevelGAE` bit for bit. Turns that do not advance are left out of the progress.
 
     Attributes:
         beta: change of the discount per unit of progress.
@@ -100,7 +100,7 @@ class AdaptiveBilevelGAE(BilevelGAE):
         progress = turn_progress(
             credit.rewards,
             credit.need_values(self),
-            torch.where(credit.advantage_mask, credit.turn, -1),
+            torch.where(credit.advantage_mask & credit.advancing, credit.turn, -1),
             window=self.window,
             feedback=self.feedback,
         )

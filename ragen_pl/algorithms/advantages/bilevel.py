@@ -23,7 +23,7 @@ def bilevel_gae(
     turn: Tensor,
     *,
     gamma_turn: float | Tensor,
-    lam_turn: float,
+    lam_turn: float | Tensor,
     gamma_token: float,
     lam_token: float,
     bootstrap: Tensor | None = None,
@@ -43,7 +43,7 @@ def bilevel_gae(
         values: `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
         gamma_turn: discount per turn; `[trajectories, tokens]` where it varies, read at turn ends.
-        lam_turn: decay of the trace per turn.
+        lam_turn: decay of the trace per turn; `[trajectories, tokens]` where it varies, read at turn ends.
         gamma_token: discount per token inside a turn.
         lam_token: decay of the trace per token inside a turn.
         bootstrap: `[trajectories]`, the value after the last turn; 0 where the task ended.
@@ -78,7 +78,8 @@ def bilevel_gae(
 class BilevelGAE(Estimator):
     """GAE across turns, then inside each turn (VAGEN; TRICO).
 
-    `gamma_turn` defaults below 1: with all four at 1 this is `MaskedGAE`.
+    `gamma_turn` defaults below 1: with all four at 1 this is `MaskedGAE`. A turn that does not advance has
+    `gamma_turn = lam_turn = 1`.
 
     Attributes:
         gamma_turn: discount across turns.
@@ -103,8 +104,8 @@ class BilevelGAE(Estimator):
             credit.rewards,
             credit.need_values(self),
             torch.where(credit.advantage_mask, credit.turn, -1),
-            gamma_turn=self.discounts(credit),
-            lam_turn=self.lam_turn,
+            gamma_turn=credit.at_tokens(self.discounts(credit)),
+            lam_turn=credit.at_tokens(self.lam_turn),
             gamma_token=self.gamma_token,
             lam_token=self.lam_token,
             bootstrap=credit.bootstrap,

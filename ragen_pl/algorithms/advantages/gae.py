@@ -21,7 +21,7 @@ def masked_gae(
     mask: Tensor,
     *,
     gamma: float | Tensor,
-    lam: float,
+    lam: float | Tensor,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Estimate advantages over the tokens of the mask as if the others did not exist.
@@ -36,7 +36,7 @@ def masked_gae(
         mask: bool `[trajectories, tokens]`.
         gamma: discount per token of the mask; `[trajectories, tokens]` where it varies, each token's own the
             discount of what follows it.
-        lam: decay of the trace per token of the mask.
+        lam: decay of the trace per token of the mask; `[trajectories, tokens]` where it varies.
         bootstrap: `[trajectories]`, the value after the last token; 0 where the task ended. None
             stands for 0 everywhere.
 

@@ -18,18 +18,18 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import Fraction, NonNegative
 
 
-def step_returns(turn_rewards: Tensor, *, gamma: float) -> Tensor:
+def step_returns(turn_rewards: Tensor, *, gamma: float | Tensor) -> Tensor:
     """Sum the rewards from each turn on, discounted per turn.
 
     Args:
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
-        gamma: discount per turn.
+        gamma: discount per turn; `[trajectories, turns]` where it varies.
 
     >>> step_returns(torch.tensor([[0.0, 1.0, 2.0]]), gamma=0.5)
     tensor([[1., 2., 2.]])
     """
     rewards = turn_rewards.float()
-    return reverse_scan(rewards, decay=torch.full_like(rewards, gamma))
+    return reverse_scan(rewards, decay=(torch.ones_like(rewards) * gamma).float())
 
 
 def anchor_groups(state: Tensor, group: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def gigpo(
     turn_rewards: Tensor,
     state: Tensor,
     *,
-    gamma: float,
+    gamma: float | Tensor,
     step_weight: float,
     scale_by_std: bool = True,
     step_baseline: StepBaseline = StepBaseline.OTHERS,
@@ -84,7 +84,7 @@ def gigpo(
         group: int64 `[trajectories]`.
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
         state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
-        gamma: discount per turn of the step returns.
+        gamma: discount per turn of the step returns; `[trajectories, turns]` where it varies.
         step_weight: weight of the step advantage.
         scale_by_std: divide the advantage of the episode by the deviation (GRPO) or only center it (Dr. GRPO).
         step_baseline: steps that a step is compared with.
@@ -172,7 +172,7 @@ def expected_rest(turn_rewards: Tensor, group: Tensor) -> Tensor:
 class GroupInGroup(Estimator):
     """The episode against its group, and each turn against turns from the same state (GiGPO).
 
-    `step_baseline=all` with `scale_steps=true` is the published estimator.
+    `step_baseline=all` with `scale_steps=true` is the published estimator. Turns that do not advance have `gamma = 1`.
 
     Attributes:
         gamma: discount per turn of the step returns.
@@ -213,7 +213,7 @@ class GroupInGroup(Estimator):
             credit.group,
             credit.turn_rewards(state.shape[1]),
             state,
-            gamma=self.gamma,
+            gamma=credit.at_turns(self.gamma, turns=state.shape[1]),
             step_weight=self.step_weight,
             scale_by_std=self.scale_by_std,
             step_baseline=self.step_baseline,

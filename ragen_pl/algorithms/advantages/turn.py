@@ -22,8 +22,8 @@ def turn_gae(
     values: Tensor,
     turn: Tensor,
     *,
-    gamma: float,
-    lam: float,
+    gamma: float | Tensor,
+    lam: float | Tensor,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Estimate one advantage per turn and give it to all the turn's tokens.
@@ -35,8 +35,8 @@ def turn_gae(
         rewards: `[trajectories, tokens]`.
         values: `[trajectories, tokens]`; only those at the turns' first tokens are read.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
-        gamma: discount per turn.
-        lam: decay of the trace per turn.
+        gamma: discount per turn; `[trajectories, tokens]` where it varies, read at the turns' first tokens.
+        lam: decay of the trace per turn, likewise.
         bootstrap: `[trajectories]`, the value after the last turn; 0 where the task ended.
 
     Returns:
@@ -60,7 +60,10 @@ def turn_gae(
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TurnGAE(Estimator):
-    """GAE with one step per turn, shared by the turn's tokens (turn-level PPO)."""
+    """GAE with one step per turn, shared by the turn's tokens (turn-level PPO).
+
+    A turn that does not advance has `gamma = lam = 1`.
+    """
 
     needs_values: ClassVar[bool] = True
     gamma: Fraction = 1.0
@@ -69,6 +72,6 @@ class TurnGAE(Estimator):
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `turn_gae` to the tokens of M_adv."""
         turn, values = torch.where(credit.advantage_mask, credit.turn, -1), credit.need_values(self)
-        parameters = {"gamma": self.gamma, "lam": self.lam}
+        parameters = {"gamma": credit.at_tokens(self.gamma), "lam": credit.at_tokens(self.lam)}
         pair = turn_gae(credit.rewards, values, turn, bootstrap=credit.bootstrap, **parameters)
         return finish(*pair, credit)

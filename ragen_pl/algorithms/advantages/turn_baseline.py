@@ -67,6 +67,8 @@ def turn_leave_one_out(
 class TurnLeaveOneOut(Estimator):
     """Returns from each turn on against the mean of the group's other members at the same turn.
 
+    A turn that does not advance has `gamma = 1`.
+
     Attributes:
         gamma: discount per turn.
         absent: how members that had stopped before a turn count.
@@ -79,9 +81,9 @@ class TurnLeaveOneOut(Estimator):
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `turn_leave_one_out` to the rewards of the turns."""
         turns = credit.turn.amax(1) + 1 if credit.turn.numel() else torch.zeros_like(credit.group)
-        from_here = step_returns(
-            credit.turn_rewards(int(turns.max()) if len(turns) else 0), gamma=self.gamma
-        )
+        most = int(turns.max()) if len(turns) else 0
+        gamma = credit.at_turns(self.gamma, turns=most)
+        from_here = step_returns(credit.turn_rewards(most), gamma=gamma)
         if credit.center is not None:
             from_here = from_here - credit.center[:, None]
         return broadcast_turns(
