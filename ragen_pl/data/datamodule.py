@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
+from ragen_pl.data.rollout_module import AsyncRolloutModule, RolloutModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
 from ragen_pl.distributed import (
@@ -39,46 +40,6 @@ from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
-
-
-class RolloutModule(Protocol):
-    """Module that the DataModule collects trajectories for."""
-
-    @property
-    def global_step(self) -> int:
-        """Number of optimizer steps taken, the version of the weights."""
-        ...
-
-    def rollout_engine(self) -> RolloutEngine:
-        """Return the engine, with the policy's present weights as version `global_step`. All ranks call it."""
-        ...
-
-    def prepare(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Fill in masks, values, advantages and returns."""
-
-
-@runtime_checkable
-class AsyncRolloutModule(RolloutModule, Protocol):
-    """Module whose engine can sample a rollout while the module trains."""
-
-    def async_rollout_engine(self, *, wait_for_rollout: Callable[[], None]) -> RolloutEngine:
-        """Return the engine with the policy's present weights, for a rollout in another thread.
-
-        Args:
-            wait_for_rollout: Waits for the end of that rollout. The module calls it before it uses the engine again.
-
-        Raises:
-            ValueError: The engine can't sample while the policy trains, or the loss corrects for no older weights.
-        """
-        ...
-
-    def prepare(self, batch: TrajectoryBatch, *, stale: bool = False) -> TrajectoryBatch:
-        """Fill in masks, values, advantages and returns, as `RolloutModule.prepare`.
-
-        Args:
-            batch: Samples of an iteration.
-            stale: Whether older weights have sampled some of them, which the loss then corrects for.
-        """
 
 
 class RolloutDataModule(MinibatchDataModule):

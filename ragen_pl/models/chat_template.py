@@ -12,29 +12,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import nodes
 
+from ragen_pl.models.messages import (
+    END_OF_THOUGHT,
+    THINK,
+    History,
+    Message,
+    UserText,
+    kept_header,
+    user_message,
+    with_content_parts,
+)
 from ragen_pl.models.template_source import parsed, template_source, variables, with_clock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-
 # what `strftime_now` of a template reads; Llama 3.2 falls back to this day
 _CLOCK, _OTHER_CLOCK = datetime(2024, 7, 26), datetime(1999, 12, 31)
-_THINK, _END_OF_THOUGHT = "<think>", "</think>"
 
 _SYSTEM = "@System@"
 _USERS = ("@First User@", "@Second User@", "@Third User@")
 _WORDS = "@Some Words@ and @Other Words@"
-_THOUGHTS = f"{_THINK}\n@Thought@\n{_END_OF_THOUGHT}\n\n@Answer@"
+_THOUGHTS = f"{THINK}\n@Thought@\n{END_OF_THOUGHT}\n\n@Answer@"
 # as the prompt formats write them, with blanks that a template might rewrite
 _INNER = "@First@\n\n  @Second@ <answer>@Third@</answer>"
-_THOUGHTFUL = f"{_THINK}@Thought@\n\n  @More@{_END_OF_THOUGHT}<answer>@Answer@</answer>"
+_THOUGHTFUL = f"{THINK}@Thought@\n\n  @More@{END_OF_THOUGHT}<answer>@Answer@</answer>"
 # a response in words, and how templates take its thoughts
 _MESSAGES_WITH_THOUGHTS: tuple[Message, ...] = (
     {},
@@ -48,51 +54,6 @@ _MESSAGES_WITH_THOUGHTS: tuple[Message, ...] = (
 )
 # a template may trim newlines only
 _BLANKS = ("\n ", " \n")
-
-
-class History(StrEnum):
-    """Treatment of the responses of earlier turns by a chat template."""
-
-    KEPT = "kept"
-    TRIMMED = "trimmed"
-    """Blanks at the edges of a response or of its think block are removed or added."""
-    WITHOUT_THOUGHTS = "without_thoughts"
-    """Think blocks are removed."""
-    REWRITTEN = "rewritten"
-    """Other text changes."""
-
-
-def user_message(text: str, *, images: int) -> Message:
-    """Return a user message with its images before its text, as vision-language templates expect."""
-    if not images:
-        return {"role": "user", "content": text}
-    content: list[dict[str, str]] = [{"type": "image"} for _ in range(images)]
-    return {"role": "user", "content": [*content, {"type": "text", "text": text}]}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UserText:
-    """Text that a template writes around that of a user message.
-
-    Attributes:
-        before: text before it in a later turn, image slots included.
-        after: text after it, the header of the response included.
-        kept: the part of `after` that stays when the response is old: all but an empty think block.
-        response_prefix: blanks between the header and an old response.
-        trims: whether blanks at the left and at the right edge of the text are removed.
-    """
-
-    before: str
-    after: str
-    kept: str
-    response_prefix: str
-    trims: tuple[bool, bool]
-
-    def shown(self, text: str) -> str:
-        """Return a text as the template writes it."""
-        left, right = self.trims
-        text = text.lstrip() if left else text
-        return text.rstrip() if right else text
 
 
 @dataclass(slots=True)
@@ -157,7 +118,7 @@ class ChatTemplate:
         self._find_content_format()
         self.bos_token_id = self._missing_bos()
         message = [user_message(_USERS[0], images=0)]
-        opening = re.search(rf"{_THINK}\s*\Z", self.render(message))
+        opening = re.search(rf"{THINK}\s*\Z", self.render(message))
         self.opening = opening[0] if opening else ""
         other_source = with_clock(source, tree, _OTHER_CLOCK)
         dates = [
@@ -214,7 +175,7 @@ class ChatTemplate:
 
     def _apply(self, messages: list[Message], *, prompt: bool, source: str) -> str:
         if self._content_parts:
-            messages = [_with_content_parts(message) for message in messages]
+            messages = [with_content_parts(message) for message in messages]
         text = self.renderer.apply_chat_template(
             messages,
             tokenize=False,
@@ -304,8 +265,6 @@ class ChatTemplate:
         begins = self.render([user_message(_USERS[0], images=0)]).startswith(bos)
         return int(self.tokenizer.bos_token_id) if added and not begins else None
 
-    # ---- conversations of marker words
-
     def _rendered(self, *turns: str | tuple[str, int], prompt: bool = True) -> str | None:
         """Return the text of users' texts, each with a number of images, and responses; None if that fails."""
         messages = self.system_messages(_SYSTEM if self._has_system else None)
@@ -350,7 +309,7 @@ class ChatTemplate:
         left, shown, after = opened.partition(first)
         header, answered, rest = text.removeprefix(left + first).partition(response)
         before, _, last = rest.removeprefix(self.response_suffix).partition(second)
-        kept, prefix = _kept_header(header, after)
+        kept, prefix = kept_header(header, after)
         places = (
             shown and answered and text.startswith(left) and rest.startswith(self.response_suffix)
         )
@@ -425,31 +384,6 @@ class ChatTemplate:
         )
 
 
-def _with_content_parts(message: Message) -> Message:
-    """Return a message whose content is a list of parts, as some templates expect."""
-    content = message["content"]
-    return (
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, str)
-        else message
-    )
-
-
-def _kept_header(header: str, after: str) -> tuple[str | None, str]:
-    """Return the part of the text between a user's text and an old response that stays, and the blanks that follow.
-
-    Args:
-        header: that text when the response is old.
-        after: that text in the prompt of the response.
-    """
-    if header.startswith(after) and not header[len(after) :].strip():
-        return after, header[len(after) :]
-    think_block = rf"{_THINK}\s*(?:{_END_OF_THOUGHT}\s*)?"
-    if after.startswith(header) and re.fullmatch(think_block, after[len(header) :]):
-        return header, ""
-    return None, ""
-
-
 def _with_blanks(text: str, blanks: str = _BLANKS[0]) -> str:
     """Return a text twice, with blanks between and at the edges."""
     return f"{blanks}{text}\n\n  {text}{blanks[::-1]}"
@@ -457,9 +391,9 @@ def _with_blanks(text: str, blanks: str = _BLANKS[0]) -> str:
 
 def _without_blanks(text: str) -> str:
     """Return a text without blanks at its edges and around think tags."""
-    return re.sub(rf"\s*({_THINK}|{_END_OF_THOUGHT})\s*", r"\1", text.strip())
+    return re.sub(rf"\s*({THINK}|{END_OF_THOUGHT})\s*", r"\1", text.strip())
 
 
 def _without_thoughts(text: str) -> str:
     """Return the text behind a think block."""
-    return text.partition(_END_OF_THOUGHT)[2]
+    return text.partition(END_OF_THOUGHT)[2]

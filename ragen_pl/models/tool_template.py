@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from ragen_pl.models.chat_template import ChatTemplate, Message, user_message
+from ragen_pl.models.chat_template import ChatTemplate
+from ragen_pl.models.messages import Message, call_message, tool_message, user_message
 
 NAME, ARGUMENT = "marker_tool", "marker_name"
 _USER, _NEXT_USER = "@User@", "@Next User@"
@@ -214,28 +214,6 @@ class ToolTemplate:
     def _until_end(self, text: str) -> str:
         places = [text.find(end) for end in self.ends if end in text]
         return text[: min(places)] if places else text
-
-
-def tool_message(call: Message, text: str, *, images: int) -> Message:
-    """Return the message of a call's result."""
-    content: Any = text
-    if images:
-        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
-    name = call["function"]["name"]
-    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
-
-
-def call_message(number: int, name: str, arguments: Mapping[str, Any]) -> Message:
-    """Return a call as the messages of OpenAI's API have it, with its arguments as a dict.
-
-    Args:
-        number: number of the call in its conversation, for its id.
-        name: name of the tool.
-        arguments: its arguments.
-    """
-    function = {"name": name, "arguments": dict(arguments)}
-    # Mistral's templates take ids of nine letters and digits
-    return {"id": f"call{number:05d}", "type": "function", "function": function}
 
 
 def _call(number: int) -> Message:

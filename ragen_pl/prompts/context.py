@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -18,7 +17,8 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, Note, TurnTemplate
 from ragen_pl.engines.occlusion import LeaveOut
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.models.chat_template import ChatTemplate, History, Message, user_message
+from ragen_pl.models.chat_template import ChatTemplate
+from ragen_pl.models.messages import History, Message, user_message
 from ragen_pl.prompts.conversation import (
     Conversation,
     Exchange,
@@ -27,7 +27,7 @@ from ragen_pl.prompts.conversation import (
     fill_template,
     system_text,
 )
-from ragen_pl.prompts.encoding import TextEncoder, any_of
+from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
 from ragen_pl.prompts.native import NativeFormat
 from ragen_pl.trajectory import Observation
 
@@ -231,15 +231,7 @@ class ContextManager:
 
         A character of several tokens belongs to the last of them.
         """
-        kept = [token for token in ids.tolist() if token not in self._ends]
-        pieces = [self.bundle.piece(token) for token in kept]
-        if any("\ufffd" in piece for piece in pieces):
-            texts = [self.bundle.decode(kept[: end + 1]) for end in range(len(kept))]
-            lengths = [0, *(len(text.rstrip("\ufffd")) for text in texts)]
-            lengths[-1] = len(texts[-1])
-            ends = np.maximum.accumulate(lengths)
-            pieces = [texts[-1][a:b] for a, b in pairwise(ends)]
-        return pieces + [""] * (len(ids) - len(kept))
+        return self._encoder.pieces(ids)
 
     def _window(self, conversation: Conversation) -> list[Exchange]:
         """Return the turns in the window."""
@@ -291,7 +283,7 @@ class ContextManager:
             else:
                 ids = self._block(conversation, exchange, before, first=first, expand=expand)
                 previous = self._encoder.encode(before, continues=not first)
-                starts.append(length + _common_length(previous, ids))
+                starts.append(length + common_length(previous, ids))
             parts.append(ids)
             response_ids = exchange.response_ids
             if response_ids is not None:
@@ -405,10 +397,3 @@ class ContextManager:
                         )
                     )
         return template.render(messages)
-
-
-def _common_length(first: np.ndarray, second: np.ndarray) -> int:
-    """Return how many ids at the start of two sequences are the same."""
-    length = min(len(first), len(second))
-    differs = np.flatnonzero(first[:length] != second[:length])
-    return int(differs[0]) if len(differs) else length

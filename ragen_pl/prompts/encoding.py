@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,8 @@ class TextEncoder:
     """
 
     def __init__(self, bundle: ModelBundle, *, bos_token_id: int | None) -> None:
-        self._tokenizer, self._bos_token_id = bundle.tokenizer, bos_token_id
+        self._bundle, self._bos_token_id = bundle, bos_token_id
+        self._ends = frozenset(bundle.eos_token_ids)
         self._encoded: dict[tuple[str, str], np.ndarray] = {}
         self._splits: dict[str, tuple[str, str]] = {}
         added = list(bundle.tokenizer.added_tokens_decoder.values())
@@ -89,6 +91,18 @@ class TextEncoder:
         ids.append(self.encode(word, continues=continues or bool(ids)))
         return np.concatenate(ids)
 
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the text of each token of a response, see `Context.pieces`; ends have none."""
+        kept = [token for token in ids.tolist() if token not in self._ends]
+        pieces = [self._bundle.piece(token) for token in kept]
+        if any("\ufffd" in piece for piece in pieces):
+            texts = [self._bundle.decode(kept[: end + 1]) for end in range(len(kept))]
+            lengths = [0, *(len(text.rstrip("\ufffd")) for text in texts)]
+            lengths[-1] = len(texts[-1])
+            ends = np.maximum.accumulate(lengths)
+            pieces = [texts[-1][a:b] for a, b in pairwise(ends)]
+        return pieces + [""] * (len(ids) - len(kept))
+
     def _split(self, text: str) -> tuple[str, str]:
         """Split a text after its last control token, over which no other token reaches."""
         if text not in self._splits:
@@ -123,7 +137,7 @@ class TextEncoder:
         if key not in self._encoded:
             if len(self._encoded) > 20_000:
                 self._encoded.clear()
-            ids = self._tokenizer(
+            ids = self._bundle.tokenizer(
                 text, add_special_tokens=False, split_special_tokens=split_special_tokens
             )["input_ids"]
             self._encoded[key] = np.asarray(ids, dtype=np.int64)
@@ -134,3 +148,10 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds any of these names, longer ones first."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def common_length(first: np.ndarray, second: np.ndarray) -> int:
+    """Return how many ids at the start of two sequences are the same."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if len(differs) else length

@@ -7,15 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragen_pl.models.chat_template import ChatTemplate, Message, user_message
-from ragen_pl.models.tool_template import (
-    ARGUMENT,
-    NAME,
-    NoToolsError,
-    ToolTemplate,
-    call_message,
-    tool_message,
-)
+from ragen_pl.models.chat_template import ChatTemplate
+from ragen_pl.models.messages import Message, call_message, tool_message, user_message
+from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
 from ragen_pl.prompts.parsing import ParsedResponse, named_actions
 from ragen_pl.prompts.tool_calls.message import (
     THINK_TAGS,

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loggers import MLFlowLogger
 
 from ragen_pl.callbacks.summary import open_command
-from ragen_pl.models.chat_template import History
+from ragen_pl.models.messages import History
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.run.build import choose_accelerator
 from ragen_pl.run.folder import Run

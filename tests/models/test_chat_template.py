@@ -15,7 +15,8 @@ from transformers.utils import chat_template_utils
 
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.chat_template import ChatTemplate, History, user_message
+from ragen_pl.models.chat_template import ChatTemplate
+from ragen_pl.models.messages import History, user_message
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.parsing import parse_response

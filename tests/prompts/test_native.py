@@ -14,7 +14,7 @@ import envs  # noqa: F401 - registers the environments
 from envs.tools import ToolEnvironment, call_text, tool
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.chat_template import History
+from ragen_pl.models.messages import History
 from ragen_pl.models.tool_template import NoToolsError
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
