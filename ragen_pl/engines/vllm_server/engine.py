@@ -27,11 +27,13 @@ from ragen_pl.constraints import (
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
-from ragen_pl.engines.vllm.engine import check_request, check_weights
-from ragen_pl.engines.vllm.process import ServerProcess
+from ragen_pl.engines.vllm.model import check_weights
+from ragen_pl.engines.vllm.requests import check_request
 from ragen_pl.engines.vllm_server.answers import Budget, Exchange
 from ragen_pl.engines.vllm_server.pool import ServerPool
+from ragen_pl.engines.vllm_server.process import ServerProcess
 from ragen_pl.engines.vllm_server.requirements import Requirements
+from ragen_pl.engines.vllm_server.rules import VLLMServerRules
 from ragen_pl.engines.vllm_server.server import (
     Busy,
     Failed,
@@ -46,7 +48,7 @@ from ragen_pl.engines.vllm_server.weights import WeightFolder, WrittenWeights
 T = TypeVar("T")
 
 
-class VLLMServerEngine:
+class VLLMServerEngine(VLLMServerRules):
     """Rollout engine that sends its requests to vLLM servers.
 
     Requests of a session go to the same server while it answers. A request that fails is sent again, to another server
@@ -78,11 +80,6 @@ class VLLMServerEngine:
         ModuleNotFoundError: vLLM is not installed and there are no `urls`.
         ValueError: A server can't serve the policy, or does not answer.
     """
-
-    exact = False
-    in_place = False
-    asynchronous = True
-    continuous = True
 
     @checked
     def __init__(
@@ -228,10 +225,15 @@ class VLLMServerEngine:
         written = self._folder.write(weights, version=version)
         return written, self._call(self._pool.load(written))
 
+    @property
+    def replicas(self) -> list[str]:
+        """Addresses of the servers, each of which has a model of its own."""
+        return self.urls
+
     @contextmanager
-    def only(self, url: str) -> Iterator[None]:
-        """Send requests to one of the servers alone."""
-        self._pool.only = url
+    def only(self, replica: str) -> Iterator[None]:
+        """Send requests to one of the servers alone; see `HasReplicas`."""
+        self._pool.only = replica
         try:
             yield
         finally:
