@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from ragen_pl.engines.vllm.process import guarded, is_healthy
+from ragen_pl.engines.vllm_server.process import guarded, is_healthy
 
 ROOT = Path(__file__).parents[1]
 CACHE_BYTES = 2**26

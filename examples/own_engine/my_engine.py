@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ragen_pl.engines.in_process.sampling import Responses, SamplingParameters
+from ragen_pl.engines.protocol import EngineTraits
 
 
 class Draw(LogitsProcessor):
@@ -32,7 +33,7 @@ class Draw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
 
-class GenerateEngine:
+class GenerateEngine(EngineTraits):
     """Rollout engine that computes every prompt from its first token."""
 
     exact = in_place = True  # it runs the trainer's own model

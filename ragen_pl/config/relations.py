@@ -1,12 +1,19 @@
-"""Settings of different nodes that have to agree. Constructors check those of one node."""
+"""Settings of different nodes that have to agree. Constructors check those of one node.
+
+What an engine needs of the rest of a config its class says, see `ragen_pl.engines.protocol.EngineTraits`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from importlib.util import find_spec
+from typing import Any
 
+from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from ragen_pl.config.errors import config_errors
+from ragen_pl.config.signatures import class_that_defines
 
 
 def relation_problems(cfg: DictConfig) -> Iterator[str]:
@@ -22,24 +29,44 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _size,
         _float16,
         _flash_attention,
-        _masks_of_engine,
         _adapter_dropout,
         _reference,
         _critic,
         _microbatches,
         _sharded_weights,
         _fsdp2,
-        _vllm,
     ):
         if (message := relation(lambda key: OmegaConf.select(cfg, key))) is not None:
             yield message
+    yield from _engine_problems(cfg)
+
+
+def _engine_problems(cfg: DictConfig) -> Iterator[str]:
+    """Yield what the class of the rollout engine can't run of a config.
+
+    Only the module is imported in which the class, or the nearest of its bases, defines `config_problems`.
+    """
+    target = OmegaConf.select(cfg, "rollout.engine._target_")
+    place = class_that_defines("config_problems", str(target))
+    if place is None:
+        return
+    with config_errors(f"rollout.engine._target_={target}"):
+        engine: Any = get_class(place)
+        yield from engine.config_problems(cfg, ranks=_known_ranks(cfg))
+
+
+def _known_ranks(cfg: DictConfig) -> int | None:
+    """Return the number of processes of the Trainer; None if it depends on the machine."""
+    devices = OmegaConf.select(cfg, "trainer.devices")
+    is_count = isinstance(devices, int) and devices > 0
+    if not (devices is None or is_count or isinstance(devices, ListConfig)):
+        return None
+    return _rank_count(devices, OmegaConf.select(cfg, "trainer.num_nodes"))
 
 
 def ranks_asked_for(cfg: DictConfig) -> int:
     """Return the number of processes of the Trainer; 1 if it depends on the machine."""
-    return _rank_count(
-        OmegaConf.select(cfg, "trainer.devices"), OmegaConf.select(cfg, "trainer.num_nodes")
-    )
+    return _known_ranks(cfg) or 1
 
 
 def _rank_count(devices: object, nodes: object) -> int:
@@ -199,108 +226,6 @@ def _fsdp2(get: _Get) -> str | None:
     return None
 
 
-# arguments by which vLLM splits a model or its requests over processes of its own
-_SPLITS = ("pipeline_parallel_size", "data_parallel_size")
-
-
-def _splits(get: _Get) -> str | None:
-    """How ranks may share an engine on vLLM in the trainer's process."""
-    for key in _SPLITS:
-        if (parts := get(f"rollout.engine.settings.{key}")) not in (None, 1):
-            return (
-                f"rollout.engine.settings.{key}={parts}: ranks share an engine by tensor_parallel_size, and groups of "
-                "them have engines of their own; leave it out, or set rollout/engine=vllm_server"
-            )
-    parts = get("rollout.engine.settings.tensor_parallel_size")
-    if parts is None:
-        return None
-    if not isinstance(parts, int) or parts < 1:
-        return f"rollout.engine.settings.tensor_parallel_size={parts}: expected a whole number, at least 1"
-    devices = get("trainer.devices")
-    # others depend on the machine
-    is_known = devices is None or isinstance(devices, ListConfig)
-    if not is_known and not (isinstance(devices, int) and devices > 0):
-        return None
-    ranks = _rank_count(devices, get("trainer.num_nodes"))
-    if ranks % parts:
-        return (
-            f"rollout.engine.settings.tensor_parallel_size={parts}: so many ranks share an engine, expected a divisor "
-            f"of their number, {ranks}; set it to 1, other trainer.devices, or rollout/engine=vllm_server"
-        )
-    return None
-
-
-# it refuses higher ones, and raises lower ones to the limit without a word (0.32)
-_VLLM_TEMPERATURES = (0.01, 2.0)
-
-
-def _vllm_temperatures(get: _Get) -> str | None:
-    """Temperatures outside of those that vLLM samples at."""
-    lowest, highest = _VLLM_TEMPERATURES
-    for key in (
-        "rollout.temperature",
-        "rollout.adaptive_temperature.low",
-        "rollout.adaptive_temperature.high",
-    ):
-        value = get(key)
-        if isinstance(value, int | float) and not lowest <= value <= highest:
-            return (
-                f"{key}={value}: vLLM samples at temperatures from {lowest} to {highest:g}; set one of these, or "
-                "rollout/engine=transformers"
-            )
-    return None
-
-
-def _vllm(get: _Get) -> str | None:
-    """Requirements and limits of vLLM."""
-    engine = str(get("rollout.engine._target_")).rpartition(".")[2]
-    if engine not in ("VLLMEngine", "VLLMServerEngine"):
-        return None
-    if find_spec("vllm") is None and engine == "VLLMEngine":
-        return (
-            "rollout/engine=vllm: vllm is not installed; python -m ragen_pl.install_vllm (docs/engines.md), or set "
-            "rollout/engine=transformers"
-        )
-    if find_spec("vllm") is None and not (
-        get("rollout.engine.urls") or get("rollout.engine.python")
-    ):
-        return (
-            "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; python -m "
-            "ragen_pl.install_vllm (docs/engines.md), or set rollout.engine.python, or rollout.engine.urls to servers"
-        )
-    if (
-        engine == "VLLMServerEngine"
-        and not get("rollout.engine.urls")
-        and get("trainer.num_nodes") not in (None, 1)
-    ):
-        return (
-            f"rollout.engine.urls=[]: the run starts a server that its own machine reaches only, and trainer.num_nodes="
-            f"{get('trainer.num_nodes')}; start servers and give their addresses"
-        )
-    if engine == "VLLMServerEngine" and get("rollout.engine.urls"):
-        for key in ("settings", "python"):
-            if get(f"rollout.engine.{key}"):
-                return (
-                    f"rollout.engine.{key}: the servers in rollout.engine.urls are started already; set null, and "
-                    "their arguments where they are started"
-                )
-    if engine == "VLLMEngine" and (problem := _splits(get)) is not None:
-        return problem
-    if (problem := _vllm_temperatures(get)) is not None:
-        return problem
-    if str(get("model.build._target_")).endswith(".build_small_vlm"):
-        return (
-            "model=small_vlm: vLLM does not know this architecture; set rollout/engine=transformers, or a pretrained "
-            "model"
-        )
-    if get("context.leave_out.patches") or get("context.leave_out.turns"):
-        return (
-            "context.leave_out: vLLM shows whole prompts; set context.leave_out.patches=0 context.leave_out.turns=0, "
-            "or rollout/engine=transformers"
-        )
-    return None
-
-
 def _size(get: _Get) -> str | None:
     size, sizes = get("model.size"), get("model.sizes")
     if isinstance(sizes, DictConfig) and size not in sizes:
@@ -356,20 +281,6 @@ def _flash_attention(get: _Get) -> str | None:
 
 # precisions of the Trainer in which float32 weights are computed on in 16 bits
 _AUTOCAST = ("bf16-mixed", "bf16", "16-mixed", "16")
-
-
-def _masks_of_engine(get: _Get) -> str | None:
-    """The in-process engine pads prompts on the left, which needs attention with masks."""
-    attention = get("model.build.attn_implementation")
-    if isinstance(attention, DictConfig):
-        attention = attention.get("text_config", attention.get("", "sdpa"))
-    engine = str(get("rollout.engine._target_")).rpartition(".")[2]
-    if engine != "TransformersEngine" or attention in (None, "sdpa", "eager"):
-        return None
-    return (
-        f"model.build.attn_implementation={attention}: the in-process rollout engine pads prompts, and this attention "
-        "takes no masks; set sdpa, {text_config: sdpa, vision_config: flash_attention_2}, or another rollout/engine"
-    )
 
 
 def _adapter_dropout(get: _Get) -> str | None:

@@ -107,6 +107,32 @@ def read_signature(target: str) -> Signature | None:
     return None if signature is None else _documented(signature, module, definition)
 
 
+def class_that_defines(method: str, target: str) -> str | None:
+    """Return the class path of a class or of the first of its bases that defines a method.
+
+    Nothing is imported. It is None where no class in a source file defines it, and where the target is no class.
+
+    Args:
+        method: name of the method.
+        target: class path of the class; its module may import the class from another.
+    """
+    module_name, _, name = target.rpartition(".")
+    module = _module(module_name)
+    if module is None:
+        return None
+    definition = _definition(module, name)
+    if definition is None:
+        place = _place_of(module, name)
+        return None if place is None else class_that_defines(method, place)
+    if not isinstance(definition, ast.ClassDef):
+        return None
+    if any(isinstance(item, ast.FunctionDef) and item.name == method for item in definition.body):
+        return target
+    places = (_place_of(module, ast.unparse(base)) for base in definition.bases)
+    found = (class_that_defines(method, place) for place in places if place is not None)
+    return next((place for place in found if place is not None), None)
+
+
 def _documented(
     signature: Signature, module: _Module, node: ast.ClassDef | ast.FunctionDef
 ) -> Signature:

@@ -1,16 +1,18 @@
 """The rollout engine's protocol: token ids and images in, sampled ids and their log-probabilities out.
 
-Another engine is one module with a class that follows `RolloutEngine` and one file in `conf/rollout/engine/`.
+Another engine is one module with a class that follows `RolloutEngine` and inherits from `EngineTraits`, and one file in
+`conf/rollout/engine/`. The module imports no torch, so that the configuration's check can read an engine's class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+from omegaconf import DictConfig
 
 if TYPE_CHECKING:
     import torch
@@ -144,25 +146,117 @@ class RolloutEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class DeclaresAsynchronous(Protocol):
-    """Engine, or its class, that says whether it can sample while the policy trains."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSizes:
+    """Sizes of a rollout on one device, by which an engine's memory is planned.
 
-    asynchronous: bool
+    Attributes:
+        bundle: Model, whose weights have no data.
+        weights: Bytes of its weights.
+        forward_context: Context around its forward passes.
+        prefill_bytes: Returns the bytes at the peak of a forward pass over so many prompts.
+        episodes: Episodes that are played at once.
+        prompt: Tokens of a prompt, those of images included.
+        response: Tokens of a response.
+        images: Images of a prompt, each uint8 `[height, width, 3]`.
+        device: Bytes of the device; None if they are unknown.
+        on_gpu: Whether the device is a GPU.
+    """
+
+    bundle: ModelBundle
+    weights: int
+    forward_context: Callable[[], AbstractContextManager[object]]
+    prefill_bytes: Callable[[int], int]
+    episodes: int
+    prompt: int
+    response: int
+    images: Sequence[np.ndarray]
+    device: int | None
+    on_gpu: bool
 
 
-def check_asynchronous(engine: RolloutEngine | type) -> None:
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes that an engine takes of a device, by part.
+
+    Attributes:
+        rollout: During a rollout.
+        update: While it sleeps.
+    """
+
+    rollout: dict[str, int] = field(default_factory=dict)
+    update: dict[str, int] = field(default_factory=dict)
+
+
+class EngineTraits:
+    """What an engine's class says about its engines, for checks and plans before one is built.
+
+    A subclass overrides what is different. `config_problems` is called before torch is imported: an engine whose module
+    imports torch inherits it from a class in a module that doesn't.
+
+    Attributes:
+        exact: As in `RolloutEngine`.
+        in_place: As in `RolloutEngine`.
+        asynchronous: As in `RolloutEngine`.
+        continuous: As in `RolloutEngine`.
+        shares_forward: Whether it calls the same functions on a model as the trainer does. In place on a model of this
+            package, such an engine is not compared with the trainer at the start of a run.
+    """
+
+    exact: bool = False
+    in_place: bool = False
+    asynchronous: bool = False
+    continuous: bool = False
+    shares_forward: bool = False
+
+    @staticmethod
+    def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
+        """Yield one line with key, value and remedy for each setting that the engine can't run.
+
+        Args:
+            cfg: Config of a command, which may lack the keys of others.
+            ranks: Number of processes of the Trainer; None if it depends on the machine.
+        """
+        yield from ()
+
+    @classmethod
+    def planned_memory(cls, settings: Mapping[str, Any], sizes: RolloutSizes) -> EngineMemory:
+        """Return the bytes that an engine takes beside the policy; by default a copy of its weights unless `in_place`.
+
+        Args:
+            settings: `rollout.engine` in the config; arguments with a default may be left out.
+            sizes: Sizes of a rollout.
+        """
+        copied = {} if cls.in_place else {"weights of the engine": sizes.weights}
+        return EngineMemory(copied, copied)
+
+
+def check_asynchronous(engine: RolloutEngine | type[EngineTraits]) -> None:
     """Check that an engine, or its class, can sample while the policy trains.
 
     Raises:
-        ValueError: It can't, or does not say so.
+        ValueError: It can't.
     """
-    if not isinstance(engine, DeclaresAsynchronous) or not engine.asynchronous:
+    if not engine.asynchronous:
         name = engine.__name__ if isinstance(engine, type) else type(engine).__name__
         raise ValueError(
             f"rollout.iterations_ahead=1: {name} can't sample while the policy trains; set "
             "rollout/engine=vllm_server, or rollout.iterations_ahead=0"
         )
+
+
+@runtime_checkable
+class HasReplicas(Protocol):
+    """Engine that samples with several models, such as those of servers, which are compared with the trainer's."""
+
+    @property
+    def replicas(self) -> Sequence[str]:
+        """Names of the models, such as addresses."""
+        ...
+
+    def only(self, replica: str) -> AbstractContextManager[None]:
+        """Return the context in which one of them gets all requests."""
+        ...
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ adapters, master weights and precision count as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples
-from ragen_pl.engines.in_process.engine import DROP_BELOW, TransformersEngine
+from ragen_pl.engines.protocol import EngineMemory, RolloutSizes
 from ragen_pl.memory.abstract import FakeMode, abstract_pretrained, without_data
 from ragen_pl.memory.live_memory import LiveMemory
 from ragen_pl.memory.workload import Workload
@@ -31,11 +31,10 @@ from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
+from ragen_pl.run.start_check import engine_class
 
 MAX_ROWS = 16
 """Samples of a microbatch that are run; the bytes of more are extrapolated."""
-# the engine's log-probs and probabilities of a token, and their sums in float64
-_SAMPLING_BYTES = 4 + 4 + 8
 
 
 def is_pretrained(cfg: DictConfig) -> bool:
@@ -199,67 +198,52 @@ def _use_lists(optimizer: Any) -> None:
             group["foreach"] = True
 
 
-@dataclass(frozen=True, slots=True)
-class CountedRollout:
-    """Bytes of the in-process engine.
-
-    Attributes:
-        per_position: What a forward pass without gradients makes and frees, for each position.
-        prefill: The same of the largest forward pass over prompts.
-        cache: Keys and values, with room for the longest conversation of each episode. When responses end, the others
-            are copied, which takes their part of it once more.
-        sampling: Logits and what is made of them.
-        images: Features of the images.
-    """
-
-    per_position: float = 0.0
-    prefill: int = 0
-    cache: int = 0
-    sampling: int = 0
-    images: int = 0
-
-
-def count_rollout(
-    agent: AgentModule, workload: Workload, *, in_place: bool = True
-) -> CountedRollout:
-    """Run a part of the engine's first prefill and count.
-
-    Args:
-        agent: Agent without data.
-        workload: Sizes.
-        in_place: Whether the engine runs the agent's own model; otherwise a forward pass alone is counted.
-    """
+def count_prefill(agent: AgentModule, workload: Workload, *, rows: int) -> int:
+    """Return the bytes that a forward pass without gradients over so many prompts makes and frees."""
     agent.eval()
-    if not in_place:
-        return CountedRollout(
-            per_position=_count_prefill(agent, workload, rows=1) / workload.prompt
-        )
-    engine = agent.rollout_engine()
-    assert isinstance(engine, TransformersEngine)
-    bundle, slots = agent.policy.bundle, workload.prompt + workload.response
-    episodes = workload.episodes
-    session = engine.session_bytes(slots)
-    if engine.cache_bytes is not None:
-        episodes = max(1, min(episodes, engine.cache_bytes // session))
-    rows = max(1, min(episodes, engine.prefill_tokens // workload.prompt))
-    prefill = _count_prefill(agent, workload, rows=rows)
-    of_images = sum(bundle.num_image_tokens(image) for image in workload.images)
-    return CountedRollout(
-        per_position=prefill / (rows * workload.prompt),
-        prefill=prefill,
-        cache=int((1 + DROP_BELOW) * episodes * session),
-        sampling=episodes * vocabulary_of(agent) * _SAMPLING_BYTES,
-        images=episodes * of_images * bundle.hidden_size * bundle.model.dtype.itemsize,
-    )
-
-
-def _count_prefill(agent: AgentModule, workload: Workload, *, rows: int) -> int:
-    """Return the bytes that a forward pass over prompts makes."""
     bundle = agent.policy.bundle
     live, ids = LiveMemory(), torch.full((rows, workload.prompt), bundle.pad_token_id)
     with live, torch.inference_mode(), agent.trainer.precision_plugin.forward_context():
         run_decoder(bundle, DecoderInputs(ids=ids))
     return live.peak.total()
+
+
+def engine_memory(
+    cfg: DictConfig,
+    agent: AgentModule,
+    workload: Workload,
+    *,
+    prefill_bytes: Callable[[int], int],
+    device: int | None,
+    on_gpu: bool,
+) -> EngineMemory:
+    """Return what the class of the rollout engine plans; nothing where it is not known before the engine is built.
+
+    Args:
+        cfg: Config of the run.
+        agent: Agent without data.
+        workload: Sizes.
+        prefill_bytes: As in `RolloutSizes`.
+        device: Bytes of the device; None if they are unknown.
+        on_gpu: Whether it is a GPU.
+    """
+    engine = engine_class(cfg)
+    if engine is None:
+        return EngineMemory()
+    agent.eval()
+    sizes = RolloutSizes(
+        bundle=agent.policy.bundle,
+        weights=size_of(agent.policy.parameters()),
+        forward_context=agent.trainer.precision_plugin.forward_context,
+        prefill_bytes=prefill_bytes,
+        episodes=workload.episodes,
+        prompt=workload.prompt,
+        response=workload.response,
+        images=workload.images,
+        device=device,
+        on_gpu=on_gpu,
+    )
+    return engine.planned_memory(plain(cfg.rollout.engine), sizes)
 
 
 @dataclass(frozen=True, slots=True)

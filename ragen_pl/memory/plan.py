@@ -12,23 +12,22 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
-from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
-from ragen_pl.engines.vllm.engine import VLLMEngine
+from ragen_pl.engines.protocol import EngineMemory
 from ragen_pl.machine import free_host_memory, gpu_memory
 from ragen_pl.memory.abstract import FakeKernels, config_without_hub
 from ragen_pl.memory.dry_run import (
     CountedEncoder,
-    CountedRollout,
     CountedUpdate,
     abstract_agent,
     count_encoder,
-    count_rollout,
+    count_prefill,
     count_update,
+    engine_memory,
     is_pretrained,
     size_of,
 )
@@ -37,7 +36,6 @@ from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.forward import SHARED_BYTES
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import choose_accelerator, plain
-from ragen_pl.run.start_check import engine_is_in_place
 
 Count = TypeVar("Count")
 # of the process that asks for a GPU's memory
@@ -154,7 +152,7 @@ _IGNORED = (
 )
 _READS = {
     "update": _Reads((*_IGNORED, "rollout"), ("rows", "length", "sampled", "accumulates")),
-    "rollout": _Reads((*_IGNORED, "update", "optimizer"), ("episodes", "prompt", "response")),
+    "prefill": _Reads((*_IGNORED, "rollout", "update", "optimizer"), ("prompt",)),
     "encoder": _Reads((*_IGNORED, "rollout", "update", "optimizer")),
 }
 
@@ -165,7 +163,15 @@ class Counts:
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
-    def get(self, name: str, cfg: DictConfig, work: Workload, count: Callable[[], Count]) -> Count:
+    def get(
+        self,
+        name: str,
+        cfg: DictConfig,
+        work: Workload,
+        count: Callable[[], Count],
+        *,
+        rows: int | None = None,
+    ) -> Count:
         """Return a count, made once for all runs with the same values of the settings that it reads.
 
         Args:
@@ -173,13 +179,14 @@ class Counts:
             cfg: Config of the run.
             work: Sizes of the run.
             count: Makes the count.
+            rows: Sequences that it runs, where the workload does not say it.
         """
         read = OmegaConf.create(plain(cfg))
         for key in _READS[name].ignored:
             node, _, last = key.rpartition(".")
             (OmegaConf.select(read, node) if node else read).pop(last, None)
         sizes = [getattr(work, size) for size in _READS[name].sizes]
-        key = repr((name, plain(read), sizes, [image.shape for image in work.images]))
+        key = repr((name, plain(read), sizes, rows, [image.shape for image in work.images]))
         if key not in self._made:
             self._made[key] = count()
         return cast("Count", self._made[key])
@@ -199,8 +206,7 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
     if is_pretrained(cfg):
         config_without_hub(plain(cfg.model))
     counts = Counts() if counts is None else counts
-    on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
-    in_place = engine_is_in_place(cfg)
+    device, on_gpu = device_of(cfg), choose_accelerator(cfg.trainer.accelerator) != "cpu"
     with torch.random.fork_rng(devices=[]), config_errors("model, algorithm or environment"):
         # the warm start trains the encoder
         trained = OmegaConf.merge(cfg, {"update": {"freeze_vision": False}})
@@ -214,8 +220,26 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
             )
             if cfg["update"].freeze_vision:
                 agent.policy.freeze_vision()
-            rollout = counts.get(
-                "rollout", cfg, workload, lambda: count_rollout(agent, workload, in_place=in_place)
+
+            def prefill_bytes(rows: int) -> int:
+                return counts.get(
+                    "prefill",
+                    cfg,
+                    workload,
+                    lambda: count_prefill(agent, workload, rows=rows),
+                    rows=rows,
+                )
+
+            # the trainer scores about as many tokens at once
+            rows = max(1, min(workload.episodes, agent.tokens_per_forward // workload.prompt))
+            per_position = prefill_bytes(rows) / (rows * workload.prompt)
+            engine = engine_memory(
+                cfg,
+                agent,
+                workload,
+                prefill_bytes=prefill_bytes,
+                device=None if device is None else device.size,
+                on_gpu=on_gpu,
             )
             encoder = counts.get("encoder", cfg, workload, lambda: count_encoder(agent, workload))
             # no part of the count: plans with and without it share that
@@ -223,12 +247,12 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
             encoder = replace(encoder, frozen=images is not None and images.frozen)
     weights = list(agent.policy.parameters())
     return MemoryPlan(
-        phases=plan_phases(cfg, agent, workload, update, rollout, encoder),
+        phases=plan_phases(cfg, agent, workload, update, per_position, engine, encoder),
         workload=workload,
         parameters=sum(weight.numel() for weight in weights),
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
         ranks=ranks_asked_for(cfg),
-        device=device_of(cfg),
+        device=device,
         checkpoint=size_of(weight for weight in agent.parameters() if weight.requires_grad)
         + update.state,
     )
@@ -239,10 +263,21 @@ def plan_phases(
     agent: AgentModule,
     workload: Workload,
     update: CountedUpdate,
-    rollout: CountedRollout,
+    per_position: float,
+    engine: EngineMemory,
     encoder: CountedEncoder,
 ) -> tuple[Phase, ...]:
-    """Plan the memory that a run holds and that each of its phases adds."""
+    """Plan the memory that a run holds and that each of its phases adds.
+
+    Args:
+        cfg: Config of the run.
+        agent: Agent without data.
+        workload: Sizes.
+        update: Count of an optimizer step.
+        per_position: Bytes of a forward pass without gradients for each position.
+        engine: Memory of the rollout engine.
+        encoder: Count of the image encoder.
+    """
     sharding = Sharding.of(cfg.trainer.strategy, ranks=ranks_asked_for(cfg))
     own = _tensors([agent.policy, *([] if agent.critic is None else [agent.critic])])
     copies = _tensors([agent.reference] if isinstance(agent.reference, nn.Module) else [])
@@ -275,24 +310,19 @@ def plan_phases(
     peak["gradients"] = update.peak["gradients"] * gradients // max(1, update.gradients)
     peak["gradients"] += in_backward
     peak |= in_call
-    played = {
-        "activations": max(rollout.prefill, played_images),
-        "keys and values": rollout.cache,
-        "head": rollout.sampling,
-        "images": rollout.images,
-    }
+    sampled = dict(engine.rollout)
+    sampled["activations"] = max(sampled.get("activations", 0), played_images)
     prepared = {
-        "activations": max(int(rollout.per_position * scored), encoder.computed(encoded)),
+        "activations": max(int(per_position * scored), encoder.computed(encoded)),
         "head": peak.get("head", 0),
         "images": encoded * encoder.features,
     }
     stepped = {"gradients": gradients, "step": update.step // sharding.optimizer}
-    copied, slept = _in_vllm(cfg, agent)
     phases = [
-        Phase("rollout", held | in_rollout | played | copied),
-        Phase("preparation", held | in_call | prepared | slept),
-        Phase("update", held | peak | slept),
-        Phase("optimizer step", held | stepped | slept),
+        Phase("rollout", held | in_rollout | sampled),
+        Phase("preparation", held | in_call | prepared | engine.update),
+        Phase("update", held | peak | engine.update),
+        Phase("optimizer step", held | stepped | engine.update),
     ]
     if cfg.warm_start.enabled:
         rows = rows_at_once(cfg, cfg.warm_start.batch_size, workload.length)
@@ -301,25 +331,6 @@ def plan_phases(
         # there is no reference yet
         phases.insert(0, Phase("warm start", held | {"reference": 0} | shown))
     return tuple(phases)
-
-
-def _in_vllm(cfg: DictConfig, agent: AgentModule) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the memory of vLLM in this process during a rollout, and in other phases."""
-    if get_object(cfg.rollout.engine._target_) is not VLLMEngine:
-        return {}, {}
-    device, on_gpu = device_of(cfg), choose_accelerator(cfg.trainer.accelerator) != "cpu"
-    name, policy = cfg.rollout.engine.dtype, list(agent.policy.parameters())
-    weights = size_of(policy)
-    if name != "auto":
-        weights = weights * getattr(torch, name).itemsize // agent.policy.model.dtype.itemsize
-    taken = VLLMEngine.planned_bytes(
-        cfg.rollout.engine,
-        weights=weights,
-        device=None if device is None else device.size,
-        on_gpu=on_gpu,
-    )
-    # a CPU's memory is not given back by vLLM's sleep mode
-    return {"vLLM": taken}, {} if on_gpu else {"vLLM": taken}
 
 
 def _sharded_reference(agent: AgentModule, *, ranks: int) -> int:

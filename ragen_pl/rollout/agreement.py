@@ -22,6 +22,7 @@ from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import (
     EnginePolicy,
     GenerationRequest,
+    HasReplicas,
     RolloutEngine,
     generate,
     taking_part,
@@ -34,7 +35,6 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
-    from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
     from ragen_pl.models.bundle import ModelBundle
 
 # nats: the largest difference of a token in float32, and the mean difference in types of 16 bits
@@ -243,37 +243,32 @@ def _largest_difference(
     return largest
 
 
-def check_servers(
-    context: ContextManager,
-    engine: VLLMServerEngine,
-    *,
-    image_size: tuple[int, int] | None,
-    policy: EnginePolicy | None = None,
-    truncation: Truncation | None = None,
-    forward_context: _Context = nullcontext,
+def check_engine(
+    context: ContextManager, engine: RolloutEngine, *, alone: bool = False, **settings: Any
 ) -> None:
-    """Check each server of an engine by itself, one rank for each; see `check_agreement`.
+    """Check an engine, each of its replicas by itself where it has several, one rank for each.
+
+    Args:
+        context: As in `check_agreement`.
+        engine: As in `check_agreement`.
+        alone: As in `check_agreement`; not for an engine with replicas.
+        settings: Other arguments of `check_agreement`.
 
     Raises:
-        ValueError: A server's model differs from the trainer's.
+        ValueError: The engine's model differs from the trainer's.
     """
-    for number, url in enumerate(engine.urls):
-        with engine.only(url):
+    if not isinstance(engine, HasReplicas):
+        check_agreement(context, engine, alone=alone, **settings)
+        return
+    for number, replica in enumerate(engine.replicas):
+        with engine.only(replica):
             try:
-                check_agreement(
-                    context,
-                    engine,
-                    image_size=image_size,
-                    policy=policy,
-                    truncation=truncation,
-                    sampled_by=number % world_size(),
-                    forward_context=forward_context,
-                )
+                check_agreement(context, engine, sampled_by=number % world_size(), **settings)
             except RolloutError:
                 raise  # it does not answer
             except ValueError as error:
                 raise ValueError(
-                    f"rollout.engine.urls: {url} has another model than the trainer, or other settings of it ({error})"
+                    f"rollout.engine: {replica} has another model than the trainer, or other settings of it ({error})"
                 ) from error
 
 

@@ -6,13 +6,10 @@ that it sampled from, so nothing is trained on its responses.
 
 from __future__ import annotations
 
-import asyncio
-import queue
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +30,7 @@ from ragen_pl.constraints import (
 from ragen_pl.data_url import data_url
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import Generation, Prompt
+from ragen_pl.engines.request_thread import RequestThread
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import (
     Conversation,
@@ -197,15 +195,10 @@ class ChatEndpoint:
             usage=self.usage,
         )
         self._answers = AnswerFile(Path(answers).expanduser() if answers else None)
-        self._free = asyncio.Semaphore(concurrency)
         # numbers of the requests that wait for the answer of a key; those of known answers
         self._waiting: dict[str, list[int]] = {}
         self._known: list[tuple[int, Answer]] = []
-        self._finished: queue.SimpleQueue[tuple[str, Answer | Failure]] = queue.SimpleQueue()
-        self._under_way: dict[str, Future[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._thread: RequestThread[str, Answer | Failure] = RequestThread(concurrency)
 
     def submit(
         self,
@@ -246,8 +239,7 @@ class ChatEndpoint:
             self._waiting[key].append(number)
         else:
             self._waiting[key] = [number]
-            task = self._ask(request, key=key)
-            self._under_way[key] = asyncio.run_coroutine_threadsafe(task, self._loop)
+            self._thread.submit(key, partial(self._ask, request, key=key))
 
     def collect(self, *, wait: bool = True) -> list[tuple[int, Answer | Failure]]:
         """Return the answers and failures since the last call, each with its request's number.
@@ -260,11 +252,9 @@ class ChatEndpoint:
         """
         collected: list[tuple[int, Answer | Failure]] = list(self._known)
         self._known.clear()
-        while (wait and not collected) or not self._finished.empty():
-            key, result = self._finished.get()
-            self._under_way.pop(key, None)
-            # none of a request that was released
-            numbers = self._waiting.pop(key, ())
+        for key, found in self._thread.collect(wait=wait and not collected):
+            result = self._failure(found) if isinstance(found, Exception) else found
+            numbers = self._waiting.pop(key)
             collected += [(number, result) for number in numbers]
             for again, _ in enumerate(numbers):
                 self._count(result, known=again > 0)
@@ -291,34 +281,28 @@ class ChatEndpoint:
 
     def release(self) -> None:
         """Cancel the requests under way and drop the answers that were not collected."""
-        for future in self._under_way.values():
-            future.cancel()
-        self._under_way.clear()
+        self._thread.cancel()
         self._waiting.clear()
         self._known.clear()
-        while not self._finished.empty():
-            self._finished.get()
 
     def close(self) -> None:
         """End the thread. The endpoint is not used again."""
         self.release()
-        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.call(self._client.close())
+        self._thread.close()
 
-    async def _ask(self, request: dict[str, Any], *, key: str) -> None:
-        result: Answer | Failure
+    async def _ask(self, request: dict[str, Any], *, key: str) -> Answer | Failure:
         try:
-            async with self._free:
-                result = await self._client.ask(request, number=key)
-            self._answers.add(key, result)
+            answer = await self._client.ask(request, number=key)
         except RequestError as error:
-            result = Failure(reason=str(error), ends_all=error.effect is Effect.ALL)
-        except Exception as error:  # such as a full disk; `collect` raises it
-            reason = self._client.line(f"{type(error).__name__}: {error}")
-            result = Failure(reason=reason, ends_all=True)
-        self._finished.put((key, result))
+            return Failure(reason=str(error), ends_all=error.effect is Effect.ALL)
+        self._answers.add(key, answer)
+        return answer
+
+    def _failure(self, error: Exception) -> Failure:
+        """Return the failure of a request by another error, such as a full disk."""
+        reason = self._client.line(f"{type(error).__name__}: {error}")
+        return Failure(reason=reason, ends_all=True)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -34,7 +34,7 @@ from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.run.start_check import checked_engine_factory, engine_factory, engine_is_in_place
+from ragen_pl.run.start_check import checked_engine_factory, engine_class, engine_factory
 from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def assemble(cfg: DictConfig) -> RunComponents:
         environments=build_environments(cfg, record_states=estimator.needs_states),
         context=ContextManager(bundle, **plain(cfg.context)),
     )
-    if engine_is_in_place(cfg):
+    engine = engine_class(cfg)
+    if engine is not None and engine.in_place:
         # the engine refuses here what it can't run, and not after a warm start
         engine_factory(cfg)(policy)
     validation_sets = [build_validation_set(cfg, proxy)]

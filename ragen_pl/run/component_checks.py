@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 import lightning.pytorch as pl
-from hydra.utils import get_class, get_object, instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -24,6 +24,7 @@ from ragen_pl.modules.masking import Masks
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.run.build import build_callbacks, build_rewards
+from ragen_pl.run.start_check import engine_class
 from ragen_pl.run_facts import ChecksRun, ChecksSettings, RunFacts
 
 
@@ -169,9 +170,9 @@ def _check_ahead(cfg: DictConfig, loss: UpdateLoss) -> None:
     """Check that the engine can sample while the policy trains, and that the loss corrects for older weights."""
     if not cfg.rollout.iterations_ahead:
         return
-    engine = get_object(cfg.rollout.engine._target_)
-    # what a function builds is checked when it is there
-    if isinstance(engine, type):
+    engine = engine_class(cfg)
+    # another one is checked when it is there
+    if engine is not None:
         check_asynchronous(engine)
     loss.require_correction()
 

@@ -6,9 +6,11 @@ Everything runs in one process, one rank's part after the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.data.recorded_step import RecordedStep
-from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import EnginePolicy
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import FINGERPRINTS, Fingerprint, fingerprints, with_frozen
 from ragen_pl.modules.policy import PolicyModule
@@ -187,7 +189,7 @@ def build_module(
         if run.warm_start.exists():
             # the reference is a copy of them
             load_initial_weights(models, run.warm_start, source=str(run.warm_start))
-        module = assemble_agent(settings, models.policy, models.critic, engine=TransformersEngine)
+        module = assemble_agent(settings, models.policy, models.critic, engine=_no_engine)
     else:
         module = assemble_warm_start(settings, models.policy, models.critic)
     complete = with_frozen(module, recorded.weights)
@@ -210,6 +212,15 @@ def build_module(
     if dtype is not None:
         module.to(getattr(torch, dtype))
     return module.to(device).train()
+
+
+def _no_engine(
+    policy: EnginePolicy,
+    *,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> NoReturn:
+    """Stand for the run's engine, whose class the settings of somebody else may name."""
+    raise RuntimeError("a repeated step samples nothing")
 
 
 def in_type(step: RecordedStep, dtype: str | None) -> RecordedStep:

@@ -15,14 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import config_errors
 from ragen_pl.distributed import all_ranks_do, rank
-from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.engines.protocol import EngineFactory, EnginePolicy, RolloutEngine
-from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
+from ragen_pl.engines.protocol import EngineFactory, EnginePolicy, EngineTraits, RolloutEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded, load_engine
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rollout.agreement import check_agreement, check_servers, check_trainer
+from ragen_pl.rollout.agreement import check_engine, check_trainer
 from ragen_pl.rollout.proxy import AgentProxy
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
@@ -37,9 +35,10 @@ def engine_factory(cfg: DictConfig) -> EngineFactory:
 def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -> EngineFactory:
     """Return the config's rollout engine, which is compared with the trainer when it is first built.
 
-    A model that was built from its config is not compared with an engine that samples with it in place.
+    A model that was built from its config is not compared with an engine in place that calls the trainer's functions.
     """
-    factory, in_place = engine_factory(cfg), engine_is_in_place(cfg)
+    factory, traits = engine_factory(cfg), engine_class(cfg)
+    same = traits is not None and traits.in_place and traits.shares_forward
     checked = False
 
     def build(
@@ -48,14 +47,13 @@ def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -
         nonlocal checked
         with config_errors("rollout.engine"):
             engine = all_ranks_do(lambda: factory(policy, forward_context=forward_context))
-        if checked or (in_place and policy.bundle.source is None):
+        if checked or (same and policy.bundle.source is None):
             return engine
-        check: Any = check_servers if isinstance(engine, VLLMServerEngine) else check_agreement
 
         def compare(**settings: Any) -> None:
             context = _context(cfg, policy)
             size = image_size(proxy.environments)
-            check(
+            check_engine(
                 context,
                 engine,
                 image_size=size,
@@ -68,7 +66,7 @@ def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -
         try:
             with _refusals(policy):
                 load_engine(engine, policy, version=0)
-                _on_first_rank(compare) if in_place else compare()
+                _on_first_rank(compare) if engine.in_place else compare()
         except BaseException:
             engine.close()
             raise
@@ -78,10 +76,10 @@ def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -
     return build
 
 
-def engine_is_in_place(cfg: DictConfig) -> bool:
-    """Return whether the rollout engine runs the policy's own model, and not a copy of it."""
+def engine_class(cfg: DictConfig) -> type[EngineTraits] | None:
+    """Return the class of the config's rollout engine; None where it is not known before the engine is built."""
     target = get_object(cfg.rollout.engine._target_)
-    return isinstance(target, type) and issubclass(target, TransformersEngine)
+    return target if isinstance(target, type) and issubclass(target, EngineTraits) else None
 
 
 class TrainerCheck(pl.Callback):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.engines.protocol import GenerationRequest, Prompt
-from ragen_pl.engines.vllm.access import KEY_VARIABLE, KeyRequired
+from ragen_pl.engines.vllm_server.access import KEY_VARIABLE, KeyRequired
 from ragen_pl.engines.vllm_server.pool import ServerPool
 from ragen_pl.engines.vllm_server.requirements import Requirements
 from ragen_pl.engines.vllm_server.routing import Routing

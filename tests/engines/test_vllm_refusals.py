@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from composing import composed
 
-from ragen_pl.config import ConfigError, relations
+from ragen_pl.config import ConfigError
 from ragen_pl.engines.protocol import check_asynchronous
-from ragen_pl.engines.vllm import engine as vllm_engine
+from ragen_pl.engines.vllm import rules
 from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.modules.policy import PolicyModule
 
@@ -35,13 +35,11 @@ def installed(monkeypatch):
     def find_spec(name, package=None):
         return SimpleNamespace() if name == "vllm" else found(name, package)
 
-    for module in (relations, vllm_engine):
-        monkeypatch.setattr(module, "find_spec", find_spec)
+    monkeypatch.setattr(rules, "find_spec", find_spec)
 
 
 def test_a_missing_vllm_is_named_before_a_model_is_built(lm, monkeypatch):
-    for module in (relations, vllm_engine):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=MISSING):
         check("env=frozenlake")
     with pytest.raises(ModuleNotFoundError, match=MISSING):

@@ -23,16 +23,16 @@ from hydra import compose, initialize_config_dir
 from module_process import FORKS
 from tiny_models import TEXT
 
-from ragen_pl.config import ConfigError, check_config, config_dir, relations
+from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
-from ragen_pl.engines.vllm_server import VLLMServerEngine
+from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rollout.agreement import check_servers
+from ragen_pl.rollout.agreement import check_engine
 
 
 @pytest.fixture
@@ -628,7 +628,7 @@ def test_a_server_of_another_model_is_found_by_its_logprobs(start, connect, lm) 
     fine, wrong = start(), start()
     engine = connect(fine, wrong)
     with pytest.raises(ValueError, match=rf"{fine.url} has another model than the trainer"):
-        check_servers(ContextManager(lm, max_tokens=256), engine, image_size=None)
+        check_engine(ContextManager(lm, max_tokens=256), engine, image_size=None)
     assert wrong.asked == []
 
 
@@ -716,13 +716,13 @@ def check(*overrides: str) -> None:
     ],
 )
 def test_settings_are_checked_before_a_model_is_built(monkeypatch, overrides, message) -> None:
-    monkeypatch.setattr(relations, "find_spec", lambda name: None)
+    monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
         check(*overrides)
 
 
 def test_a_python_of_another_environment_needs_no_vllm_here(monkeypatch) -> None:
-    monkeypatch.setattr(relations, "find_spec", lambda name: None)
+    monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: None)
     check("rollout.engine.python=/bin/sh")
 
 
@@ -731,7 +731,7 @@ def test_addresses_need_no_vllm_here() -> None:
 
 
 def test_without_vllm_no_server_is_started(monkeypatch, connect) -> None:
-    monkeypatch.setattr("ragen_pl.engines.vllm.process.find_spec", lambda name: None)
+    monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: None)
     with pytest.raises(
         ModuleNotFoundError, match="so the run can't start a server; python -m ragen"
     ):

@@ -16,7 +16,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ragen_pl.config import ConfigError, relations
+from ragen_pl.config import ConfigError
 from ragen_pl.data.microbatches import split_by_tokens
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt
@@ -26,7 +26,6 @@ from ragen_pl.memory import plan as memory_plan
 from ragen_pl.memory.dry_run import (
     abstract_agent,
     abstract_bundle,
-    count_rollout,
     images_of,
     minibatch_of,
     samples_of,
@@ -294,7 +293,7 @@ def test_planned_keys_and_values_are_those_of_the_engine(folder):
     engine.submit(requests, keep=True)
     engine.collect()
     # the plan has room for a copy of three quarters of them, while finished responses are dropped
-    planned = count_rollout(agent, workload).cache / 1.75
+    planned = plan_memory(cfg).phases[0].parts["keys and values"] / 1.75
     assert planned == pytest.approx(engine.held_bytes, rel=0.15)
 
 
@@ -468,14 +467,14 @@ def test_a_sharded_reference_keeps_its_head_whole_for_a_full_divergence(folder):
 
 
 def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
-    monkeypatch.setattr(relations, "find_spec", lambda name: object())
+    monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: object())
     overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
     vllm = ("rollout/engine=vllm", "rollout.engine.cache_bytes=1000000")
     plain, copied = (plan_memory(on_cpu(*overrides, *more)).phases for more in ((), vllm))
     weights = plain[-1].parts["weights"]
     for phase in copied:
         assert phase.parts["vLLM"] == pytest.approx(weights + 1_000_000, rel=1e-3)
-    assert "keys and values" in plain[0].parts and not copied[0].parts["keys and values"]
+    assert "keys and values" in plain[0].parts and "keys and values" not in copied[0].parts
     half = plan_memory(on_cpu(*overrides, *vllm, "rollout.engine.dtype=bfloat16")).phases
     assert half[0].parts["vLLM"] == pytest.approx(weights // 2 + 1_000_000, rel=1e-3)
     # on a GPU it is a share of the device, which sleeps in other phases

@@ -29,12 +29,12 @@ from vllm_servers import CACHE_BYTES, ROOT, UserServer, environment
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import Prompt, generate
-from ragen_pl.engines.vllm_server import VLLMServerEngine
 from ragen_pl.engines.vllm_server.answers import Exchange
+from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rollout.agreement import check_servers
+from ragen_pl.rollout.agreement import check_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SETTINGS = {"kv_cache_memory_bytes": CACHE_BYTES}
@@ -177,7 +177,7 @@ def test_after_weights_that_are_not_finite_sound_ones_are_sampled(engine):
 
 
 def test_each_server_agrees_with_the_trainer(engine):
-    check_servers(ContextManager(engine.bundle, max_tokens=2048), engine, image_size=(56, 56))
+    check_engine(ContextManager(engine.bundle, max_tokens=2048), engine, image_size=(56, 56))
 
 
 def test_a_server_may_split_its_model_over_processes(monkeypatch):
@@ -201,9 +201,9 @@ def test_its_server_ends_with_the_process(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, 'tests'); import vllm_models; "
         "from ragen_pl.modules.policy import PolicyModule; "
-        "from ragen_pl.engines import vllm_server; from ragen_pl.engines.vllm import process; "
+        "from ragen_pl.engines.vllm_server import engine, process; "
         "process.ServerProcess._wait = lambda self, limit: print(self._process.pid, flush=True) or time.sleep(99);"
-        "vllm_server.VLLMServerEngine(PolicyModule(vllm_models.build('text')), max_tokens=512)"
+        "engine.VLLMServerEngine(PolicyModule(vllm_models.build('text')), max_tokens=512)"
     )
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
@@ -223,7 +223,7 @@ def test_its_server_may_be_of_another_environment(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    monkeypatch.setattr("ragen_pl.engines.vllm.process.find_spec", lambda name: None)
+    monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: None)
     engine = VLLMServerEngine(
         PolicyModule(build("text")),
         max_tokens=2048,
@@ -320,7 +320,7 @@ def test_a_server_with_another_model_is_refused_by_name(connect, servers):
     engine = connect(setting)
     engine.load_weights(0)
     with pytest.raises(ValueError, match=rf"{servers[0].url} has another model than the trainer"):
-        check_servers(ContextManager(setting, max_tokens=2048), engine, image_size=None)
+        check_engine(ContextManager(setting, max_tokens=2048), engine, image_size=None)
 
 
 def test_a_killed_server_is_no_loss_and_is_taken_back_with_the_weights(connect, servers, endless):

@@ -7,10 +7,11 @@ rows are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,23 @@ from torch.nn import functional
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, SessionCache, StateCache
+from ragen_pl.engines.in_process.memory import (
+    DROP_BELOW,
+    PREFILL_TOKENS,
+    SessionBytes,
+    empty_cache,
+    sampling_bytes,
+)
+from ragen_pl.engines.in_process.rules import InProcessRules, no_masks
 from ragen_pl.engines.in_process.sampling import Responses, SamplingParameters
-from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest, Prompt
+from ragen_pl.engines.protocol import (
+    EngineMemory,
+    EnginePolicy,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    RolloutSizes,
+)
 from ragen_pl.models.images import ImageFeatures, content_key
 from ragen_pl.models.inputs import (
     DecoderInputs,
@@ -33,11 +49,9 @@ from ragen_pl.models.inputs import (
 
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
-DROP_BELOW = 0.75
-"""Finished rows are dropped when the fraction of unfinished rows falls below this."""
 
 
-class TransformersEngine:
+class TransformersEngine(InProcessRules):
     """Rollout engine that runs a transformers model in this process.
 
     Args:
@@ -51,26 +65,18 @@ class TransformersEngine:
         ValueError: The model's attention takes no masks, which padded prompts need.
     """
 
-    exact = True
-    in_place = True
-    asynchronous = False  # the weights that are trained
-    continuous = False
-
     @checked
     def __init__(
         self,
         policy: EnginePolicy,
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-        prefill_tokens: Count = 16_384,
+        prefill_tokens: Count = PREFILL_TOKENS,
         cache_bytes: Count | None = None,
     ) -> None:
         self.bundle = policy.bundle
         if not self.bundle.facts.custom_masks:
-            raise ValueError(
-                "model.build.attn_implementation: the in-process rollout engine pads prompts, and this attention takes "
-                "no masks; set sdpa, or another rollout engine"
-            )
+            raise ValueError(no_masks("model.build.attn_implementation"))
         self.forward_context = forward_context
         self.prefill_tokens = prefill_tokens
         self.cache_bytes = cache_bytes
@@ -81,6 +87,17 @@ class TransformersEngine:
         self._keep = False
         self._held: SessionCache | None = None
         self._features: dict[bytes, ImageFeatures] = {}
+
+    @classmethod
+    def planned_memory(cls, settings: Mapping[str, Any], sizes: RolloutSizes) -> EngineMemory:
+        """Return the bytes of sampling, and of the weights where the engine has a copy of them."""
+        copied = super().planned_memory(settings, sizes)
+        sampling = sampling_bytes(
+            sizes,
+            prefill_tokens=settings.get("prefill_tokens", PREFILL_TOKENS),
+            cache_bytes=settings.get("cache_bytes"),
+        )
+        return EngineMemory(sampling | copied.rollout, copied.update)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,27 +164,12 @@ class TransformersEngine:
         return [requests[start : start + rows] for start in range(0, len(requests), rows)]
 
     def session_bytes(self, tokens: int) -> int:
-        """Return the bytes of a session's keys, values and states, extrapolated from those of one and two tokens."""
-        one, two = self._bytes_of_tokens
-        return one + (tokens - 1) * (two - one)
+        """Return the bytes of the keys, values and states of a session."""
+        return self._session_bytes.of(tokens)
 
     @cached_property
-    def _bytes_of_tokens(self) -> tuple[int, int]:
-        one, two = (self._measured_bytes(tokens) for tokens in (1, 2))
-        return one, two
-
-    def _measured_bytes(self, tokens: int) -> int:
-        cache = self._empty_cache()
-        cache.reserve(tokens)
-        with torch.inference_mode(), self.forward_context():
-            ids = torch.full((1, tokens), self.bundle.pad_token_id, device=self.bundle.device)
-            run_decoder(self.bundle, DecoderInputs(ids=ids), cache=cache)
-        return cache.memory_bytes()
-
-    def _empty_cache(self) -> InPlaceCache | StateCache:
-        if self.bundle.facts.keeps_states:
-            return StateCache(self.bundle.model.config.get_text_config())
-        return InPlaceCache()
+    def _session_bytes(self) -> SessionBytes:
+        return SessionBytes.measured(self.bundle, self.forward_context)
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
@@ -190,7 +192,7 @@ class TransformersEngine:
         sessions = [request.session for request in requests]
         if self._held is None or not set(sessions) <= set(self._held.sessions):
             return SessionCache.empty(
-                sessions, device=self.bundle.device, cache=self._empty_cache()
+                sessions, device=self.bundle.device, cache=empty_cache(self.bundle)
             )
         return self._held.select(sessions)
 

@@ -6,37 +6,50 @@ Requests join and leave vLLM's batch at any token, so environments step while ot
 
 from __future__ import annotations
 
-import copy
-import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, Fraction, Open
 from ragen_pl.distributed import world_size
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
-from ragen_pl.engines.vllm.lockstep import Lockstep, Share
+from ragen_pl.engines.protocol import (
+    EngineMemory,
+    EnginePolicy,
+    Generation,
+    GenerationRequest,
+    RolloutSizes,
+)
+from ragen_pl.engines.vllm.isolation import (
+    by_gloo,
+    isolated,
+    process_groups_kept,
+    start_environment,
+)
+from ragen_pl.engines.vllm.lockstep import Lockstep
+from ragen_pl.engines.vllm.model import (
+    CPU_CACHE_BYTES,
+    check_weights,
+    model_arguments,
+    save_without_weights,
+)
+from ragen_pl.engines.vllm.requests import (
+    check_prompt,
+    check_request,
+    prompt_arguments,
+    sampling_arguments,
+)
+from ragen_pl.engines.vllm.rules import NOT_INSTALLED, VLLMRules, is_installed, split_problem
 from ragen_pl.files import OwnFolder
 
-if TYPE_CHECKING:
-    from ragen_pl.models.bundle import ModelBundle
-
-CPU_CACHE_BYTES = 2**30
-"""Keys and values on the CPU, where vLLM would take most of the machine's memory."""
-CPU_BATCH_TOKENS = 4096
-"""Tokens of a step there, which vLLM would take itself."""
+_MEMORY_SHARE = 0.4
 
 
-class VLLMEngine:
+class VLLMEngine(VLLMRules):
     """Rollout engine that runs vLLM in this process.
 
     Its log-probs are of the distribution that it samples from, with temperature and banned tokens, as its own kernels
@@ -62,11 +75,6 @@ class VLLMEngine:
         ValueError: vLLM does not know the model, or can't run it with these settings.
     """
 
-    exact = False
-    in_place = False
-    asynchronous = False  # vLLM uses the global generators
-    continuous = True
-
     @checked
     def __init__(
         self,
@@ -76,16 +84,15 @@ class VLLMEngine:
         max_tokens: Count,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         cache_bytes: Count | None = None,
-        memory_share: Fraction = 0.4,
+        memory_share: Fraction = _MEMORY_SHARE,
         eager: bool = False,
         settings: Annotated[dict[str, Any], Open()] | None = None,
     ) -> None:
-        if find_spec("vllm") is None:
-            raise ModuleNotFoundError(
-                "rollout/engine=vllm: vllm is not installed; python -m ragen_pl.install_vllm (docs/engines.md), or set "
-                "rollout/engine=transformers"
-            )
-        self.ranks = _ranks_of_a_model(settings or {})
+        if not is_installed():
+            raise ModuleNotFoundError(NOT_INSTALLED)
+        self.ranks = (settings or {}).get("tensor_parallel_size", 1)
+        if (problem := split_problem(self.ranks, ranks=world_size())) is not None:
+            raise ValueError(problem)
         check_weights(policy.bundle, engine="vllm")
         self.bundle, self._policy = policy.bundle, policy
         self.max_tokens = max_tokens
@@ -100,8 +107,7 @@ class VLLMEngine:
         self._asleep = False
         self._on_gpu = False
         self._owns_group = not torch.distributed.is_initialized()
-        with self._isolated(), _environment():
-            from vllm import LLM
+        with self._isolated(), start_environment():
             from vllm.platforms import current_platform
         self._on_gpu = not current_platform.is_cpu()
         if cache_bytes is None and not self._on_gpu:
@@ -122,38 +128,44 @@ class VLLMEngine:
         arguments |= model_arguments(
             self.bundle, dtype=self.dtype, max_tokens=max_tokens, on_gpu=self._on_gpu
         )
-        arguments |= dict(settings or {})
-        self._lockstep: Lockstep | None = None
-        communicates = _by_gloo() if self.ranks > 1 and not self._on_gpu else nullcontext()
-        with self._isolated(), _environment(), communicates:
+        self._llm = self._start(arguments | dict(settings or {}))
+        self._lockstep = Lockstep.of_group() if self.ranks > 1 else None
+
+    def _start(self, arguments: Mapping[str, Any]) -> Any:
+        """Return vLLM's `LLM` with these arguments.
+
+        Raises:
+            ValueError: vLLM does not know the model, or can't run it with these settings.
+        """
+        communicates = by_gloo() if self.ranks > 1 and not self._on_gpu else nullcontext()
+        with self._isolated(), start_environment(), communicates:
+            from vllm import LLM
+
             try:
-                self._llm = LLM(**arguments)
+                return LLM(**arguments)
             except (ValueError, TypeError, NotImplementedError) as error:
                 self._folder.remove()
                 raise ValueError(
                     f"rollout/engine=vllm: vLLM can't run this {self.bundle.facts.family} model "
                     f"({_reason(error)}); set rollout/engine=transformers, or other settings of rollout.engine"
                 ) from error
-        if self.ranks > 1:
-            self._lockstep = _lockstep_of_group()
 
     @classmethod
-    def planned_bytes(
-        cls, settings: Mapping[str, Any], *, weights: int, device: int | None, on_gpu: bool
-    ) -> int:
-        """Return the bytes that an engine takes of a device during a rollout, for a plan of the memory.
-
-        Args:
-            settings: Arguments of the class.
-            weights: Bytes of the policy's weights in the engine's type.
-            device: Bytes of the device, None if they are unknown.
-            on_gpu: Whether it is a GPU.
-        """
-        cache_bytes: int | None = settings["cache_bytes"]
-        weights //= (settings["settings"] or {}).get("tensor_parallel_size", 1)
-        if on_gpu and cache_bytes is None and device is not None:
-            return int(settings["memory_share"] * device)
-        return weights + (cache_bytes or CPU_CACHE_BYTES)
+    def planned_memory(cls, settings: Mapping[str, Any], sizes: RolloutSizes) -> EngineMemory:
+        """Return the bytes of weights, keys and values; on a GPU the engine's share of it, which sleeps in updates."""
+        cache_bytes: int | None = settings.get("cache_bytes")
+        share = settings.get("memory_share", _MEMORY_SHARE)
+        if sizes.on_gpu and cache_bytes is None and sizes.device is not None:
+            taken = int(share * sizes.device)
+        else:
+            weights, dtype = sizes.weights, settings.get("dtype", "auto")
+            if dtype != "auto":
+                size = sizes.bundle.model.dtype.itemsize
+                weights = weights * getattr(torch, dtype).itemsize // size
+            weights //= (settings.get("settings") or {}).get("tensor_parallel_size", 1)
+            taken = weights + (cache_bytes or CPU_CACHE_BYTES)
+        # a CPU's memory is not given back by vLLM's sleep mode
+        return EngineMemory({"vLLM": taken}, {} if sizes.on_gpu else {"vLLM": taken})
 
     # ---- weights
 
@@ -204,7 +216,7 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM, and torch.distributed where vLLM has initialized it."""
         self.release()
-        groups_kept = nullcontext() if self._owns_group else _process_groups_kept()
+        groups_kept = nullcontext() if self._owns_group else process_groups_kept()
         with self._isolated(), groups_kept:
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
@@ -243,7 +255,9 @@ class VLLMEngine:
         return finished
 
     def _add(self, name: str, request: GenerationRequest) -> None:
-        self._llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
+        self._llm.llm_engine.add_request(
+            name, prompt_arguments(request.prompt), self._sampling(request)
+        )
 
     def _step(self) -> list[tuple[int, Generation]]:
         """Step vLLM and return the responses of this rank that have finished."""
@@ -304,16 +318,6 @@ class VLLMEngine:
                 self._lockstep.leave()
             raise
 
-    def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
-        prompt = request.prompt
-        if not prompt.images:
-            return {"prompt_token_ids": prompt.ids.tolist()}
-        images = [Image.fromarray(image) for image in prompt.images]
-        return {
-            "prompt_token_ids": prompt.unexpanded_ids.tolist(),
-            "multi_modal_data": {"image": images},
-        }
-
     def _sampling(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -344,74 +348,8 @@ class VLLMEngine:
             version=self.version,
         )
 
-    @contextmanager
-    def _isolated(self) -> Iterator[None]:
-        """Run vLLM; the global generators and torch's threads are as before afterwards."""
-        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-        python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        # small functions, for which compilers are not worth their time on a CPU
-        compilation = nullcontext() if self._on_gpu else torch._dynamo.config.patch(disable=True)
-        try:
-            with compilation:
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
-            torch.set_rng_state(cpu)
-            if gpu is not None:
-                torch.cuda.set_rng_state(gpu)
-            # vLLM replaces the function on a CPU
-            torch.set_num_threads = set_num_threads
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
-
-
-def _ranks_of_a_model(settings: Mapping[str, Any]) -> int:
-    """Return the number of ranks that hold a model together.
-
-    Raises:
-        ValueError: The ranks of the run can't be divided into such groups.
-    """
-    ranks: int = settings.get("tensor_parallel_size", 1)
-    if ranks > 1 and world_size() % ranks:
-        raise ValueError(
-            f"rollout.engine.settings.tensor_parallel_size={ranks}: so many ranks share an engine, expected a divisor "
-            f"of their number, {world_size()}; set it to 1, or rollout/engine=vllm_server"
-        )
-    return ranks
-
-
-def _lockstep_of_group() -> Lockstep:
-    """Build the lockstep of the ranks that hold a model together with this one."""
-    from vllm.distributed import get_tp_group
-
-    group = get_tp_group()
-
-    def gather(share: Share) -> list[Share]:
-        shares: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(shares, share, group=group.cpu_group)
-        return shares
-
-    return Lockstep(group.rank_in_group, gather)
-
-
-@contextmanager
-def _by_gloo() -> Iterator[None]:
-    """Have the parts of a model on CPUs exchange by gloo.
-
-    vLLM's own way names its shared memory as every other run with a launcher does, and waits for a rank that has ended
-    without a limit (0.32).
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    name = "_all_group_ranks_share_shm_group_name"
-    own = getattr(CpuCommunicator, name)
-    setattr(CpuCommunicator, name, lambda self: False)
-    try:
-        yield
-    finally:
-        setattr(CpuCommunicator, name, own)
+    def _isolated(self) -> AbstractContextManager[None]:
+        return isolated(on_gpu=self._on_gpu)
 
 
 def _prepare_head(model: torch.nn.Module) -> None:
@@ -422,147 +360,6 @@ def _prepare_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Set the variables that vLLM reads while it starts."""
-    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
-        changes["VLLM_LOGGING_LEVEL"] = "ERROR"
-    if torch.distributed.is_initialized():
-        changes |= {
-            "RANK": str(torch.distributed.get_rank()),
-            "LOCAL_RANK": str(torch.cuda.current_device() if torch.cuda.is_available() else 0),
-        }
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ |= changes
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _process_groups_kept() -> Iterator[None]:
-    """Keep vLLM from ending torch.distributed, which the trainer has initialized."""
-    from vllm.distributed import parallel_state
-
-    destroy = parallel_state.destroy_distributed_environment
-    parallel_state.destroy_distributed_environment = lambda: None
-    try:
-        yield
-    finally:
-        parallel_state.destroy_distributed_environment = destroy
-
-
-def check_weights(bundle: ModelBundle, *, engine: str) -> None:
-    """Refuse a model whose weights vLLM can't take over.
-
-    Raises:
-        ValueError: They are quantized.
-    """
-    if "quantization_config" in bundle.model.config.to_dict():
-        raise ValueError(
-            f"rollout/engine={engine}: quantized weights can't be copied into vLLM after each update; set "
-            "rollout/engine=transformers, or load the weights in bfloat16"
-        )
-
-
-def check_request(request: GenerationRequest, *, max_tokens: int) -> None:
-    """Refuse a request that vLLM can't answer.
-
-    Raises:
-        ValueError: It has more than `max_tokens` with its response, or leaves out parts of its images.
-    """
-    length = len(request.prompt.ids) + request.max_tokens
-    if length > max_tokens:
-        raise ValueError(
-            f"rollout.engine.max_tokens={max_tokens}: a prompt has {len(request.prompt.ids)} tokens and its "
-            f"response may have {request.max_tokens}; set at least {length}"
-        )
-    if request.prompt.patches is not None:
-        raise ValueError(
-            "context.leave_out.patches: vLLM shows whole images; set context.leave_out.patches=0, or "
-            "rollout/engine=transformers"
-        )
-
-
-def check_prompt(shown: list[int], request: GenerationRequest, *, family: str, engine: str) -> None:
-    """Check that vLLM has read a prompt as the trainer does.
-
-    Raises:
-        ValueError: It has put other ids in the place of the images than the model's own processor.
-    """
-    if shown != request.prompt.ids.tolist():
-        raise ValueError(
-            f"rollout/engine={engine}: vLLM read a prompt as {len(shown)} tokens, the trainer as "
-            f"{len(request.prompt.ids)}; it handles images of {family} in another way: set rollout/engine=transformers"
-        )
-
-
-def model_arguments(
-    bundle: ModelBundle, *, dtype: torch.dtype, max_tokens: int, on_gpu: bool
-) -> dict[str, Any]:
-    """Return vLLM's arguments for a model, in this process or on a server."""
-    arguments: dict[str, Any] = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_tokens,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "mm_processor_kwargs": dict(bundle.image_settings) or None,
-    }
-    if bundle.processor is not None:
-        # else vLLM normalizes images itself, with constants that new weights overwrite (0.32)
-        arguments |= {"limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
-    if not on_gpu:
-        # a seeded request can't continue a prompt that was computed in part: CPU generators have no offset (0.32)
-        arguments |= {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(max_tokens, CPU_BATCH_TOKENS),
-        }
-    return arguments
-
-
-def sampling_arguments(
-    request: GenerationRequest, *, ends: list[int], banned: Mapping[int, float]
-) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for a request.
-
-    Args:
-        request: Request.
-        ends: Ids that end a response.
-        banned: Biases of the ids that are never sampled.
-    """
-    truncation = request.truncation
-    kept = {}
-    if truncation is not None:
-        kept = {"top_p": truncation.top_p, "min_p": truncation.min_p}
-        # 0 for all
-        kept["top_k"] = truncation.top_k or 0
-    return kept | {
-        "temperature": request.temperature,
-        "seed": request.seed,
-        "max_tokens": request.max_tokens,
-        "stop_token_ids": ends,
-        # the tokenizer's eos_token is among them
-        "ignore_eos": True,
-        "logit_bias": banned,
-        "logprobs": 0,
-        "detokenize": False,
-    }
-
-
-def save_without_weights(bundle: ModelBundle, folder: str | Path) -> None:
-    """Write the config, the tokenizer and the processor for vLLM to build the model from."""
-    config = copy.deepcopy(bundle.model.config)
-    config.architectures = [type(bundle.model).__name__]
-    config.save_pretrained(folder)
-    (bundle.processor or bundle.tokenizer).save_pretrained(folder)
 
 
 def _reason(error: BaseException) -> str:

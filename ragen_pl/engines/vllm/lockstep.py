@@ -10,8 +10,10 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
 
 from ragen_pl.distributed import sendable
 from ragen_pl.engines.errors import RolloutError
@@ -65,6 +67,20 @@ class Lockstep:
         self._digest = 0
         self._new: dict[str, GenerationRequest] = {}
         self._aborted: list[str] = []
+
+    @classmethod
+    def of_group(cls) -> Lockstep:
+        """Return that of the ranks that hold a model of vLLM with this one."""
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+
+        def gather(share: Share) -> list[Share]:
+            shares: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(shares, share, group=group.cpu_group)
+            return shares
+
+        return cls(group.rank_in_group, gather)
 
     def begin(self) -> None:
         """Begin a rollout."""

@@ -4,7 +4,3 @@ A server gets token ids and images, and returns sampled ids with their log-probs
 of the weights that sampled it. New weights are written to a folder, from which each server reloads them in place. A
 server that fails gets no requests until it answers again with the present weights.
 """
-
-from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
-
-__all__ = ["VLLMServerEngine"]

@@ -12,7 +12,7 @@ import numpy as np
 from ragen_pl.data_url import data_url
 from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
 from ragen_pl.engines.protocol import Generation, GenerationRequest
-from ragen_pl.engines.vllm.engine import check_prompt, sampling_arguments
+from ragen_pl.engines.vllm.requests import check_prompt, sampling_arguments
 from ragen_pl.engines.vllm_server.server import (
     Busy,
     GivenUp,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import queue
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import torch
@@ -20,11 +17,14 @@ from ragen_pl.constraints import Contains, Count, CountOrZero, ExistingPath, Ope
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
-from ragen_pl.engines.vllm.engine import check_request, check_weights
-from ragen_pl.engines.vllm.process import ServerProcess
+from ragen_pl.engines.request_thread import RequestThread
+from ragen_pl.engines.vllm.model import check_weights
+from ragen_pl.engines.vllm.requests import check_request
 from ragen_pl.engines.vllm_server.answers import Budget, Exchange
 from ragen_pl.engines.vllm_server.pool import ServerPool
+from ragen_pl.engines.vllm_server.process import ServerProcess
 from ragen_pl.engines.vllm_server.requirements import Requirements
+from ragen_pl.engines.vllm_server.rules import VLLMServerRules
 from ragen_pl.engines.vllm_server.server import (
     Busy,
     Failed,
@@ -36,10 +36,8 @@ from ragen_pl.engines.vllm_server.server import (
 )
 from ragen_pl.engines.vllm_server.weights import WeightFolder, WrittenWeights
 
-T = TypeVar("T")
 
-
-class VLLMServerEngine:
+class VLLMServerEngine(VLLMServerRules):
     """Rollout engine that sends its requests to vLLM servers.
 
     Requests of a session go to the same server while it answers. A request that fails is sent again, to another server
@@ -72,11 +70,6 @@ class VLLMServerEngine:
         ValueError: A server can't serve the policy, or does not answer.
     """
 
-    exact = False
-    in_place = False
-    asynchronous = True
-    continuous = True
-
     @checked
     def __init__(
         self,
@@ -103,22 +96,15 @@ class VLLMServerEngine:
         self.sampled_tokens = self.resent = 0
         self.exchange = Exchange(self.bundle)
         self._folder: WeightFolder | None = None
-        self._under_way: dict[int, Future[None]] = {}
-        self._requests = 0
-        self._finished: queue.SimpleQueue[tuple[int, int, Generation | Exception]] = (
-            queue.SimpleQueue()
-        )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._thread: RequestThread[int, Generation] = RequestThread(concurrency)
         self._resources = ExitStack()
-        self._resources.callback(self._end_thread)
+        self._resources.callback(self._thread.close)
         try:
             weights = iter(()) if urls else policy.weights()
             self.urls, self.key = self._first_rank_does(
                 lambda: self._start(urls, weights, weights_folder, settings, python), weights
             )
-            self._call(self._open(concurrency))
+            self._thread.call(self._open())
             self._pool = ServerPool(
                 [Server(url, self._session, timeout_s) for url in self.urls],
                 Requirements(self.bundle, self.dtype, max_tokens),
@@ -129,9 +115,9 @@ class VLLMServerEngine:
                 rank=rank(),
                 ranks=world_size(),
             )
-            self._resources.callback(lambda: self._call(self._pool.end()))
+            self._resources.callback(lambda: self._thread.call(self._pool.end()))
             self._resources.callback(self.release)
-            all_ranks_do(lambda: self._call(self._pool.check()))
+            all_ranks_do(lambda: self._thread.call(self._pool.check()))
             self._pool.note_checked()
         except BaseException:
             self.close()
@@ -162,7 +148,7 @@ class VLLMServerEngine:
         self._resources.callback(process.close)
         return [process.url], process.key
 
-    async def _open(self, concurrency: int) -> None:
+    async def _open(self) -> None:
         headers = {"Accept-Encoding": "identity"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -172,8 +158,7 @@ class VLLMServerEngine:
             headers=headers,
             auto_decompress=False,
         )
-        self._resources.callback(lambda: self._call(self._session.close()))
-        self._free = asyncio.Semaphore(concurrency)
+        self._resources.callback(lambda: self._thread.call(self._session.close()))
 
     # ---- ranks
 
@@ -205,13 +190,13 @@ class VLLMServerEngine:
             RolloutError: No server could load them.
         """
         self.release()
-        self._call(self._pool.end())
+        self._thread.call(self._pool.end())
         # no rank samples any more
         gather_over_ranks(None)
         weights = self._policy.weights()
         written, ready = self._first_rank_does(lambda: self._hand_over(version, weights), weights)
         self.version = version
-        self._call(self._pool.begin(written, ready))
+        self._thread.call(self._pool.begin(written, ready))
 
     def _hand_over(
         self, version: int, weights: Iterator[tuple[str, Tensor]]
@@ -219,12 +204,17 @@ class VLLMServerEngine:
         """Write the weights and have all servers load them; return them and the servers that did."""
         assert self._folder is not None
         written = self._folder.write(weights, version=version)
-        return written, self._call(self._pool.load(written))
+        return written, self._thread.call(self._pool.load(written))
+
+    @property
+    def replicas(self) -> list[str]:
+        """Addresses of the servers, each of which has a model of its own."""
+        return self.urls
 
     @contextmanager
-    def only(self, url: str) -> Iterator[None]:
-        """Send requests to one of the servers alone."""
-        self._pool.only = url
+    def only(self, replica: str) -> Iterator[None]:
+        """Send requests to one of the servers alone; see `HasReplicas`."""
+        self._pool.only = replica
         try:
             yield
         finally:
@@ -240,13 +230,9 @@ class VLLMServerEngine:
         """
         for request in requests:
             check_request(request, max_tokens=self.max_tokens)
-        self._call(self._place(requests))
+        self._thread.call(self._place(requests))
         for request in requests:
-            number = self._requests
-            self._requests += 1
-            self._under_way[number] = asyncio.run_coroutine_threadsafe(
-                self._ask(number, request), self._loop
-            )
+            self._thread.submit(request.session, partial(self._response, request))
 
     def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
         """Return the responses since the last call.
@@ -257,14 +243,8 @@ class VLLMServerEngine:
         Raises:
             RolloutError: A request was refused or failed too often, or no server answers.
         """
-        if not self._under_way:
-            return []
-        finished = [self._finished.get()] if wait else []
-        while not self._finished.empty():
-            finished.append(self._finished.get())
         generations = []
-        for number, session, response in finished:
-            self._under_way.pop(number, None)
+        for session, response in self._thread.collect(wait=wait):
             if isinstance(response, Exception):
                 self.release()
                 raise response
@@ -274,10 +254,8 @@ class VLLMServerEngine:
 
     def release(self) -> None:
         """Cancel the requests under way, which their servers abort, and forget all sessions."""
-        self._call(self._forget(list(self._under_way.values())))
-        self._under_way.clear()
-        while not self._finished.empty():
-            self._finished.get()
+        self._thread.cancel()
+        self._thread.call(self._forget())
 
     def sleep(self) -> None:
         """Cancel the requests under way; the servers keep their memory."""
@@ -290,20 +268,8 @@ class VLLMServerEngine:
     async def _place(self, requests: Sequence[GenerationRequest]) -> None:
         self._pool.routing.place(requests)
 
-    async def _forget(self, futures: Sequence[Future[None]]) -> None:
-        for future in futures:
-            future.cancel()
-        # the connections close in the next steps of the loop
-        await asyncio.sleep(0)
+    async def _forget(self) -> None:
         self._pool.routing.forget()
-
-    async def _ask(self, number: int, request: GenerationRequest) -> None:
-        try:
-            async with self._free:
-                response: Generation | Exception = await self._response(request)
-        except Exception as error:  # `collect` raises it
-            response = error
-        self._finished.put((number, request.session, response))
 
     async def _response(self, request: GenerationRequest) -> Generation:
         """Return the response to a request.
@@ -341,12 +307,3 @@ class VLLMServerEngine:
                     f"at {server.url} ({trouble}); see that server's log"
                 )
             await pause(budget.attempts - 1, request.seed, timeout_s=self.timeout_s)
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine that runs in the engine's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _end_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ragen_pl.engines.vllm.engine import CPU_BATCH_TOKENS
+from ragen_pl.engines.vllm.model import CPU_BATCH_TOKENS
 from ragen_pl.engines.vllm_server.server import Failed, Json, Refused, Server, ServerState
 
 if TYPE_CHECKING:

@@ -14,23 +14,20 @@ import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragen_pl.engines.vllm import access
-from ragen_pl.engines.vllm.engine import CPU_CACHE_BYTES, model_arguments, save_without_weights
+from ragen_pl.engines.vllm.model import CPU_CACHE_BYTES, model_arguments, save_without_weights
+from ragen_pl.engines.vllm.rules import is_installed
+from ragen_pl.engines.vllm_server import access
+from ragen_pl.engines.vllm_server.rules import NO_SERVER
 from ragen_pl.files import OwnFolder
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_weights
 
-MISSING = (
-    "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; python -m ragen_pl.install_vllm "
-    "(docs/engines.md), or set rollout.engine.python, or rollout.engine.urls to servers"
-)
 _GPU_SHARE = 0.4
 _ENDS_IN_S = 20.0
 # Runs the command in its arguments, and ends it and all its processes when the pipe from the run closes, however the
@@ -82,8 +79,8 @@ class ServerProcess:
         settings: Mapping[str, Any],
         python: str | None = None,
     ) -> None:
-        if python is None and find_spec("vllm") is None:
-            raise ModuleNotFoundError(MISSING)
+        if python is None and not is_installed():
+            raise ModuleNotFoundError(NO_SERVER)
         self._folder = OwnFolder("ragen_vllm_server_")
         folder = self._folder.path
         save_without_weights(bundle, folder / "model")
