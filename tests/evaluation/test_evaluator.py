@@ -208,7 +208,5 @@ def test_unsuitable_weights_are_rejected(run: Path, tmp_path: Path) -> None:
         read_policy(broken)
     with pytest.raises(ConfigError, match=r"validation_sets\.held_out: .*reads text only"):
         evaluate(
-            composed(
-                "evaluate", "model=small_lm", "env=frozenlake_visual", f"paths.root={tmp_path}"
-            )
+            evaluation_config("model=small_lm", "env=frozenlake_visual", f"paths.root={tmp_path}")
         )
