@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from composing import composed, evaluation_config
+from composing import composed, evaluation_config, resolved
 
 from ragen_pl.config import ConfigError
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
@@ -206,9 +206,6 @@ def test_unsuitable_weights_are_rejected(run: Path, tmp_path: Path) -> None:
     broken.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:5000])
     with pytest.raises(ConfigError, match=r"broken\.ckpt: .*; give a checkpoint that a run"):
         read_policy(broken)
+    overrides = resolved("model=small_lm", "env=frozenlake_visual", f"paths.root={tmp_path}")
     with pytest.raises(ConfigError, match=r"validation_sets\.held_out: .*reads text only"):
-        evaluate(
-            composed(
-                "evaluate", "model=small_lm", "env=frozenlake_visual", f"paths.root={tmp_path}"
-            )
-        )
+        evaluate(composed(*overrides, command="evaluate", checked=False))
