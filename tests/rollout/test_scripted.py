@@ -67,9 +67,10 @@ def test_a_policy_that_raises_fails_its_own_episode(lm):
 
 
 @pytest.mark.parametrize("prompt_format", list(PromptFormat))
-def test_a_policy_without_an_answer_pays_the_format_penalty_in_every_format(prompt_format):
+def test_a_policy_without_an_answer_pays_the_format_penalty_in_every_format(lm, prompt_format):
     environments = EnvironmentManager(target="ragen/FrozenLake-v0", prompt_format=prompt_format)
-    proxy = AgentProxy(environments=environments, context=TextContext(), max_response_tokens=1000)
+    context = ContextManager(lm)
+    proxy = AgentProxy(environments=environments, context=context, max_response_tokens=1000)
     for episode in proxy.rollout(ScriptedResponder(policy=NoAnswer()), SPECS, seed_key=("none",)):
         assert episode.error is None and episode.reward == pytest.approx(-0.05)
         assert not episode.turns[0].action_is_valid
