@@ -14,7 +14,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config, leaves
-from ragen_pl.config.errors import ConfigError, translated
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import check_packages, config_dir, searched
 
 

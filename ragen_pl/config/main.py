@@ -23,7 +23,8 @@ from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config
 from ragen_pl.config.composition import compose_overrides
-from ragen_pl.config.errors import ConfigError, ending_of, translated
+from ragen_pl.config.errors import ConfigError, ending_of
+from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.config.relations import ranks_asked_for
 

@@ -189,7 +189,7 @@ class EngineMemory:
 
 
 class EngineTraits:
-    """What an engine's class says about its engines, for checks and plans before one is built.
+    """Traits of a class of engines, for checks and plans before one is built.
 
     A subclass overrides what is different. `config_problems` is called before torch is imported: an engine whose module
     imports torch inherits it from a class in a module that doesn't.

@@ -21,7 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ragen_pl.config.errors import ConfigError, translated
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir, searched
 from ragen_pl.config.settings import keys_of
 from ragen_pl.evaluation.validation_sets import environment_key

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.modules.critic import CriticModule
 
 
 T = TypeVar("T")
@@ -170,6 +169,14 @@ class PolicyModule(pl.LightningModule):
         return build_optimizer(factory, module_groups(self, "policy"))
 
 
+class ReadsValues(Protocol):
+    """Critic that shares the policy's states."""
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Return values `[…]` of hidden states `[…, hidden]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TokenReadout:
     """Reads `TokenScores` of the sampled tokens.
@@ -187,7 +194,7 @@ class TokenReadout:
             restricts the distributions to them; None for none.
     """
 
-    critic: CriticModule | None = None
+    critic: ReadsValues | None = None
     reference: ReferenceStates | None = None
     entropy_gradient: bool = True
     logits_mib: float = LOGITS_MIB

@@ -23,7 +23,6 @@ from ragen_pl.models.checkpoint_weights import checkpoint_weights
 if TYPE_CHECKING:
     from ragen_pl.engines.protocol import EnginePolicy, RolloutEngine
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.modules.policy import PolicyModule
 
 T = TypeVar("T")
 
@@ -89,7 +88,7 @@ class GatheredPolicy:
         policy: Policy that will be sharded.
     """
 
-    def __init__(self, policy: PolicyModule) -> None:
+    def __init__(self, policy: EnginePolicy) -> None:
         self._policy, bundle = policy, policy.bundle
         self._iterator: Iterator[tuple[str, Tensor]] | None = None
         weights = bundle.model.parameters()
@@ -112,14 +111,14 @@ class GatheredPolicy:
     @torch.no_grad()
     def gather(self) -> None:
         """Take over the policy's present weights. All ranks must call it."""
-        weights = dict(self._policy.model.named_parameters())
+        weights = dict(self._policy.bundle.model.named_parameters())
         self._replace(lambda name: whole(weights[name].detach()))
         # the buffers
         nn.Module.to(self.bundle.model, self.bundle.device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights, gathered one layer at a time; see `EnginePolicy`."""
-        state = self._policy.model.state_dict()
+        state = self._policy.bundle.model.state_dict()
         self._iterator = checkpoint_weights(
             self.bundle.model, value=lambda name: whole(state[name].detach())
         )

@@ -20,7 +20,7 @@ from PIL import Image
 
 import envs  # noqa: F401
 from ragen_pl.config import ConfigError
-from ragen_pl.config.errors import translated
+from ragen_pl.config.hydra_errors import translated
 from ragen_pl.evaluation.checks import check_evaluation
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.report import notes

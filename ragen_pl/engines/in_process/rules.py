@@ -1,4 +1,4 @@
-"""What the in-process engine is, and what it refuses of a config. The module imports no torch."""
+"""Traits of the in-process engine, and its refusals of a config. The module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM changes in the process that it runs in, kept from the trainer."""
+"""The process around vLLM: its global state, kept from the trainer."""
 
 from __future__ import annotations
 

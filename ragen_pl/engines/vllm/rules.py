@@ -1,4 +1,4 @@
-"""What an engine on vLLM is, and what it refuses of a config. The module imports no torch."""
+"""Traits of an engine on vLLM, and its refusals of a config. The module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine on vLLM servers is, and what it refuses of a config. The module imports no torch."""
+"""Traits of the engine on vLLM servers, and its refusals of a config. The module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parsed response holds: reasoning, content, tool calls, and a label for each character."""
+"""A parsed response: reasoning, content, tool calls, and a label for each character."""
 
 from __future__ import annotations
 

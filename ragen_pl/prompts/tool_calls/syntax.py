@@ -1,4 +1,4 @@
-"""What a format of calls consists of, for the formats with markers around calls."""
+"""Parts of a call format, for the formats with markers around calls."""
 
 from __future__ import annotations
 
