@@ -110,7 +110,7 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     # cuDNN rounds what convolutions of float32 read to 10 bits by default, and with it the patches of images
     torch.backends.cudnn.allow_tf32 = False
     bundle: ModelBundle = instantiate(with_words(cfg).model.build, _convert_="all")
-    bundle.calls_tools = cfg.env.prompt_format == PromptFormat.NATIVE
+    bundle.calls_tools = OmegaConf.select(cfg, "env.prompt_format") == PromptFormat.NATIVE
     return bundle
 
 

@@ -7,8 +7,10 @@ view reads the same rows.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +66,9 @@ def _figure(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # MLflow imports it in another thread, and a figure reads its version: this waits for the end of the import
+    if "IPython" in sys.modules:
+        import_module("IPython")
     figure = Figure(figsize=(7.2, 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

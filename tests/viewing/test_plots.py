@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+import threading
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -142,3 +146,21 @@ def test_stages_of_the_curriculum_are_marked(tmp_path: Path) -> None:
 def test_interval_must_be_positive() -> None:
     with pytest.raises(ValueError, match="every_n_iterations=0"):
         PlotRun(every_n_iterations=0)
+
+
+def test_figures_wait_for_an_import_that_another_thread_makes(tmp_path, monkeypatch):
+    # a figure reads the version of IPython, which MLflow imports in its own thread
+    (tmp_path / "IPython.py").write_text("import time\ntime.sleep(0.5)\nversion_info = (9, 0)\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "IPython"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    importing = threading.Thread(target=importlib.import_module, args=("IPython",))
+    importing.start()
+    while "IPython" not in sys.modules:
+        time.sleep(0.01)
+    try:
+        rows = [{"iteration": 1.0, "elapsed_s": 1.0, "rollout/success": 0.5}]
+        assert draw_plots(rows, tmp_path, title="run")
+    finally:
+        importing.join()
+        del sys.modules["IPython"]
