@@ -154,9 +154,10 @@ class ContextManager:
                 f"env.prompt_format=native: the schemas of the environment's tools hold {mark}, a mark of the chat "
                 "template; write it in another way"
             )
-        if id(template) not in self._native_formats:
-            self._native_formats[id(template)] = NativeFormat(template, self.bundle.end_texts)
-        return self._native_formats[id(template)]
+        key, ends = id(template), self.bundle.end_texts
+        if key not in self._native_formats:
+            self._native_formats[key] = NativeFormat(template, ends, is_rendered=not self.joins)
+        return self._native_formats[key]
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int

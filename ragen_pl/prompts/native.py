@@ -20,6 +20,8 @@ from ragen_pl.prompts.tool_calls.message import (
 )
 from ragen_pl.prompts.tool_calls.parsing import parse_message
 
+# of a response; a prompt has a result for each
+_MAX_CALLS = 32
 # texts in a template's own call by which its format is known
 _FORMATS = (
     ("<|tool_call>call:", CallFormat.GEMMA),
@@ -37,16 +39,19 @@ class NativeFormat:
     Args:
         template: the chat template with the episode's tools.
         ends: texts of the tokens that end a response.
+        is_rendered: whether prompts are rendered as a whole, so that the template has to show the calls again.
 
     Raises:
-        NoToolsError: the template cannot show the tools, or writes calls in a form that is not known.
+        NoToolsError: the template cannot show the tools, calls or results, or writes calls in a form that is not known.
     """
 
     template: ChatTemplate
     ends: Sequence[str]
+    is_rendered: bool = False
     tools: ToolTemplate | None = field(init=False, default=None)
     _call_format: CallFormat = field(init=False, default=CallFormat.HERMES)
     _reasoning: ReasoningTags = field(init=False, default=THINK_TAGS)
+    _max_calls: int = field(init=False, default=_MAX_CALLS)
     _parameters: Mapping[str, Mapping[str, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,6 +64,11 @@ class NativeFormat:
         self._parameters = {function["name"]: function["parameters"] for function in functions}
         self.tools = ToolTemplate(self.template, self.ends)
         self._call_format = _format_of(self.tools.example)
+        self.tools.results(calls=1, images=0)
+        try:
+            self.tools.results(calls=2, images=0)
+        except NoToolsError:  # Llama 3.2 takes one call a response
+            self._max_calls = 1
 
     def message(self, text: str) -> AssistantMessage:
         """Read a response. Any text has a reading; see `parse_message`."""
@@ -90,14 +100,29 @@ class NativeFormat:
         if self.tools is None:
             parsed.actions = named_actions(message.content, action_names, max_actions=max_actions)
         elif message.problem is None:
-            parsed.calls = [
+            calls = [
                 call_message(number, call.name, call.arguments)
                 for number, call in enumerate(message.calls)
             ]
-            parsed.actions = [action_text(call) for call in parsed.calls[:max_actions]]
-            if not parsed.calls:
-                parsed.problem = "expected a tool call"
+            parsed.problem = self._problem_of(calls)
+            if parsed.problem is None:
+                parsed.calls = calls
+                parsed.actions = [action_text(call) for call in calls[:max_actions]]
         return parsed
+
+    def _problem_of(self, calls: Sequence[Message]) -> str | None:
+        """Return why well-formed calls cannot be carried out and shown, None if they can."""
+        if not calls:
+            return "expected a tool call"
+        if len(calls) > self._max_calls:
+            return f"found {len(calls)} tool calls, expected at most {self._max_calls}"
+        if self.is_rendered and self.tools is not None:
+            try:
+                self.tools.written(content="", calls=calls)
+            # a template may raise for values that its model would not write
+            except NoToolsError:
+                return "the arguments of the tool call cannot be shown"
+        return None
 
     def assistant_message(self, text: str, *, plain: Callable[[str], str]) -> Message:
         """Return the message of a response, for a template that is rendered as a whole.

@@ -318,26 +318,58 @@ def test_words_beside_a_call_are_kept(lm):
     assert "I look." in lm.tokenizer.decode(episode.turns[1].prompt_ids)
 
 
-def test_a_cut_response_has_no_calls(lm):
-    class Cut(Written):
-        def respond(self, episode):
-            return CALL
+def test_a_cut_response_has_no_calls(lm, play):
+    text = f"<think>look at the prices of all articles</think>{CALL}"
+    length = len(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    proxy = AgentProxy(
-        environments=EnvironmentManager(
-            target=SHOP, prompt_format=PromptFormat.NATIVE, max_turns=2, invalid_ends=False
-        ),
-        context=ContextManager(lm, window="all"),
-        max_response_tokens=200,
-    )
+    def write(session: int, turn: int) -> tuple[str, bool]:
+        return (text, False) if turn == 0 else (ANSWER, True)
+
     spec = EpisodeSpec(group=0, member=0, seed=0)
-    generation = proxy._encode(CALL)
-    generation.hit_length_limit = True
-    slots = proxy.environments.open([spec])
-    (episode,) = proxy._begin(slots, Cut(CALL), (0, "test"))
-    answer = proxy._parse(episode, generation)
-    assert answer.parsed.actions == [] and answer.parsed.calls == []
-    proxy.environments.close(slots)
+    settings = {"prompt_format": PromptFormat.NATIVE, "max_turns": 3, "invalid_ends": False}
+    ((episode,), _) = play(SHOP, [spec], write, response_tokens=length, **settings)
+    first, second = episode.turns
+    assert first.hit_length_limit and first.actions == [] and not first.action_is_valid
+    assert not second.observation.results and episode.success
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "qwen2_5"])
+def test_a_response_with_more_calls_than_the_template_shows_is_not_valid(name):
+    context = ContextManager(bundle_of(name), window="all")
+    native = context.start("Sell.", tools=TOOLS).native
+    call_ = function_call(0, "price", article="tea")
+    if name == "llama3_2":
+        text = native.tools.written(content="", calls=[call_])
+        text, limit = "; ".join([text, text]), 1
+    else:
+        text, limit = native.tools.written(content="", calls=[call_] * 33), 32
+    parsed = native.parse(text, None, max_actions=1)
+    assert parsed.problem == f"found {limit + 1} tool calls, expected at most {limit}"
+    assert not parsed.valid and not parsed.calls
+
+
+@pytest.mark.parametrize("name", TAKING)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"a": None}, {"a": [[{"b": 1.5}], "x"]}, {"": ""}, {"a b": "<|im_end|></tool_call>"}],
+)
+def test_no_arguments_of_a_call_break_the_next_prompt(name, arguments):
+    context = ContextManager(bundle_of(name), window="all")
+    talk_ = context.start("Sell.", tools=TOOLS)
+    context.observe(talk_, Observation(text="go"), max_turns=9)
+    native = talk_.native
+    try:
+        text = native.tools.written(
+            content="", calls=[function_call(0, "no such tool\n", **arguments)]
+        )
+    except NoToolsError:
+        text = "not a call that this template writes"
+    parsed = native.parse(text, None, max_actions=1)
+    ids = np.array([5, 6, context.bundle.end_of_turn_id])
+    context.response(talk_, ids=ids, text=text, actions=[], calls=parsed.calls)
+    results = ["no"] if parsed.calls else []
+    prompt = context.observe(talk_, Observation(text="no", results=results), max_turns=9)
+    assert "no" in context.bundle.tokenizer.decode(prompt.ids)
 
 
 def test_actions_by_name_are_the_words_of_a_response(lm):
