@@ -192,7 +192,7 @@ class UpdateLoss:
 
         Args:
             layout: Credit layout of the batch.
-            advances: bool `[episodes, most turns]`, see `Episodes`.
+            advances: bool `[episodes, max turns]`, see `Episodes`.
 
         Raises:
             RolloutError: It does, and an episode's turns alternate between samples, or it has several samples and a
