@@ -149,15 +149,15 @@ class ContextManager:
 
     def _native_format(self, tools: Tools) -> NativeFormat:
         template = self.bundle.chat_template(self._arguments, tools)
-        if mark := self._encoder.mark_in(json.dumps(tools)):
-            raise ValueError(
-                f"env.prompt_format=native: the schemas of the environment's tools hold {mark}, a mark of the chat "
-                "template; write it in another way"
-            )
-        key, ends = id(template), self.bundle.end_texts
-        if key not in self._native_formats:
-            self._native_formats[key] = NativeFormat(template, ends, is_rendered=not self.joins)
-        return self._native_formats[key]
+        if id(template) not in self._native_formats:
+            if mark := self._encoder.mark_in(json.dumps(tools)):
+                raise ValueError(
+                    f"env.prompt_format=native: the schemas of the environment's tools hold {mark}, a mark of the chat "
+                    "template; write it in another way"
+                )
+            native = NativeFormat(template, self.bundle.end_texts, is_rendered=not self.joins)
+            self._native_formats[id(template)] = native
+        return self._native_formats[id(template)]
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
@@ -375,26 +375,24 @@ class ContextManager:
     def _render(self, conversation: Conversation, shown: Sequence[Exchange]) -> str:
         """Return the text of the window, rendered as a whole."""
         template, native = self._template(conversation), conversation.native
+        plain = self._encoder.plain
         messages: list[Message] = template.system_messages(conversation.system)
         calls: Sequence[Message] = ()
         for exchange in shown:
             images = len(exchange.images)
             if native is not None and calls:
                 messages += native.result_messages(
-                    calls, [self._encoder.plain(text) for text in exchange.results], images=images
+                    calls, exchange.results, images=images, plain=plain
                 )
             else:
-                messages.append(user_message(self._encoder.plain(exchange.text), images=images))
+                messages.append(user_message(plain(exchange.text), images=images))
             calls = exchange.calls
             if exchange.response_ids is not None:
                 words = exchange.response_text[self.words_start(exchange.response_text) :]
                 if native is None:
-                    response = template.opening + self._encoder.plain(words)
+                    response = template.opening + plain(words)
                     messages.append({"role": "assistant", "content": response})
                 else:
-                    messages.append(
-                        native.assistant_message(
-                            template.opening + words, plain=self._encoder.plain
-                        )
-                    )
+                    text = template.opening + words
+                    messages.append(native.assistant_message(text, calls=calls, plain=plain))
         return template.render(messages)

@@ -124,28 +124,33 @@ class NativeFormat:
                 return "the arguments of the tool call cannot be shown"
         return None
 
-    def assistant_message(self, text: str, *, plain: Callable[[str], str]) -> Message:
+    def assistant_message(
+        self, text: str, *, calls: Sequence[Message], plain: Callable[[str], str]
+    ) -> Message:
         """Return the message of a response, for a template that is rendered as a whole.
 
         Args:
             text: the response, with the think tag that its prompt may have opened.
+            calls: its tool calls; empty where they were refused, and are words then.
             plain: removes control tokens from a text.
         """
         read = self.message(text)
-        if read.problem is not None:
+        if read.problem is not None or (read.calls and not calls):
             return {"role": "assistant", "content": plain(text)}
         message: Message = {"role": "assistant", "content": plain(read.content)}
         if read.reasoning is not None:
             message["reasoning_content"] = plain(read.reasoning)
-        if read.calls:
-            message["tool_calls"] = [
-                call_message(number, plain(call.name), _mapped(call.arguments, plain))
-                for number, call in enumerate(read.calls)
-            ]
+        if calls:
+            message["tool_calls"] = [_mapped(call, plain) for call in calls]
         return message
 
     def result_messages(
-        self, calls: Sequence[Message], results: Sequence[str], *, images: int
+        self,
+        calls: Sequence[Message],
+        results: Sequence[str],
+        *,
+        images: int,
+        plain: Callable[[str], str],
     ) -> list[Message]:
         """Return the messages of tool results, for a template that is rendered as a whole.
 
@@ -153,12 +158,17 @@ class NativeFormat:
             calls: the calls.
             results: a text for each of them.
             images: number of images that follow the last result.
+            plain: removes control tokens from a text.
         """
         assert self.tools is not None
         in_user_message = self.tools.results(calls=len(calls), images=images).user
         last = len(calls) - 1
         messages = [
-            tool_message(call, text, images=images if number == last and not in_user_message else 0)
+            tool_message(
+                _mapped(call, plain),
+                plain(text),
+                images=images if number == last and not in_user_message else 0,
+            )
             for number, (call, text) in enumerate(zip(calls, results, strict=True))
         ]
         return [*messages, user_message("", images=images)] if in_user_message else messages

@@ -348,6 +348,16 @@ def test_a_response_with_more_calls_than_the_template_shows_is_not_valid(name):
     assert not parsed.valid and not parsed.calls
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "lfm2_vl"])
+def test_refused_calls_are_words_of_a_prompt_that_is_rendered_as_a_whole(name):
+    native = ContextManager(bundle_of(name), window="all").start("Sell.", tools=TOOLS).native
+    text = native.tools.written(content="", calls=[function_call(0, "price", article="tea")] * 33)
+    parsed = native.parse(text, None, max_actions=1)
+    assert parsed.problem is not None and not parsed.calls
+    message = native.assistant_message(text, calls=parsed.calls, plain=str)
+    assert message == {"role": "assistant", "content": text}
+
+
 @pytest.mark.parametrize("name", TAKING)
 @pytest.mark.parametrize(
     "arguments",
