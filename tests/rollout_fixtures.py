@@ -146,7 +146,7 @@ class Counter(gymnasium.Env):
 
     action_names = ("More", "Stay")
     instructions = "Count."
-    # what a step waits for
+    # event that a step may wait for
     gate = threading.Event()
     action_space = gymnasium.spaces.Discrete(2)
     observation_space = gymnasium.spaces.Text(100)

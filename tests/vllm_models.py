@@ -24,7 +24,7 @@ from transformers import (
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from ragen_pl.data.collate import collate
-from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate, taking_part
+from ragen_pl.engines.protocol import GenerationRequest, Prompt, collective_rollout, generate
 from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.bundle import ModelBundle
@@ -185,7 +185,7 @@ def check_new_weights(engine) -> None:
     engine.load_weights(5)
     trajectories = play(engine)
     assert gap(bundle, trajectories) < 1e-4
-    with taking_part(engine):
+    with collective_rollout(engine):
         assert generate(engine, [request(bundle, "Go.")], keep=False)[0].version == 5
     bundle.model.load_state_dict(before)
     assert gap(bundle, trajectories) > 0.1

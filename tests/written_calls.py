@@ -89,7 +89,7 @@ class Template:
     def parse_as_transformers(
         self, prompt: str, response: str, tools: dict[str, dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return what transformers' parser makes of a response."""
+        """Return a response as transformers' parser reads it."""
         functions = [
             {"type": "function", "function": {"name": name, "parameters": parameters}}
             for name, parameters in tools.items()

@@ -268,7 +268,7 @@ class SharedByRanks(Protocol):
         """Number of ranks that hold a model together."""
         ...
 
-    def taking_part(self) -> AbstractContextManager[None]:
+    def collective_rollout(self) -> AbstractContextManager[None]:
         """Return the context of a rollout, which all ranks enter equally often.
 
         It ends when those of all ranks that share the engine have. What one of them raises is raised on all.
@@ -281,9 +281,9 @@ def is_shared(engine: RolloutEngine) -> bool:
     return isinstance(engine, SharedByRanks) and engine.ranks > 1
 
 
-def taking_part(engine: RolloutEngine) -> AbstractContextManager[None]:
+def collective_rollout(engine: RolloutEngine) -> AbstractContextManager[None]:
     """Return the context of a rollout with an engine, see `SharedByRanks`; an empty one for other engines."""
-    return engine.taking_part() if isinstance(engine, SharedByRanks) else nullcontext()
+    return engine.collective_rollout() if isinstance(engine, SharedByRanks) else nullcontext()
 
 
 class EnginePolicy(Protocol):

@@ -217,7 +217,7 @@ def engine_memory(
     device: int | None,
     on_gpu: bool,
 ) -> EngineMemory:
-    """Return what the class of the rollout engine plans; nothing where it is not known before the engine is built.
+    """Return the memory plan of the rollout engine's class, empty where the class is unknown before it is built.
 
     Args:
         cfg: Config of the run.

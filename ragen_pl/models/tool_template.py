@@ -15,8 +15,6 @@ _USER, _NEXT_USER = "@User@", "@Next User@"
 # a template may write quotes and newlines of a result as JSON, and trim blanks
 _ESCAPED = '@"Quoted"\nLine@'
 _BLANK = " \n@Blank@\n "
-
-
 _MARKERS = re.compile(rf"({NAME}_\d+|@Result \d+@|{_NEXT_USER})")
 
 
@@ -111,9 +109,9 @@ class ToolTemplate:
             NoToolsError: the template cannot write it.
         """
         user = user_message(_USER, images=0)
-        message: Message = {"role": "assistant", "content": content, "tool_calls": [*calls]}
-        if not calls:
-            del message["tool_calls"]
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [*calls]
         if reasoning:
             message["reasoning_content"] = reasoning
         prompt = self.template.render([user])
@@ -123,7 +121,9 @@ class ToolTemplate:
             prompt = re.sub(r"<think>\s*\Z", "", prompt)
         if not text.startswith(prompt):
             raise NoToolsError("the model's chat template writes responses after another header")
-        return self._until_end(text.removeprefix(prompt))
+        written = text.removeprefix(prompt)
+        end = self._first_end(written)
+        return written if end is None else written[: end[0]]
 
     def results(self, *, calls: int, images: int) -> ResultText:
         """Return the text around the results of a response with so many calls.
@@ -145,12 +145,12 @@ class ToolTemplate:
         user = images > 0 and not in_tool_message
         text = self._with_results(calls, images=images, user=user)
         _, found, after = text.rpartition(_argument(calls - 1))
-        ends = [(after.find(end), end) for end in self.ends if end in after]
-        if not found or not ends:
+        first_end = self._first_end(after)
+        if not found or first_end is None:
             raise NoToolsError(
                 f"the model's chat template shows no response with {calls} tool calls"
             )
-        place, end = min(ends)
+        place, end = first_end
         parts = tuple(_MARKERS.split(after[place + len(end) :]))
         expected = [*map(_result, range(calls)), *([_NEXT_USER] if user else [])]
         if [part for part in parts if part in expected] != expected:
@@ -170,7 +170,7 @@ class ToolTemplate:
         """Return whether a tool message shows images where a user message would."""
         slots = self.template.render([user_message(_USER, images=images)]).partition(_USER)[0]
         without = self.template.render([user_message(_USER, images=0)]).partition(_USER)[0]
-        slot = slots.removeprefix(_common(slots, without))
+        slot = slots.removeprefix(without)
         try:
             text = self._with_results(1, images=images)
         except NoToolsError:
@@ -211,9 +211,9 @@ class ToolTemplate:
                 f"the model's chat template cannot show tool calls ({type(error).__name__}: {error})"
             ) from error
 
-    def _until_end(self, text: str) -> str:
-        places = [text.find(end) for end in self.ends if end in text]
-        return text[: min(places)] if places else text
+    def _first_end(self, text: str) -> tuple[int, str] | None:
+        """Return the place and the text of the first token in a text that ends a response, None without any."""
+        return min(((text.find(end), end) for end in self.ends if end in text), default=None)
 
 
 def _call(number: int) -> Message:
@@ -230,12 +230,3 @@ def _argument(number: int) -> str:
 
 def _result(number: int) -> str:
     return f"@Result {number}@"
-
-
-def _common(first: str, second: str) -> str:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return first[:length]

@@ -24,8 +24,8 @@ from ragen_pl.engines.protocol import (
     GenerationRequest,
     HasReplicas,
     RolloutEngine,
+    collective_rollout,
     generate,
-    taking_part,
 )
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.inputs import run_decoder, whole_inputs
@@ -116,7 +116,7 @@ def check_agreement(
     def sample() -> list[CheckedResponse]:
         if sampled_by not in (None, rank()):
             return []
-        with taking_part(engine), _in_mode(context.bundle.model, train=False):
+        with collective_rollout(engine), _in_mode(context.bundle.model, train=False):
             responses = converse(context, ask, image_size=image_size, truncation=truncation)
         engine.release()
         return responses

@@ -143,8 +143,8 @@ class _Stoppable:
     def release(self) -> None:
         self.responder.release()
 
-    def taking_part(self) -> AbstractContextManager[None]:
-        return self.responder.taking_part()
+    def collective_rollout(self) -> AbstractContextManager[None]:
+        return self.responder.collective_rollout()
 
     def _check(self) -> None:
         if self.stopped.is_set():

@@ -362,7 +362,7 @@ class EndpointResponder:
         self._episodes.clear()
         self.endpoint.release()
 
-    def taking_part(self) -> AbstractContextManager[None]:
+    def collective_rollout(self) -> AbstractContextManager[None]:
         """Return an empty context."""
         return nullcontext()
 

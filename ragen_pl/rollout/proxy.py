@@ -86,7 +86,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             on_turn: called after each turn.
         """
         trajectories: list[Trajectory] = []
-        with responder.taking_part():
+        with responder.collective_rollout():
             for first in range(0, len(episode_specs), self.num_envs):
                 specs = episode_specs[first : first + self.num_envs]
                 slots = self.environments.open(specs)

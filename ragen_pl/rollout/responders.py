@@ -21,7 +21,7 @@ from ragen_pl.engines.protocol import (
     GenerationRequest,
     Prompt,
     RolloutEngine,
-    taking_part,
+    collective_rollout,
 )
 from ragen_pl.environments.manager import EnvironmentSlot
 from ragen_pl.models.truncation import Truncation
@@ -107,7 +107,7 @@ class Responder(Protocol):
         """Free the state of the episodes submitted so far."""
         ...
 
-    def taking_part(self) -> AbstractContextManager[None]:
+    def collective_rollout(self) -> AbstractContextManager[None]:
         """Return the context of a rollout, in which ranks may answer each other's turns."""
         ...
 
@@ -169,9 +169,9 @@ class EngineResponder:
         self._pending.clear()
         self.engine.release()
 
-    def taking_part(self) -> AbstractContextManager[None]:
+    def collective_rollout(self) -> AbstractContextManager[None]:
         """Return the context of a rollout with the engine."""
-        return taking_part(self.engine)
+        return collective_rollout(self.engine)
 
     def _check(self, finished: Sequence[tuple[int, Generation]]) -> None:
         generations = [generation for _, generation in finished]
@@ -255,6 +255,6 @@ class TextResponder(ABC):
         """Drop responses that were not collected."""
         self._written.clear()
 
-    def taking_part(self) -> AbstractContextManager[None]:
+    def collective_rollout(self) -> AbstractContextManager[None]:
         """Return an empty context."""
         return nullcontext()

@@ -27,7 +27,7 @@ from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.protocol import taking_part
+from ragen_pl.engines.protocol import collective_rollout
 from ragen_pl.files import atomic_write
 from ragen_pl.finite import NonFiniteError
 from ragen_pl.json_text import json_text
@@ -312,7 +312,7 @@ def reinforce(
     # the first rank plays alone, with weights of all ranks
     engine = agent.rollout_engine() if cfg.validation.blank else None
     baselines: dict[str, dict[str, float]] = {}
-    with nullcontext() if engine is None else taking_part(engine):
+    with nullcontext() if engine is None else collective_rollout(engine):
         if trainer.is_global_zero:
             device = trainer.strategy.root_device
             baselines = baseline_metrics(components, agent, engine=engine, device=device)

@@ -1,4 +1,4 @@
-"""The robot arm of Meta-World, steered by named moves."""
+"""The robot arm of Meta-World, controlled by named actions."""
 
 from __future__ import annotations
 

@@ -126,5 +126,5 @@ def test_ranks_that_sample_different_tokens_are_ended():
 
 
 def test_a_request_outside_a_rollout_is_refused():
-    with pytest.raises(RuntimeError, match=r"inside taking_part\(\), which all ranks enter"):
+    with pytest.raises(RuntimeError, match=r"inside collective_rollout\(\), which all ranks enter"):
         Ranks(1).lockstep[0].submit([1])

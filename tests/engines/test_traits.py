@@ -43,7 +43,7 @@ class OwnEngine:
         self.policy = policy
 
 
-class Refusing(TransformersEngine):
+class SingleRankEngine(TransformersEngine):
     """Engine with a rule of its own."""
 
     @staticmethod
@@ -128,7 +128,7 @@ def test_classes_say_what_their_engines_are(engine, expected):
         (CopyEngine, "ragen_pl.engines.in_process.rules.InProcessRules"),
         (VLLMEngine, "ragen_pl.engines.vllm.rules.VLLMRules"),
         (VLLMServerEngine, "ragen_pl.engines.vllm_server.rules.VLLMServerRules"),
-        (Refusing, f"{Refusing.__module__}.Refusing"),
+        (SingleRankEngine, f"{SingleRankEngine.__module__}.SingleRankEngine"),
         (OwnEngine, None),
     ],
 )
@@ -144,9 +144,9 @@ def test_a_target_that_is_no_class_has_no_rules(target):
 
 def test_an_engine_refuses_a_config_by_a_rule_of_its_own():
     with pytest.raises(ConfigError, match=r"^seed=0: found 2 ranks; set another$"):
-        composed(Refusing, "trainer.devices=2", "trainer.strategy=ddp")
+        composed(SingleRankEngine, "trainer.devices=2", "trainer.strategy=ddp")
     with pytest.raises(ConfigError, match="found None ranks"):
-        composed(Refusing, "trainer.devices=auto")
+        composed(SingleRankEngine, "trainer.devices=auto")
 
 
 CHECK = """

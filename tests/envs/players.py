@@ -24,7 +24,7 @@ class Played(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step returns, and the state after it."""
+    """The values of a step, and the state after it."""
 
     observation: Any
     reward: float

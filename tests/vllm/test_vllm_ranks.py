@@ -41,7 +41,7 @@ def sample(rank: int, folder: str, kind: str) -> None:
     found["after an error"] = after_an_error(engine, rank)
     found["error"] = found["after an error"].pop()
     found["after an abort"] = after_an_abort(engine, rank)
-    with pytest.raises(RuntimeError, match="inside taking_part"):
+    with pytest.raises(RuntimeError, match="inside collective_rollout"):
         engine.submit([request(bundle, "Go.")], keep=False)
     engine.close()
     if kind == "tied":
@@ -59,7 +59,7 @@ def after_an_error(engine, rank: int) -> list:
     error, bundle, steps = None, engine.bundle, 0
     many = [request(bundle, "Go.", session=n, seed=n, tokens=500) for n in range(8)]
     try:
-        with engine.taking_part():
+        with engine.collective_rollout():
             engine.submit(many, keep=False)
             while not rank or steps < 3:
                 engine.collect(wait=False)
@@ -69,14 +69,14 @@ def after_an_error(engine, rank: int) -> list:
         error = str(caught)
     assert steps == 3
     assert not engine._llm.llm_engine.has_unfinished_requests()
-    with engine.taking_part():
+    with engine.collective_rollout():
         (one,) = generate(engine, [request(engine.bundle, "Go.", seed=rank)], keep=False)
     return [one.ids.tolist(), error]
 
 
 def after_an_abort(engine, rank: int) -> list[int]:
     """Return the response to a prompt, while the first rank gives up another one."""
-    with engine.taking_part():
+    with engine.collective_rollout():
         if rank == 0:
             engine.submit([request(engine.bundle, "Go. " * 3, tokens=500)], keep=False)
             engine.collect(wait=False)

@@ -1,4 +1,4 @@
-"""Manipulation with a robot arm in images: tasks of the library Meta-World, steered by named moves."""
+"""Manipulation with a robot arm in images: tasks of the library Meta-World, controlled by named actions."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class VLLMEngine(VLLMRules):
 
     Where torch.distributed is initialized, every rank has an engine of its own, and all ranks have to build it
     together. With `tensor_parallel_size` in the settings, so many consecutive ranks hold a model together, and sample
-    inside `taking_part`. Elsewhere vLLM initializes it for this process alone, until `close`. A process has one engine
-    at a time.
+    inside `collective_rollout`. Elsewhere vLLM initializes it for this process alone, until `close`. A process has one
+    engine at a time.
 
     Args:
         policy: Policy whose weights are copied by `load_weights`.
@@ -276,7 +276,7 @@ class VLLMEngine(VLLMRules):
     # ---- ranks that share the engine
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
+    def collective_rollout(self) -> Iterator[None]:
         """Take part in the rollouts of ranks that share the engine, until those of all have ended.
 
         Inside another one it does nothing.

@@ -100,7 +100,8 @@ class Lockstep:
         """
         if not self.under_way:
             raise RuntimeError(
-                "ranks share this rollout engine: requests are submitted inside taking_part(), which all ranks enter"
+                "ranks share this rollout engine: requests are submitted inside collective_rollout(), which all ranks "
+                "enter"
             )
         named = {f"{self.rank}.{self._count + n}": request for n, request in enumerate(requests)}
         self._count += len(named)

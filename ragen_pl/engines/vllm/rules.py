@@ -49,7 +49,7 @@ def is_installed() -> bool:
 
 
 def split_problem(parts: object, *, ranks: int | None) -> str | None:
-    """Return what is wrong with the number of ranks that hold a model together, None if nothing is.
+    """Return the problem with the number of ranks that hold a model together, None if there is none.
 
     Args:
         parts: `tensor_parallel_size`.

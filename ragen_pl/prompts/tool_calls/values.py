@@ -231,7 +231,7 @@ class _Strings:
             pieces.append(piece)
 
     def _escape(self, text: str, position: int) -> tuple[str, int]:
-        """Return what a backslash and what follows it stand for, and the position after them."""
+        """Return the character of an escape sequence, and the position after it."""
         letter = text[position + 1 : position + 2]
         if letter in self.escapes:
             return self.escapes[letter], position + 2
