@@ -81,7 +81,7 @@ class Dialogue:
                 alike = Observation(text=text, images=seen.images)
                 prompts.append(context.observe(conversation, alike, max_turns=self.turns))
             for conversation, ids in zip(conversations, response(turn, prompts), strict=True):
-                context.response(conversation, ids=ids, text="", actions=[])
+                conversation.respond(ids=ids, text="", actions=[])
 
 
 @cache

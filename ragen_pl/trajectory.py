@@ -6,6 +6,7 @@ and read by any part of the project.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -77,6 +78,35 @@ class Statement:
     score: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    """Request of an agent program to the policy.
+
+    Attributes:
+        messages: system, user, assistant and tool messages. Content is a text or a list of parts, `{"type": "text",
+            "text"}` and `{"type": "image", "digest"}`, the images in the order of `Observation.images`. Arguments of
+            tool calls are dicts, or the text of what is no JSON object.
+        tools: schemas in the format of OpenAI's API.
+        max_tokens: longest response, where the program limits it.
+        stop: texts before which the response ends.
+        logprobs: whether the program asks for the log-probs of the tokens.
+        parallel_calls: whether a response may have several tool calls.
+        advances: as in `Turn`.
+        trained: as in `Turn`.
+        call_id: id of the response.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    parallel_calls: bool = True
+    advances: bool = True
+    trained: bool = True
+    call_id: str = ""
+
+
 @dataclass(kw_only=True, slots=True)
 class Observation:
     """Text and images that the environment shows at the start of a turn.
@@ -86,11 +116,18 @@ class Observation:
         images: RGB images, each uint8 `[height, width, 3]`.
         results: results of the tool calls before, in their order, where the prompt format is native; `text` is all
             of them then.
+        request: request of a program, which has all messages of the prompt; None in other environments.
     """
 
     text: str
     images: list[np.ndarray] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
+    request: ChatRequest | None = None
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        # a pickle of an earlier version has fewer fields
+        for name, value in ({"results": [], "request": None} | state[1]).items():
+            setattr(self, name, value)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,6 +160,9 @@ class Turn:
         advances: whether the turn is a step of the task, which discounts count. A summary of the history is none.
         trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
             context only.
+        call_id: id of the response to a program's request; None in other environments.
+        history: where a program's request is answered, how its messages became the prompt: `joined` to the response
+            before, `first`, or the reason why they were rendered as a whole.
     """
 
     observation: Observation
@@ -148,10 +188,13 @@ class Turn:
     turns_left_out: tuple[int, ...] = ()
     advances: bool = True
     trained: bool = True
+    call_id: str | None = None
+    history: str | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
-        for name, value in ({"advances": True, "trained": True} | state[1]).items():
+        added = {"advances": True, "trained": True, "call_id": None, "history": None}
+        for name, value in (added | state[1]).items():
             setattr(self, name, value)
 
     @property
@@ -196,3 +239,9 @@ class Trajectory:
     def reward(self) -> float:
         """Undiscounted return: the sum of the turns' rewards."""
         return float(sum(turn.reward for turn in self.turns))
+
+
+def add_terms(turn: Turn, terms: Mapping[str, float]) -> None:
+    """Add reward terms to those of a turn."""
+    for name, value in terms.items():
+        turn.reward_terms[name] = turn.reward_terms.get(name, 0.0) + value

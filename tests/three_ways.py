@@ -60,7 +60,7 @@ def play(
             talks, episodes, requests, responses, strict=True
         ):
             episode.append(Said(request.prompt, response))
-            context.response(talk, ids=response.ids, text="Up", actions=["Up"])
+            talk.respond(ids=response.ids, text="Up", actions=["Up"])
     return episodes
 
 

@@ -76,7 +76,7 @@ def in_context(
         prompt = context.observe(conversation, turn.observation, max_turns=9)
         turn.prompt_ids, turn.prompt_images = prompt.ids, prompt.images
         ids = turn.response_ids
-        context.response(conversation, ids=ids, text="".join(context.pieces(ids)), actions=[])
+        conversation.respond(ids=ids, text="".join(context.pieces(ids)), actions=[])
     if final is not None:
         prompt = context.observe(conversation, final, max_turns=9)
         fields |= {"final_prompt_ids": prompt.ids, "final_images": prompt.images}

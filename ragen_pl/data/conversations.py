@@ -50,7 +50,7 @@ def _trajectory(messages: Conversation, context: ContextManager, *, number: int)
         observation = Observation(text=user["content"])
         prompt = context.observe(state, observation, max_turns=len(dialogue) // 2)
         ids = context.encode_response(assistant["content"])
-        context.response(state, ids=ids, text=assistant["content"], actions=())
+        state.respond(ids=ids, text=assistant["content"], actions=())
         turns.append(
             Turn(
                 observation=observation,

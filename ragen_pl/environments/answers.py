@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_pl.trajectory import REWARD_PART, Observation
+from ragen_pl.trajectory import REWARD_PART, ChatRequest, Observation
 
 # a larger reward is infinite once returns are summed in float32
 _MAX_REWARD = 1e30
@@ -118,6 +118,9 @@ class AnswerReader:
             images = [raw["image"]] if "image" in raw else raw.get("images")
             if isinstance(images, Sequence) and not isinstance(images, str):
                 shown = [self._image(image) for image in images]
+                request = raw.get("request")
+                if isinstance(request, ChatRequest):
+                    return Observation(text=raw["text"], images=shown, request=request)
                 return Observation(text=_encodable(raw["text"]), images=shown)
         raise TypeError(
             f"{self.target} returned an observation of type {type(raw).__name__}; expected a str, or a dict "

@@ -23,6 +23,7 @@ from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, TurnResult
 from ragen_pl.environments.workers import EnvironmentWorkers, Outcome
 from ragen_pl.prompt_formats import PromptFormat, format_instructions
+from ragen_pl.prompts.native import action_text
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.spatial_relations import judged_statements
 from ragen_pl.seeding import derive_seed
@@ -282,6 +283,9 @@ class EnvironmentManager:
         return is_held_out(key, fraction) != wanted
 
     def _turn(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
+        assert slot.observation is not None
+        if slot.observation.request is not None:
+            return self._answer(slot, response)
         slot.turn += 1
         result, relations = TurnResult(), slot.relations
         if not response.valid:
@@ -306,6 +310,27 @@ class EnvironmentManager:
             result.status = (
                 EpisodeStatus.TRUNCATED if self.turn_limit_bootstraps else EpisodeStatus.TURN_LIMIT
             )
+        return result
+
+    def _answer(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
+        """Give a program the answer to its request, or the reason why there is none, and wait for its next one.
+
+        The program judges the answer, and limits its turns itself.
+        """
+        result = TurnResult()
+        (answer,) = response.actions
+        self._act(slot, answer, result)
+        result.delivered = result.info.pop("delivered", True)
+        result.rewards_of = result.info.pop("rewards_of", {})
+        result.invalid_turns = result.info.pop("invalid_turns", ())
+        result.actions = [action_text(call) for call in response.calls]
+        if response.refused or not result.delivered:
+            return result
+        slot.turn += 1
+        result.effective = True
+        if response.problem is not None:
+            result.valid = False
+            result.reward_terms["format"] = -self.format_penalty
         return result
 
     def _refuse(self, slot: EnvironmentSlot, result: TurnResult) -> None:

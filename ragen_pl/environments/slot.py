@@ -48,6 +48,9 @@ class TurnResult:
         actions: names or texts of the actions carried out.
         info: what the last step returned in addition to the observation.
         error: the environment's error.
+        delivered: whether a program got the answer to its request.
+        rewards_of: reward terms of earlier turns by their numbers, which a program's end brings.
+        invalid_turns: numbers of turns whose calls a program declares not valid.
     """
 
     observation: Observation | None = None
@@ -60,6 +63,9 @@ class TurnResult:
     actions: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    delivered: bool = True
+    rewards_of: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    invalid_turns: Sequence[int] = ()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -108,6 +108,9 @@ class ModelBundle:
         """Return the chat template with these values of its own variables and these tools; see `ChatTemplate`."""
         key = repr((sorted((arguments or {}).items()), tools))
         if key not in self._templates:
+            # programs may send other tools with each request
+            if len(self._templates) > 100:
+                self._templates.clear()
             counts = () if self.processor is None else (1, 2)
             self._templates[key] = ChatTemplate(
                 self.renderer, self.tokenizer, dict(arguments or {}), counts, tools

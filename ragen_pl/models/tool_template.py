@@ -213,7 +213,12 @@ class ToolTemplate:
 
     def _first_end(self, text: str) -> tuple[int, str] | None:
         """Return the place and the text of the first token in a text that ends a response, None without any."""
-        return min(((text.find(end), end) for end in self.ends if end in text), default=None)
+        return first_of(self.ends, text)
+
+
+def first_of(ends: Sequence[str], text: str) -> tuple[int, str] | None:
+    """Return the place and the text of the first of these tokens in a text, None without any."""
+    return min(((text.find(end), end) for end in ends if end in text), default=None)
 
 
 def _call(number: int) -> Message:

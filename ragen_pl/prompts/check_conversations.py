@@ -97,7 +97,7 @@ def converse(
         talks = {each.session: talks[each.session] for each in fitting}
         answers = ask(fitting) if fitting else []
         for talk, answer in zip(talks.values(), answers, strict=True):
-            context.response(talk, ids=answer.ids, text="", actions=[])
+            talk.respond(ids=answer.ids, text="", actions=[])
         responses += answers
     if (words := _words_of_longest(context)) is not None:
         responses += ask([request(len(_TEXTS), _start(context), words, 0)])

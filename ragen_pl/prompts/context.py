@@ -29,6 +29,7 @@ from ragen_pl.prompts.conversation import (
 )
 from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
 from ragen_pl.prompts.native import NativeFormat
+from ragen_pl.prompts.requests import RequestPrompts
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class ContextManager:
                 "context.leave_out.turns=0"
             )
         self._encoder = TextEncoder(bundle, bos_token_id=self.template.bos_token_id)
+        self._requests = RequestPrompts(bundle, self._encoder, template_kwargs)
         self._ends = frozenset(bundle.eos_token_ids)
         self._inner = any_of(self.template.inner)
         # the end-of-turn token with what the template writes before it, and the text after it
@@ -162,7 +164,13 @@ class ContextManager:
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
-        """Add an observation and return the prompt of the response to it."""
+        """Add an observation and return the prompt of the response to it.
+
+        Raises:
+            RequestRefusedError: the observation is a program's request, and the chat template cannot show it.
+        """
+        if observation.request is not None:
+            return self._requests.observe(conversation, observation)
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
         exchange = Exchange(text=text, images=observation.images, results=observation.results)
         conversation.exchanges.append(exchange)
@@ -202,18 +210,6 @@ class ContextManager:
             )
         left_out = self.leave_out.dropped_turns(scores[:num_turns].tolist())
         return self._prompt(conversation, left_out=left_out)
-
-    def response(
-        self,
-        conversation: Conversation,
-        *,
-        ids: np.ndarray,
-        text: str,
-        actions: Sequence[str],
-        calls: Sequence[Message] = (),
-    ) -> None:
-        """Record the response to the latest observation, its tool calls and the actions carried out."""
-        conversation.respond(ids=ids, text=text, actions=actions, calls=calls)
 
     def words_start(self, text: str) -> int:
         """Return the index at which the words of a response begin: after the last control token before an answer."""

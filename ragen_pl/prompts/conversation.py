@@ -14,6 +14,7 @@ from ragen_pl.engines.protocol import Prompt
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
+    from ragen_pl.prompts.histories import RecordedCall
     from ragen_pl.prompts.native import NativeFormat
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -57,6 +58,8 @@ class Conversation:
         actions: names of all actions carried out.
         exchanges: the turns.
         native: the model's own format, in which the conversation is held; None for tags.
+        calls: a program's requests with their responses.
+        history: how the present request became a prompt, see `Turn.history`; None in other environments.
     """
 
     system: str | None
@@ -65,6 +68,8 @@ class Conversation:
     actions: list[str] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     native: NativeFormat | None = None
+    calls: list[RecordedCall] = field(default_factory=list)
+    history: str | None = None
 
     @property
     def observation(self) -> Observation:
@@ -176,18 +181,6 @@ class Context(Protocol):
         """Add an observation and return the prompt of the response to it."""
         ...
 
-    def response(
-        self,
-        conversation: Conversation,
-        *,
-        ids: np.ndarray,
-        text: str,
-        actions: Sequence[str],
-        calls: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        """Record the response to the latest observation, its tool calls and the actions carried out."""
-        ...
-
     def words_start(self, text: str) -> int:
         """Return the index at which the words of a response begin, behind control tokens of the policy."""
         ...
@@ -225,17 +218,6 @@ class TextContext:
         """Add an observation and return a prompt of its images."""
         conversation.exchanges.append(Exchange(text=observation.text, images=observation.images))
         return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
-
-    def response(
-        self,
-        conversation: Conversation,
-        *,
-        ids: np.ndarray,
-        text: str,
-        actions: Sequence[str],
-        calls: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        """Record nothing: no prompt repeats a response."""
 
     def words_start(self, text: str) -> int:
         """Return 0: nothing stands before the words."""

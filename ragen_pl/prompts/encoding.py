@@ -12,6 +12,9 @@ import numpy as np
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
+# characters that stand for names of control tokens in rendered text: the last plane for private use
+_FIRST_PLACE, _LAST_PLACE = 0x100000, 0x10FFFD
+_PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
 # an added token that a chat template uses as a mark, such as <tool_call>
 _MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
@@ -43,6 +46,9 @@ class TextEncoder:
             control | {str(token) for token in added if _MARK.fullmatch(str(token))}
         )
         self._borders = any_of(control - takes_blanks)
+        # the name behind each such character, and the character of each name
+        self._names: list[str] = []
+        self._places: dict[str, str] = {}
         self.end = str(bundle.tokenizer.decode([bundle.end_of_turn_id]))
         if self._cached(("start", self.end), self.end).tolist() != [bundle.end_of_turn_id]:
             raise ValueError(
@@ -62,6 +68,47 @@ class TextEncoder:
         """Return the first control token or mark of the chat template in a text, None without any."""
         found = self._marks.search(text)
         return found[0] if found else None
+
+    def hidden(self, text: str) -> str:
+        """Return a text with a character for private use in place of each name of a control token or mark.
+
+        A chat template can show it among its own text, and `encode_rendered` spells the names in letters.
+        """
+        return self._marks.sub(self._place, _PLACES.sub("\ufffd", text))
+
+    def shown(self, text: str) -> str:
+        """Return a text from `hidden` as it was."""
+        return _PLACES.sub(self._name, text)
+
+    def encode_rendered(self, text: str, *, continues: bool = False) -> np.ndarray:
+        """Return the ids of a rendering of `hidden` texts, int64 `[tokens]`, where names are plain letters.
+
+        Args:
+            text: the rendering.
+            continues: whether another text stands before it.
+        """
+        ids: list[np.ndarray] = []
+        end = 0
+        for found in _PLACES.finditer(text):
+            if end < found.start():
+                piece = text[end : found.start()]
+                ids.append(self.encode(piece, continues=continues or bool(ids)))
+            ids.append(self._spelled(self._name(found)))
+            end = found.end()
+        if end < len(text) or not ids:
+            ids.append(self.encode(text[end:], continues=continues or bool(ids)))
+        return np.concatenate(ids)
+
+    def _place(self, found: re.Match[str]) -> str:
+        name = found[0]
+        if name not in self._places:
+            self._places[name] = chr(_FIRST_PLACE + len(self._names))
+            self._names.append(name)
+        return self._places[name]
+
+    def _name(self, found: re.Match[str]) -> str:
+        number = ord(found[0]) - _FIRST_PLACE
+        return self._names[number] if number < len(self._names) else found[0]
 
     def encode_parts(
         self, parts: Sequence[tuple[str, bool]], *, continues: bool, marks: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragen_pl.models.chat_template import ChatTemplate
 from ragen_pl.models.messages import Message, call_message, tool_message, user_message
-from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
+from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate, first_of
 from ragen_pl.prompts.parsing import ParsedResponse, named_actions
 from ragen_pl.prompts.tool_calls.message import (
     THINK_TAGS,
@@ -124,6 +124,15 @@ class NativeFormat:
                 return "the arguments of the tool call cannot be shown"
         return None
 
+    def first_end(self, text: str) -> tuple[int, str] | None:
+        """Return the place and the text of the first token in a text that ends a response, None without any."""
+        return first_of(self.ends, text)
+
+    @property
+    def max_calls(self) -> int:
+        """Largest number of tool calls of a response that the template can show."""
+        return self._max_calls
+
     def assistant_message(
         self, text: str, *, calls: Sequence[Message], plain: Callable[[str], str]
     ) -> Message:
@@ -141,7 +150,7 @@ class NativeFormat:
         if read.reasoning is not None:
             message["reasoning_content"] = plain(read.reasoning)
         if calls:
-            message["tool_calls"] = [_mapped(call, plain) for call in calls]
+            message["tool_calls"] = [mapped(call, plain) for call in calls]
         return message
 
     def result_messages(
@@ -165,7 +174,7 @@ class NativeFormat:
         last = len(calls) - 1
         messages = [
             tool_message(
-                _mapped(call, plain),
+                mapped(call, plain),
                 plain(text),
                 images=images if number == last and not in_user_message else 0,
             )
@@ -195,14 +204,14 @@ def action_text(call: Message) -> str:
     return json.dumps(call["function"], ensure_ascii=False)
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def mapped(value: Any, change: Callable[[str], str]) -> Any:
     """Return a JSON value with each text in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
+        return [mapped(item, change) for item in value]
     if isinstance(value, dict):
-        return {change(name): _mapped(item, change) for name, item in value.items()}
+        return {change(name): mapped(item, change) for name, item in value.items()}
     return value
 
 

@@ -29,6 +29,7 @@ class ParsedResponse:
         spans: blocks with the character ranges of their texts.
         calls: tool calls, those that are not carried out included; in the native format.
         problem: reason why a response in the native format is not valid, where it has one.
+        refused: whether this is no response but the reason why a program's request has none.
     """
 
     think: str | None = None
@@ -37,6 +38,7 @@ class ParsedResponse:
     spans: list[tuple[Span, int, int]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     problem: str | None = None
+    refused: bool = False
 
     @property
     def valid(self) -> bool:

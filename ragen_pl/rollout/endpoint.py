@@ -89,18 +89,6 @@ class ChatContext(TextContext):
         filled = Observation(text=text, images=observation.images)
         return super().observe(conversation, filled, max_turns=max_turns)
 
-    def response(
-        self,
-        conversation: Conversation,
-        *,
-        ids: np.ndarray,
-        text: str,
-        actions: Sequence[str],
-        calls: Sequence[Message] = (),
-    ) -> None:
-        """Record the response to the latest observation and the actions carried out."""
-        conversation.respond(ids=ids, text=text, actions=actions, calls=calls)
-
     def messages(self, conversation: Conversation) -> list[Message]:
         """Return the messages up to the latest observation."""
         messages: list[Message] = []

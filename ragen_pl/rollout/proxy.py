@@ -23,12 +23,21 @@ from ragen_pl.environments.manager import (
     TurnResult,
 )
 from ragen_pl.models.truncation import Truncation
-from ragen_pl.prompts.conversation import Context, Conversation
-from ragen_pl.prompts.parsing import ParsedResponse, label_tokens, parse_response
+from ragen_pl.prompts.conversation import Context
+from ragen_pl.prompts.parsing import parse_response
+from ragen_pl.prompts.requests import RequestRefusedError, record
 from ragen_pl.rollout.failures import FailureLog
+from ragen_pl.rollout.requests import answer_request, refusal
 from ragen_pl.rollout.responders import Episode, Responder
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn
+from ragen_pl.rollout.turns import (
+    Answer,
+    end_episode,
+    new_trajectory,
+    played_turn,
+    refused_answer,
+)
+from ragen_pl.trajectory import EpisodeStatus, Trajectory, add_terms
 
 Progress = Callable[[int, int], None]
 """Receives the number of episodes done and the number of all."""
@@ -116,7 +125,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 number=number,
                 slot=slot,
                 conversation=conversation,
-                trajectory=_new_trajectory(slot, conversation),
+                trajectory=new_trajectory(slot, conversation),
                 prompt_format=self.environments.prompt_format,
                 max_response_tokens=self.max_response_tokens,
                 seed_key=(*seed_key, slot.spec.group, slot.spec.member),
@@ -132,18 +141,36 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     def _observe(self, episode: Episode) -> None:
         """Make the prompt of the next turn, or end the episode where no room is left for a response."""
         assert episode.slot.observation is not None
-        prompt = self.context.observe(
-            episode.conversation, episode.slot.observation, max_turns=self.environments.max_turns
-        )
+        request, episode.refusal = episode.request, None
+        try:
+            prompt = self.context.observe(
+                episode.conversation,
+                episode.slot.observation,
+                max_turns=self.environments.max_turns,
+            )
+        except RequestRefusedError as error:
+            episode.refusal = refusal(error.code, str(error))
+            return
         episode.prompt = prompt
         episode.temperature = self._temperature(episode)
-        if len(prompt.ids) + self.max_response_tokens > self.context.max_tokens:
+        if request is not None and request.max_tokens is not None:
+            episode.max_response_tokens = min(request.max_tokens, self.max_response_tokens)
+        elif request is not None:
+            episode.max_response_tokens = self.max_response_tokens
+        if len(prompt.ids) + episode.max_response_tokens > self.context.max_tokens:
+            if request is not None:
+                episode.refusal = refusal(
+                    "context_length_exceeded",
+                    f"the prompt has {len(prompt.ids)} tokens and the response may have {episode.max_response_tokens}, "
+                    f"more than the {self.context.max_tokens} tokens of the context",
+                )
+                return
             if not episode.trajectory.turns:
                 raise RolloutError(
                     f"the first prompt has {len(prompt.ids)} tokens and a response may have "
                     f"{self.max_response_tokens}, more than context.max_tokens={self.context.max_tokens}; raise it"
                 )
-            _end(episode, EpisodeStatus.TRUNCATED)
+            end_episode(episode, EpisodeStatus.TRUNCATED)
 
     def _temperature(self, episode: Episode) -> float:
         """Return the temperature of the present turn; log-probs of greedy and written responses are at 1."""
@@ -168,8 +195,11 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         """
         playing = {episode.number: episode for episode in episodes if not episode.done}
         ready, asked = list(playing.values()), 0
-        stepping: dict[int, _Answer] = {}
+        stepping: dict[int, Answer] = {}
         while playing:
+            refused = [episode for episode in ready if episode.refusal is not None]
+            stepping |= self._start([refused_answer(episode) for episode in refused])
+            ready = [episode for episode in ready if episode.refusal is None]
             if ready:
                 responder.submit(ready)
                 asked += len(ready)
@@ -180,7 +210,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             stopped = [playing[number] for number, response in responses if response is None]
             for episode in stopped:
                 failed = episode.trajectory.error is not None
-                _end(episode, EpisodeStatus.FAILED if failed else EpisodeStatus.TRUNCATED)
+                end_episode(episode, EpisodeStatus.FAILED if failed else EpisodeStatus.TRUNCATED)
             answers = [
                 self._parse(playing[number], response)
                 for number, response in responses
@@ -197,7 +227,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             if stopped or turned:
                 yield len(playing)
 
-    def _start(self, answers: Sequence[_Answer]) -> dict[int, _Answer]:
+    def _start(self, answers: Sequence[Answer]) -> dict[int, Answer]:
         """Start to carry out responses; return them by the numbers of their turns."""
         numbers = self.environments.start(
             [answer.episode.slot for answer in answers], [answer.parsed for answer in answers]
@@ -206,7 +236,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
 
     def _finish(
         self,
-        stepping: dict[int, _Answer],
+        stepping: dict[int, Answer],
         *,
         all_of_them: bool,
         wait: bool,
@@ -228,18 +258,24 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 break
         ended = [(stepping.pop(number), results[number]) for number in sorted(results)]
         for answer, result in ended:
-            self._continue(answer, result)
-            if on_turn is not None:
+            is_turn = self._continue(answer, result)
+            if on_turn is not None and is_turn:
                 on_turn(answer.episode)
         return [answer.episode for answer, _ in ended]
 
-    def _parse(self, episode: Episode, response: Generation | str) -> _Answer:
+    def _parse(self, episode: Episode, response: Generation | str) -> Answer:
         generation = self._encode(response) if isinstance(response, str) else response
         pieces = self.context.pieces(generation.ids)
         text = self.context.opening + "".join(pieces)
         names, max_actions = episode.slot.action_names, self.environments.max_actions_per_turn
-        native = episode.conversation.native
-        if native is not None:
+        native, message = episode.conversation.native, None
+        if episode.request is not None:
+            answer = answer_request(
+                episode, generation, opening=self.context.opening, pieces=pieces
+            )
+            generation, parsed, message = answer.generation, answer.parsed, answer.message
+            pieces = pieces[: len(generation.ids)]
+        elif native is not None:
             parsed = native.parse(text, names, max_actions=max_actions)
         else:
             parsed = parse_response(
@@ -250,9 +286,9 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 start=self.context.words_start(text),
             )
         # a response without its end is no answer, even where it looks like one
-        if generation.hit_length_limit:
+        if generation.hit_length_limit and episode.request is None:
             parsed.actions, parsed.calls = [], []
-        return _Answer(
+        return Answer(
             episode=episode,
             generation=generation,
             opening=self.context.opening,
@@ -260,6 +296,8 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             parsed=parsed,
             state_description=episode.slot.state_description,
             state_key=episode.slot.state_key,
+            request=episode.request,
+            message=message,
         )
 
     def _encode(self, text: str) -> Generation:
@@ -279,89 +317,50 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             version=0,
         )
 
-    def _continue(self, answer: _Answer, result: TurnResult) -> None:
-        """Record a turn and make the next prompt, or end the episode."""
-        episode, turn = answer.episode, _turn(answer, result)
+    def _continue(self, answer: Answer, result: TurnResult) -> bool:
+        """Record a turn, and make the next prompt or end the episode; return whether there was a turn.
+
+        A program's request that got no response is none, nor is a response that a program did not get.
+        """
+        episode = answer.episode
         trajectory = episode.trajectory
-        trajectory.turns.append(turn)
+        is_turn = answer.generation is not None and result.delivered
+        if answer.generation is not None and is_turn:
+            self._record(answer, answer.generation, result)
+        elif trajectory.turns:
+            add_terms(trajectory.turns[-1], result.reward_terms)
         trajectory.success = result.success
-        self.context.response(
-            episode.conversation,
+        if result.error is not None:
+            trajectory.error = result.error
+        for number in result.invalid_turns:
+            trajectory.turns[number].action_is_valid = False
+        for number, terms in result.rewards_of.items():
+            add_terms(trajectory.turns[number], terms)
+        if result.status is not None and not trajectory.turns and result.error is None:
+            trajectory.error = "the program ended without a response to any of its requests"
+            result.status = EpisodeStatus.FAILED
+        # a truncated episode keeps the prompt of its last state, to bootstrap from
+        if result.status in (None, EpisodeStatus.TRUNCATED):
+            self._observe(episode)
+        if result.status is not None and not episode.done:
+            end_episode(episode, result.status)
+        return is_turn
+
+    def _record(self, answer: Answer, generation: Generation, result: TurnResult) -> None:
+        """Add a turn to its trajectory and its conversation."""
+        episode, turn = answer.episode, played_turn(answer, generation, result)
+        episode.trajectory.turns.append(turn)
+        if answer.request is not None and answer.message is not None:
+            record(
+                episode.conversation,
+                request=answer.request,
+                prompt=episode.prompt,
+                ids=turn.response_ids,
+                message=answer.message,
+            )
+        episode.conversation.respond(
             ids=turn.response_ids,
             text=turn.response_text,
             actions=turn.actions,
             calls=answer.parsed.calls,
         )
-        if result.error is not None:
-            trajectory.error = result.error
-        # a truncated episode keeps the prompt of its last state, to bootstrap from
-        if result.status in (None, EpisodeStatus.TRUNCATED):
-            self._observe(episode)
-        if result.status is not None and not episode.done:
-            _end(episode, result.status)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Answer:
-    """A response with the state of its episode before it is carried out."""
-
-    episode: Episode
-    generation: Generation
-    opening: str
-    pieces: list[str]
-    parsed: ParsedResponse
-    state_description: str | None
-    state_key: str | None
-
-
-def _new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Trajectory:
-    return Trajectory(
-        group=slot.spec.group,
-        member=slot.spec.member,
-        seed=slot.spec.seed,
-        turns=[],
-        status=EpisodeStatus.FAILED,
-        success=False,
-        difficulty=slot.difficulty,
-        error=slot.error,
-        system_prompt_length=len(conversation.system_prompt_ids),
-    )
-
-
-def _turn(answer: _Answer, result: TurnResult) -> Turn:
-    episode, generation, parsed = answer.episode, answer.generation, answer.parsed
-    ends = len(answer.opening) + np.cumsum([len(piece) for piece in answer.pieces])
-    return Turn(
-        observation=episode.conversation.observation,
-        prompt_ids=episode.prompt.ids,
-        prompt_images=episode.prompt.images,
-        response_ids=generation.ids,
-        response_logprobs=generation.logprobs,
-        response_entropy=generation.entropy,
-        spans=label_tokens(parsed, ends.tolist(), end_sampled=not generation.hit_length_limit),
-        response_text="".join(answer.pieces),
-        think=parsed.think,
-        actions=result.actions,
-        action_is_valid=parsed.valid and result.valid,
-        action_is_effective=result.effective,
-        hit_length_limit=generation.hit_length_limit,
-        temperature=episode.temperature,
-        reward_terms=result.reward_terms,
-        info=result.info,
-        statements=result.statements,
-        state_description=answer.state_description,
-        state_key=answer.state_key,
-        prompt_patches=episode.prompt.patches,
-        turns_left_out=episode.prompt.left_out,
-    )
-
-
-def _end(episode: Episode, status: EpisodeStatus) -> None:
-    """End an episode; a truncated one keeps its last prompt, to bootstrap from."""
-    episode.done = True
-    trajectory = episode.trajectory
-    trajectory.status = status
-    if status is EpisodeStatus.TRUNCATED:
-        trajectory.final_prompt_ids = episode.prompt.ids
-        trajectory.final_images = episode.prompt.images
-        trajectory.final_patches = episode.prompt.patches

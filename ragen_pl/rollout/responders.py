@@ -28,8 +28,9 @@ from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation
+from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import Trajectory
+from ragen_pl.trajectory import ChatRequest, Trajectory
 
 Response = Generation | str | None
 """A sampled response, the text of a written one, or None to stop the episode."""
@@ -57,6 +58,7 @@ class Episode:
         temperature: temperature of the present turn.
         truncation: ids that sampling keeps; None for all.
         done: whether the episode has ended.
+        refusal: reason why a program's present request gets no response; None if it gets one.
     """
 
     number: int
@@ -71,6 +73,12 @@ class Episode:
     temperature: float = 1.0
     truncation: Truncation | None = None
     done: bool = False
+    refusal: ParsedResponse | None = None
+
+    @property
+    def request(self) -> ChatRequest | None:
+        """Present request of a program; None in other environments."""
+        return None if self.slot.observation is None else self.slot.observation.request
 
     @property
     def seed(self) -> int:

@@ -283,7 +283,7 @@ def talks_with_images(bundle, engine, *, slots: int, turns: int, window: int | s
             requests.append(make_request(prompt, session=slot, seed=10 * turn + slot))
         responses = generate(engine, requests, keep=True)
         for talk, response in zip(talks, responses, strict=True):
-            context.response(talk, ids=response.ids, text="", actions=[])
+            talk.respond(ids=response.ids, text="", actions=[])
         yield requests, responses
 
 
@@ -335,7 +335,7 @@ def test_load_weights_drops_every_cache(fresh_vlm):
     conversation = context.start("")
     first = context.observe(conversation, slot.observation, max_turns=5)
     (response,) = generate(engine, [make_request(first)], keep=True)
-    context.response(conversation, ids=response.ids, text="", actions=[])
+    conversation.respond(ids=response.ids, text="", actions=[])
     second = context.observe(conversation, slot.observation, max_turns=5)
     with torch.no_grad():
         for parameter in bundle.model.parameters():

@@ -101,7 +101,7 @@ def converse(context, users, responses, *, system="rules", images=()):
         if number < len(responses):
             ids = context.encode_response(responses[number])
             text = "".join(context.pieces(ids))
-            context.response(conversation, ids=ids, text=text, actions=["Up"])
+            conversation.respond(ids=ids, text=text, actions=["Up"])
             sampled.append(ids)
     return prompts, sampled
 

@@ -306,7 +306,7 @@ def test_the_words_of_a_response_follow_its_control_tokens(channels):
     # a later prompt shows the words only, as the template does
     talk = context.start("")
     context.observe(talk, Observation(text="see"), max_turns=2)
-    context.response(talk, ids=ids, text=sampled, actions=["Up"])
+    talk.respond(ids=ids, text=sampled, actions=["Up"])
     prompt = context.observe(talk, Observation(text="now"), max_turns=2)
     shown = channels.tokenizer.decode(prompt.ids)
     assert "<|start|>assistant<|channel|>final<|message|><answer>Up</answer><|end|>" in shown

@@ -61,7 +61,7 @@ def converse(context, responses, *, texts=None, images=None, system="rules"):
         )
         ids = context.encode_response(response) if isinstance(response, str) else response
         sampled.append(ids)
-        context.response(conversation, ids=ids, text="".join(context.pieces(ids)), actions=["Up"])
+        conversation.respond(ids=ids, text="".join(context.pieces(ids)), actions=["Up"])
     return prompts, sampled
 
 

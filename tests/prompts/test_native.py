@@ -100,7 +100,7 @@ def talk(
             [*context.bundle.tokenizer(text, add_special_tokens=False)["input_ids"], end]
         )
         parsed = talk.native.parse(context.opening + text, None, max_actions=9)
-        context.response(talk, ids=ids, text=text, actions=[], calls=parsed.calls)
+        talk.respond(ids=ids, text=text, actions=[], calls=parsed.calls)
         said.append((prompt, ids, parsed))
     last = turns[-1]["last"]
     said.append(
@@ -213,7 +213,7 @@ def test_names_of_marks_in_results_are_letters(name):
         context.observe(talk_, Observation(text="go"), max_turns=9)
         ids = np.array([5, 6, context.bundle.end_of_turn_id])
         calls = [function_call(0, "price", article="tea")]
-        context.response(talk_, ids=ids, text="x", actions=[], calls=calls)
+        talk_.respond(ids=ids, text="x", actions=[], calls=calls)
         prompt = context.observe(talk_, Observation(text=result, results=[result]), max_turns=9)
         assert " ".join(marks) not in result or "<tool_response>" in tokenizer.decode(prompt.ids)
         known = {number for number, token in tokenizer.added_tokens_decoder.items()
@@ -376,7 +376,7 @@ def test_no_arguments_of_a_call_break_the_next_prompt(name, arguments):
         text = "not a call that this template writes"
     parsed = native.parse(text, None, max_actions=1)
     ids = np.array([5, 6, context.bundle.end_of_turn_id])
-    context.response(talk_, ids=ids, text=text, actions=[], calls=parsed.calls)
+    talk_.respond(ids=ids, text=text, actions=[], calls=parsed.calls)
     results = ["no"] if parsed.calls else []
     prompt = context.observe(talk_, Observation(text="no", results=results), max_turns=9)
     assert "no" in context.bundle.tokenizer.decode(prompt.ids)

@@ -60,7 +60,7 @@ def test_engine_trainer_and_own_forward_agree(name, samples):
         response.ids[-1] = bundle.end_of_turn_id
         episode.append(Said(prompt, response))
         text = talk.native.response_text('{"name": "price", "arguments": {"article": "tea"}}')
-        context.response(talk, ids=response.ids, text=text, actions=[], calls=CALLS)
+        talk.respond(ids=response.ids, text=text, actions=[], calls=CALLS)
     own = [own_logprobs(bundle, said) for said in episode]
     for expected, said in zip(own, episode, strict=True):
         # the last token was replaced after it was sampled

@@ -1,0 +1,237 @@
+"""Prompts of the requests of agent programs: recorded ids continued where the history is the recorded one.
+
+A request holds its whole history as messages. What was sampled is never encoded again: where the history begins with
+a recorded request and its response, the prompt is the ids of both and the text after them. Another history is rendered
+as a whole, and begins a new sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ragen_pl.engines.protocol import Prompt
+from ragen_pl.models.messages import Message
+from ragen_pl.models.tool_template import ARGUMENT, NoToolsError
+from ragen_pl.prompts.conversation import Conversation, Exchange
+from ragen_pl.prompts.encoding import TextEncoder
+from ragen_pl.prompts.histories import RecordedCall, difference, longest
+from ragen_pl.prompts.native import NativeFormat, mapped
+from ragen_pl.trajectory import ChatRequest, Observation
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+JOINED, FIRST = "joined", "first"
+"""Values of `Turn.history`: a prompt that continues a response, and the first one of an episode."""
+# lists of tools whose templates are kept
+_MAX_FORMATS = 64
+_MARKER = "@Last Response@"
+
+
+class RequestRefusedError(ValueError):
+    """A program's request has no prompt. The program is told the reason, and may go on.
+
+    Args:
+        code: code of the reason, as OpenAI's API has them.
+        message: the reason.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(slots=True)
+class _Rendering:
+    """Text of a rendering, and whether it is the part after a recorded response."""
+
+    text: str
+    continues: bool
+
+
+class RequestPrompts:
+    """Make the prompts of programs' requests.
+
+    Args:
+        bundle: tokenizer and processor of the model.
+        encoder: encodes texts.
+        arguments: values of the chat template's own variables.
+    """
+
+    def __init__(
+        self, bundle: ModelBundle, encoder: TextEncoder, arguments: Mapping[str, Any] | None
+    ) -> None:
+        self._bundle, self._encoder, self._arguments = bundle, encoder, arguments
+        self._ends = frozenset(bundle.eos_token_ids)
+        self._formats: OrderedDict[str, NativeFormat] = OrderedDict()
+
+    def observe(self, conversation: Conversation, observation: Observation) -> Prompt:
+        """Add a request to a conversation and return its prompt.
+
+        Raises:
+            RequestRefusedError: the chat template cannot show the request.
+        """
+        request = observation.request
+        assert request is not None
+        native = conversation.native = self._format(request.tools)
+        before = longest(conversation.calls, request)
+        known = [] if before is None else before.prompt.images
+        new = observation.images[len(known) :]
+        if before is None:
+            latest = conversation.calls[-1] if conversation.calls else None
+            conversation.history = FIRST if latest is None else difference(latest, request)
+            messages = request.messages
+            rendering = _Rendering(self._render(native, self._shown(messages)), continues=False)
+        else:
+            conversation.history = JOINED
+            messages = request.messages[len(before.request.messages) + 1 :]
+            rendering = _Rendering(self._after(native, before, messages), continues=True)
+        prompt = self._prompt(rendering, new, before)
+        text = "\n".join(filter(None, map(_text_of, messages)))
+        conversation.exchanges.append(Exchange(text=text, images=new))
+        return prompt
+
+    def _format(self, tools: Sequence[Mapping[str, Any]]) -> NativeFormat:
+        key = json.dumps(tools)
+        if key not in self._formats:
+            try:
+                template = self._bundle.chat_template(
+                    self._arguments, mapped([*tools], self._encoder.hidden)
+                )
+                self._formats[key] = NativeFormat(template, self._bundle.end_texts)
+            except NoToolsError as error:
+                raise RequestRefusedError("unsupported_tools", str(error)) from error
+            while len(self._formats) > _MAX_FORMATS:
+                self._formats.popitem(last=False)
+        return self._formats[key]
+
+    def _prompt(
+        self, rendering: _Rendering, new: Sequence[np.ndarray], before: RecordedCall | None
+    ) -> Prompt:
+        try:
+            expanded = self._bundle.expand_image_slots(rendering.text, new)
+        except ValueError as error:
+            raise RequestRefusedError(
+                "unsupported_image",
+                f"the model's chat template does not show the {len(new)} images of the request where they stand "
+                f"({error})",
+            ) from error
+        encode = self._encoder.encode_rendered
+        ids = encode(expanded, continues=rendering.continues)
+        unexpanded = encode(rendering.text, continues=rendering.continues) if new else ids
+        images = [*new]
+        if before is not None:
+            images = [*before.prompt.images, *new]
+            ids = np.concatenate([before.prompt.ids, before.response_ids, ids])
+            unexpanded = np.concatenate(
+                [before.prompt.unexpanded_ids, before.response_ids, unexpanded]
+            )
+        if self._bundle.images is not None:
+            self._bundle.images.check_together(images)
+        return Prompt(ids=ids, unexpanded_ids=unexpanded, images=images)
+
+    def _after(
+        self, native: NativeFormat, before: RecordedCall, messages: Sequence[Message]
+    ) -> str:
+        """Return the text after a recorded response up to the next one.
+
+        The history is rendered with a marker at the end of the response. What follows the template's first end token
+        after the marker is the text, whatever the template does to the response itself.
+        """
+        response: Message = {"role": "assistant", "content": _MARKER}
+        if calls := before.message.get("tool_calls"):
+            marked = [{**call, "arguments": {ARGUMENT: _MARKER}} for call in calls]
+            response = {"role": "assistant", "content": "", "tool_calls": marked}
+        shown = self._shown([*before.request.messages, response, *messages])
+        _, found, after = self._render(native, shown).rpartition(_MARKER)
+        first_end = native.first_end(after)
+        if not found or first_end is None:
+            raise RequestRefusedError(
+                "template_error", "the model's chat template leaves out the response before"
+            )
+        place, end = first_end
+        after = after[place + len(end) :]
+        last = int(before.response_ids[-1])
+        # a response that was cut has no end; Gemma's ends another way after calls than after words
+        return after if last in self._ends and self._bundle.piece(last) == end else end + after
+
+    def _render(self, native: NativeFormat, messages: list[Message]) -> str:
+        try:
+            return native.template.render(messages)
+        # a template may raise any exception
+        except Exception as error:
+            raise RequestRefusedError(
+                "template_error", f"the model's chat template cannot show these messages: {error}"
+            ) from error
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages as chat templates take them, names of control tokens hidden."""
+        return [self._shown_message(message) for message in messages]
+
+    def _shown_message(self, message: Message) -> Message:
+        hidden = self._encoder.hidden
+        shown: Message = {"role": message["role"], "content": _content(message["content"], hidden)}
+        for name in ("reasoning_content", "name", "tool_call_id"):
+            if message.get(name):
+                shown[name] = hidden(message[name])
+        if calls := message.get("tool_calls"):
+            shown["tool_calls"] = [
+                {
+                    "id": hidden(call["id"]),
+                    "type": "function",
+                    "function": {
+                        "name": call["name"],
+                        "arguments": mapped(call["arguments"], hidden),
+                    },
+                }
+                for call in calls
+            ]
+        return shown
+
+
+def record(
+    conversation: Conversation,
+    *,
+    request: ChatRequest,
+    prompt: Prompt,
+    ids: np.ndarray,
+    message: Message,
+) -> None:
+    """Record the response to a program's request, which later requests may continue.
+
+    Args:
+        conversation: the conversation.
+        request: the request.
+        prompt: its prompt.
+        ids: ids of the response.
+        message: the response as the program got it.
+    """
+    conversation.calls.append(
+        RecordedCall(request=request, message=message, prompt=prompt, response_ids=ids)
+    )
+
+
+def _content(content: Any, hidden: Any) -> Any:
+    if isinstance(content, str):
+        return hidden(content)
+    return [
+        {"type": "text", "text": hidden(part["text"])}
+        if part["type"] == "text"
+        else {"type": "image"}
+        for part in content
+    ]
+
+
+def _text_of(message: Message) -> str:
+    """Return the words of a message for a reader."""
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    calls = [f"{call['name']}({call['arguments']})" for call in message.get("tool_calls") or ()]
+    return f"{message['role']}: {' '.join(filter(None, [content, *calls]))}"

@@ -1,0 +1,140 @@
+"""Answers to the requests of agent programs: a sampled response as a message, and requests that get none.
+
+An action of a program's environment is JSON text: `{"message", "finish_reason", "usage"}` for an answer, with
+`"logprobs"` where the program asked for them, and `{"error": {"code", "message"}}` for a refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ragen_pl.engines.protocol import Generation
+from ragen_pl.models.messages import Message
+from ragen_pl.prompts.native import NativeFormat
+from ragen_pl.prompts.parsing import ParsedResponse
+from ragen_pl.prompts.tool_calls.message import AssistantMessage
+from ragen_pl.rollout.responders import Episode
+from ragen_pl.trajectory import ChatRequest
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestAnswer:
+    """A response to a program's request.
+
+    Attributes:
+        generation: the response, up to its stop string or its last permitted call.
+        parsed: the response as the environment takes it.
+        message: the response as the program gets it, see `ChatRequest.messages`.
+    """
+
+    generation: Generation
+    parsed: ParsedResponse
+    message: Message
+
+
+def refusal(code: str, message: str) -> ParsedResponse:
+    """Return the action that tells a program why its request has no response."""
+    error = json.dumps({"error": {"code": code, "message": message}})
+    return ParsedResponse(actions=[error], refused=True)
+
+
+def answer_request(
+    episode: Episode, generation: Generation, *, opening: str, pieces: Sequence[str]
+) -> RequestAnswer:
+    """Return the answer to an episode's present request.
+
+    A response ends before the request's first stop string, and after its first tool call where the request or the
+    chat template allows one. Ids are cut there, so what is trained is a prefix of what was sampled.
+
+    Args:
+        episode: the episode.
+        generation: the sampled response.
+        opening: text of the prompt with which the response begins.
+        pieces: text of each token.
+    """
+    request, native = episode.request, episode.conversation.native
+    assert request is not None and native is not None
+    ends = len(opening) + np.cumsum([len(piece) for piece in pieces])
+    text = opening + "".join(pieces)
+    place = _first_stop(text, request.stop, start=len(opening))
+    if place is not None:
+        start, end = place
+        generation = _cut(generation, int(np.searchsorted(ends, end)) + 1)
+        text = text[:start]
+    read = native.message(text)
+    allowed = native.max_calls if request.parallel_calls else 1
+    if len(read.calls) > allowed:
+        end = read.calls[allowed - 1].span[1]
+        generation = _cut(generation, int(np.searchsorted(ends, end)) + 1)
+        text = text[:end]
+        read = native.message(text)
+    # a response without its end has no calls, even where they look complete
+    calls = [] if generation.hit_length_limit else read.calls
+    message = _message(read, request, calls=len(calls), turn=episode.slot.turn, native=native)
+    reason = "length" if generation.hit_length_limit else "tool_calls" if calls else "stop"
+    count = len(generation.ids)
+    answer: dict[str, Any] = {
+        "message": message,
+        "finish_reason": reason,
+        "usage": {"prompt_tokens": len(episode.prompt.ids), "completion_tokens": count},
+    }
+    if request.logprobs:
+        pairs = zip(pieces[:count], generation.logprobs.tolist(), strict=True)
+        answer["logprobs"] = [[piece, logprob] for piece, logprob in pairs]
+    parsed = ParsedResponse(
+        think=read.reasoning,
+        actions=[json.dumps(answer)],
+        spans=read.spans,
+        calls=[{"function": _function(call)} for call in message.get("tool_calls", ())],
+        problem="the response was cut" if generation.hit_length_limit else read.problem,
+    )
+    return RequestAnswer(generation=generation, parsed=parsed, message=message)
+
+
+def _message(
+    read: AssistantMessage, request: ChatRequest, *, calls: int, turn: int, native: NativeFormat
+) -> Message:
+    message: Message = {"role": "assistant", "content": read.content}
+    if read.reasoning is not None:
+        message["reasoning_content"] = read.reasoning
+    if calls:
+        message["tool_calls"] = [
+            # Mistral's templates take ids of nine letters and digits
+            {
+                "id": f"call{turn % 1000:03}{number % 100:02}",
+                "name": call.name,
+                "arguments": call.arguments,
+            }
+            for number, call in enumerate(read.calls)
+        ]
+    return message
+
+
+def _function(call: Message) -> dict[str, Any]:
+    return {"name": call["name"], "arguments": call["arguments"]}
+
+
+def _first_stop(text: str, stops: Sequence[str], *, start: int) -> tuple[int, int] | None:
+    """Return where the first of the stop strings begins and ends, None without any."""
+    found = [(text.find(stop, start), stop) for stop in stops]
+    places = [(place, place + len(stop)) for place, stop in found if place >= 0]
+    # the one that is complete first
+    return min(places, key=lambda place: (place[1], place[0]), default=None)
+
+
+def _cut(generation: Generation, length: int) -> Generation:
+    """Return the first tokens of a response. The mean entropy of these is not known."""
+    if length >= len(generation.ids):
+        return generation
+    return replace(
+        generation,
+        ids=generation.ids[:length],
+        logprobs=generation.logprobs[:length],
+        entropy=None,
+        hit_length_limit=False,
+    )

@@ -1,0 +1,101 @@
+"""Turns of episodes: a response with the state before it, and the record of it once its result is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragen_pl.engines.protocol import Generation
+from ragen_pl.environments.slot import EnvironmentSlot, TurnResult
+from ragen_pl.models.messages import Message
+from ragen_pl.prompts.conversation import Conversation
+from ragen_pl.prompts.parsing import ParsedResponse, label_tokens
+from ragen_pl.rollout.responders import Episode
+from ragen_pl.trajectory import ChatRequest, EpisodeStatus, Trajectory, Turn
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """A response with the state of its episode before it is carried out.
+
+    A program's request that gets no response has no generation. `request` and `message` are those of programs.
+    """
+
+    episode: Episode
+    parsed: ParsedResponse
+    generation: Generation | None = None
+    opening: str = ""
+    pieces: Sequence[str] = ()
+    state_description: str | None = None
+    state_key: str | None = None
+    request: ChatRequest | None = None
+    message: Message | None = None
+
+
+def refused_answer(episode: Episode) -> Answer:
+    """Return the answer to a program's request that gets no response."""
+    assert episode.refusal is not None
+    return Answer(episode=episode, parsed=episode.refusal)
+
+
+def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Trajectory:
+    """Return the trajectory of an episode that begins."""
+    return Trajectory(
+        group=slot.spec.group,
+        member=slot.spec.member,
+        seed=slot.spec.seed,
+        turns=[],
+        status=EpisodeStatus.FAILED,
+        success=False,
+        difficulty=slot.difficulty,
+        error=slot.error,
+        system_prompt_length=len(conversation.system_prompt_ids),
+    )
+
+
+def played_turn(answer: Answer, generation: Generation, result: TurnResult) -> Turn:
+    """Return a turn of which the environment's result is known."""
+    episode, parsed, request = answer.episode, answer.parsed, answer.request
+    # an end has no text; a response that was cut has none
+    end_sampled = not generation.hit_length_limit and (request is None or answer.pieces[-1] == "")
+    ends = len(answer.opening) + np.cumsum([len(piece) for piece in answer.pieces])
+    return Turn(
+        observation=episode.conversation.observation,
+        prompt_ids=episode.prompt.ids,
+        prompt_images=episode.prompt.images,
+        response_ids=generation.ids,
+        response_logprobs=generation.logprobs,
+        response_entropy=generation.entropy,
+        spans=label_tokens(parsed, ends.tolist(), end_sampled=end_sampled),
+        response_text="".join(answer.pieces),
+        think=parsed.think,
+        actions=result.actions,
+        action_is_valid=parsed.valid and result.valid,
+        action_is_effective=result.effective,
+        hit_length_limit=generation.hit_length_limit,
+        temperature=episode.temperature,
+        reward_terms=result.reward_terms,
+        info=result.info,
+        statements=result.statements,
+        state_description=answer.state_description,
+        state_key=answer.state_key,
+        prompt_patches=episode.prompt.patches,
+        turns_left_out=episode.prompt.left_out,
+        advances=request is None or request.advances,
+        trained=request is None or request.trained,
+        call_id=None if request is None else request.call_id,
+        history=episode.conversation.history,
+    )
+
+
+def end_episode(episode: Episode, status: EpisodeStatus) -> None:
+    """End an episode; a truncated one keeps its last prompt, to bootstrap from."""
+    episode.done = True
+    trajectory = episode.trajectory
+    trajectory.status = status
+    if status is EpisodeStatus.TRUNCATED:
+        trajectory.final_prompt_ids = episode.prompt.ids
+        trajectory.final_images = episode.prompt.images
+        trajectory.final_patches = episode.prompt.patches
