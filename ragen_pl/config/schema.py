@@ -67,11 +67,19 @@ class Environment(TypedDict, total=False):
         visual: whether it shows images.
         words: words of its texts that become tokens of a small model.
         kwargs: arguments of the environment.
+        command: command line of an agent program (`env=program`).
+        function: import path of a function in place of a command.
+        tasks: tasks of the program: a file, a folder or an import path.
+        verifier: command that is run after the program's end and prints the result.
     """
 
     name: str
     visual: bool
     words: list[str]
+    command: list[str] | None
+    function: str | None
+    tasks: str | None
+    verifier: list[str] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target")]
 
 

@@ -42,6 +42,8 @@ MAY_IMPORT = {
     "prompts": BASE | {"engines", "models", "prompt_formats"},
     "environments": BASE | {"config", "machine", "prompt_formats", "prompts"},
     "rollout": BASE | ROLLOUT - {"rollout"} | {"data_url"},
+    "serving": BASE,
+    "programs": BASE | {"serving"},
     "rewards": BASE | ROLLOUT,
     "metrics": BASE | {"algorithms"},
     "data": BASE | ROLLOUT | {"algorithms", "metrics", "rewards"},

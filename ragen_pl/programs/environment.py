@@ -1,0 +1,368 @@
+"""ProgramEnvironment: an agent program that calls the policy over HTTP, as an environment (`env=program`).
+
+The observation is the request that the program waits on, and the action is the answer to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import gymnasium
+from annotated_types import Gt
+from gymnasium import spaces
+
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count
+from ragen_pl.programs.launcher import ProgramLauncher, ProgramLimits
+from ragen_pl.programs.results import ProgramResult, read_result
+from ragen_pl.programs.running import RunningProgram, last_lines
+from ragen_pl.programs.tasks import load_tasks
+from ragen_pl.serving.chat_response import Answer
+from ragen_pl.serving.errors import RequestError
+from ragen_pl.serving.server import LOOPBACK, AgentServer
+from ragen_pl.serving.session import Call, Event, EventKind, Session, SessionLimits
+
+Seconds: TypeAlias = Annotated[float, Gt(0)]
+# a program hears that its calls are used up, and may still report
+_GRACE_S = 30.0
+_MAX_ACTION = 1 << 28
+# until a program that is killed has ended
+_KILL_S = 10.0
+
+
+class ProgramEnvironment(gymnasium.Env[Any, Any]):
+    """Run an agent program for each episode, and let the policy answer its requests.
+
+    The program finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task in the file `RAGEN_TASK_FILE`
+    and, where it is short, in `RAGEN_TASK`, a seed in `RAGEN_SEED` and the path of its result in `RAGEN_RESULT`. It runs in
+    a folder of its own. It is no sandbox: what a program or its tools must not do belongs into a container.
+
+    Args:
+        command: command line of the program, such as `[python, my_agent.py]`.
+        function: import path of a function in place of a command. It gets the task and may be asynchronous; what it
+            returns is the result.
+        tasks: tasks, one for each episode; see `ragen_pl.programs.tasks`. None for a program that makes its own of the
+            seed.
+        verifier: command that is run after the end in the same folder, out of the program's reach. Its last line of
+            output is the result, in place of the program's own.
+        max_calls: answered requests of an episode. Later ones are refused.
+        program_s: longest time of an episode in seconds, without the time that the program waits for answers.
+        memory_mb: address space of each process in MiB; None for no limit.
+        file_mb: size of each file in MiB; None for no limit.
+        output_kb: end of the output that is kept with the trajectory, in KiB.
+        crash_reward: reward of an episode whose program ends with an error; None where such an episode fails and is not
+            trained on.
+        models: endpoints of other models by name, `{"url", "model", "key_env"}`. Requests to them are passed on.
+        response_format: `unconstrained` where requests for JSON are answered freely, for programs that check it.
+        post_rewards: whether the program may set rewards over HTTP, with the key in `RAGEN_REWARD_KEY`.
+        variables: further environment variables.
+        host: address of the endpoint.
+
+    Raises:
+        ValueError: there is no program, or both a command and a function.
+    """
+
+    action_space: spaces.Space[Any]
+
+    @checked
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] | None = None,
+        function: str | None = None,
+        tasks: str | None = None,
+        verifier: Sequence[str] | None = None,
+        max_calls: Count = 50,
+        program_s: Seconds = 600.0,
+        memory_mb: Count | None = None,
+        file_mb: Count | None = 256,
+        output_kb: Count = 64,
+        crash_reward: float | None = None,
+        models: Mapping[str, Mapping[str, str]] | None = None,
+        response_format: Literal["refused", "unconstrained"] = "refused",
+        post_rewards: bool = False,
+        variables: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
+    ) -> None:
+        if (command is None) == (function is None):
+            raise ValueError(
+                f"env.command={command}, env.function={function}: set one of them, such as env.command=[python, "
+                "my_agent.py]"
+            )
+        self.command = None if command is None else _with_paths(command)
+        self.verifier = None if verifier is None else _with_paths(verifier)
+        self.function, self.max_calls, self.program_s = function, max_calls, program_s
+        self.limits = ProgramLimits(memory_mb=memory_mb, file_mb=file_mb, output_kb=output_kb)
+        self.crash_reward, self.post_rewards = crash_reward, post_rewards
+        self.response_format, self.variables = response_format, dict(variables or {})
+        self.models = {name: _upstream(name, given) for name, given in (models or {}).items()}
+        self.tasks = None if tasks is None else load_tasks(tasks)
+        self._server = shared_server(host)
+        self._launcher = shared_launcher(function)
+        self.action_space = spaces.Text(max_length=_MAX_ACTION)
+        self.observation_space = spaces.Text(max_length=_MAX_ACTION)
+        self._task: Any = None
+        self._seed = 0
+        self._session: Session | None = None
+        self._program: RunningProgram | None = None
+        self._waiting: deque[Call] = deque()
+        self._call: Call | None = None
+        self._delivered: list[str] = []
+        self._outcome: Mapping[str, Any] | None = None
+        self._left_s = 0.0
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start the program and return its first request.
+
+        Args:
+            seed: chooses the task; the program gets it too.
+            options: `task`, another task.
+
+        Raises:
+            RuntimeError: the program ended without a request.
+            TimeoutError: it took too long.
+        """
+        self._end()
+        super().reset(seed=seed)
+        self._seed = int(self.np_random.integers(2**31)) if seed is None else seed
+        self._task = self._drawn_task(options or {})
+        self._begin()
+        call = self._next()
+        if call is None:
+            raise RuntimeError(f"the program ended without a request: {self._ending()}")
+        return self._observation(call), {}
+
+    def step(self, action: str) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Answer the program's request and return its next one, or the end of the episode.
+
+        Args:
+            action: JSON of an answer or a refusal, see `ragen_pl.rollout.requests`.
+
+        Raises:
+            RuntimeError: the program failed.
+            TimeoutError: it took too long.
+            ValueError: its result is not valid.
+        """
+        assert self._session is not None and self._call is not None
+        delivered = self._answer(self._session, self._call, json.loads(action))
+        info: dict[str, Any] = {"delivered": delivered}
+        call = self._next()
+        if call is not None:
+            return self._observation(call), 0.0, False, False, info
+        result = self._result()
+        info |= {
+            "success": result.success,
+            "reward_parts": result.parts,
+            "rewards_of": result.rewards_of,
+            "invalid_turns": result.invalid_turns,
+            "program": result.info | self._facts(),
+        }
+        self._end()
+        return {"text": "", "images": []}, sum(result.parts.values()), True, False, info
+
+    def random_action(self, rng: np.random.Generator) -> str:
+        """Return a response of one word."""
+        return str(rng.choice(["yes", "no"]))
+
+    def state_key(self) -> str:
+        """Return the task, or the seed where the program makes its own."""
+        return json.dumps(self._seed if self.tasks is None else self._task, sort_keys=True)
+
+    def close(self) -> None:
+        """End the program."""
+        self._end()
+
+    def _drawn_task(self, options: Mapping[str, Any]) -> Any:
+        if "task" in options or self.tasks is None:
+            return options.get("task")
+        return self.tasks[int(self.np_random.integers(len(self.tasks)))]
+
+    def _begin(self) -> None:
+        limits = SessionLimits(unconstrained=self.response_format == "unconstrained")
+        self._session = Session(
+            self._server.loop,
+            limits=limits,
+            upstream=self.models,
+            reward_key=secrets.token_hex(32) if self.post_rewards else None,
+        )
+        self._server.open(self._session)
+        self._waiting.clear()
+        self._call, self._outcome = None, None
+        self._delivered, self._left_s = [], self.program_s
+        self._program = RunningProgram(
+            self._server,
+            self._session,
+            self._launcher,
+            command=self.command,
+            task=self._task,
+            seed=self._seed,
+            variables=self.variables,
+            limits=self.limits,
+        )
+
+    def _answer(self, session: Session, call: Call, answer: Mapping[str, Any]) -> bool:
+        """Give an answer or a refusal; return whether the program got an answer."""
+        self._call = None
+        if "error" in answer:
+            error = answer["error"]
+            session.answer(call, RequestError(400, error["message"], code=error["code"]))
+            return False
+        usage = answer["usage"]
+        session.answer(
+            call,
+            Answer(
+                id=call.id,
+                model=session.model,
+                message=answer["message"],
+                finish_reason=answer["finish_reason"],
+                prompt_tokens=usage["prompt_tokens"],
+                completion_tokens=usage["completion_tokens"],
+                logprobs=answer.get("logprobs"),
+            ),
+        )
+        delivered = self._is_delivered(call)
+        if delivered:
+            self._delivered.append(call.id)
+        else:
+            session.forget(call)
+            session.count("undelivered")
+        return delivered
+
+    def _is_delivered(self, call: Call) -> bool:
+        """Wait until a client has got an answer, or until it is clear that none will."""
+        gone = False
+        while True:
+            event = self._event()
+            if event.call is call and event.kind is EventKind.DELIVERED:
+                return True
+            gone |= event.call is call and event.kind is EventKind.GONE
+            if event.kind is EventKind.REQUEST and event.call is not None:
+                self._waiting.append(event.call)
+            if event.kind is EventKind.EXIT:
+                self._outcome = event.outcome
+            # who is gone and goes on with something else does not come back
+            if gone and (self._waiting or self._outcome is not None):
+                return False
+
+    def _next(self) -> Call | None:
+        """Return the program's oldest request, None once it has ended."""
+        assert self._session is not None
+        while True:
+            while self._waiting:
+                call = self._waiting.popleft()
+                if len(self._delivered) < self.max_calls:
+                    self._call = call
+                    return call
+                self._left_s = min(self._left_s, _GRACE_S)
+                refused = f"the episode has had its {self.max_calls} calls"
+                self._session.answer(call, RequestError(400, refused, code="call_limit"))
+            if self._outcome is not None:
+                return None
+            event = self._event()
+            if event.kind is EventKind.REQUEST and event.call is not None:
+                self._waiting.append(event.call)
+            elif event.kind is EventKind.EXIT:
+                self._outcome = event.outcome
+
+    def _event(self) -> Event:
+        """Wait for an event. The time counts as the program's."""
+        assert self._session is not None
+        begin = time.monotonic()
+        try:
+            return self._session.events.get(timeout=self._left_s)
+        except queue.Empty:
+            self._end()
+            raise TimeoutError(
+                f"the program took longer than env.kwargs.program_s={self.program_s:g} s, without the time of its "
+                "requests"
+            ) from None
+        finally:
+            self._left_s = max(0.001, self._left_s - (time.monotonic() - begin))
+
+    def _observation(self, call: Call) -> dict[str, Any]:
+        assert call.client is not None
+        chat = replace(call.client.chat, call_id=call.id)
+        return {"text": "", "images": call.client.images, "request": chat}
+
+    def _result(self) -> ProgramResult:
+        """Return the result of a program that has ended."""
+        assert self._session is not None and self._outcome is not None
+        assert self._program is not None
+        if self._outcome.get("code") != 0:
+            if self.crash_reward is None:
+                raise RuntimeError(f"the program failed: {self._ending()}")
+            return ProgramResult(parts={"crash": self.crash_reward})
+        if self.verifier is None:
+            text = self._program.result()
+        else:
+            text = self._program.verified(self.verifier, timeout_s=self.program_s)
+        return read_result(text, posted=self._session.rewards, call_ids=self._delivered)
+
+    def _facts(self) -> dict[str, Any]:
+        assert self._session is not None and self._outcome is not None
+        return {"output": self._outcome.get("output", ""), "requests": dict(self._session.counts)}
+
+    def _ending(self) -> str:
+        """Return how the program ended, with the last lines of its output."""
+        outcome = self._outcome or {}
+        if outcome.get("signal") is not None:
+            how = f"signal {outcome['signal']}"
+        else:
+            how = outcome.get("error") or f"exit code {outcome.get('code')}"
+        return f"{how}; its last lines: {last_lines(str(outcome.get('output', '')))}"
+
+    def _end(self) -> None:
+        """End the program and its session."""
+        if self._session is None or self._program is None:
+            return
+        self._server.end(self._session)
+        self._program.kill()
+        with suppress(queue.Empty):
+            while self._outcome is None:
+                event = self._session.events.get(timeout=_KILL_S)
+                self._outcome = event.outcome if event.kind is EventKind.EXIT else None
+        self._program.remove()
+        self._session = self._program = None
+
+
+@cache
+def shared_server(host: str = LOOPBACK) -> AgentServer:
+    """Return the endpoint that all programs of this process share."""
+    return AgentServer(host=host)
+
+
+@cache
+def shared_launcher(function: str | None) -> ProgramLauncher:
+    """Return the launcher that all programs of a function, or all commands, share."""
+    return ProgramLauncher(function)
+
+
+def _with_paths(command: Sequence[str]) -> list[str]:
+    """Return a command with the full paths of files, since it runs in another folder."""
+    return [str(Path(part).resolve()) if Path(part).is_file() else part for part in command]
+
+
+def _upstream(name: str, given: Mapping[str, str]) -> dict[str, str]:
+    if "url" not in given:
+        raise ValueError(f"env.kwargs.models.{name}: it has no url")
+    target = {key: value for key, value in given.items() if key != "key_env"}
+    if "key_env" in given:
+        if given["key_env"] not in os.environ:
+            raise ValueError(
+                f"env.kwargs.models.{name}.key_env={given['key_env']}: no such environment variable"
+            )
+        target["key"] = os.environ[given["key_env"]]
+    return target

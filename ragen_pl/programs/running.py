@@ -1,0 +1,130 @@
+"""A program under way: its folder, its variables, its process and the verifier of what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ragen_pl.programs.launcher import ProgramLauncher, ProgramLimits
+from ragen_pl.serving.server import AgentServer
+from ragen_pl.serving.session import Session
+
+# a longer text is no environment variable
+_MAX_TASK_VARIABLE = 100_000
+# lines of the output in an error
+_LINES = 10
+
+
+class RunningProgram:
+    """A program in a folder of its own, which is removed at the end.
+
+    Args:
+        server: endpoint that it calls.
+        session: its session, which gets an `EXIT` event.
+        launcher: starts it.
+        command: command line; None for the launcher's function.
+        task: its task, a JSON value.
+        seed: its seed.
+        variables: further environment variables.
+        limits: limits of its processes.
+    """
+
+    def __init__(
+        self,
+        server: AgentServer,
+        session: Session,
+        launcher: ProgramLauncher,
+        *,
+        command: Sequence[str] | None,
+        task: Any,
+        seed: int,
+        variables: Mapping[str, str],
+        limits: ProgramLimits,
+    ) -> None:
+        self._variables = dict(variables)
+        self._folder = Path(tempfile.mkdtemp(prefix="ragen_program_"))
+        self._work = self._folder / "work"
+        self._work.mkdir()
+        text = json.dumps(task)
+        (self._folder / "task.json").write_text(text)
+        self._about_task = {
+            "RAGEN_SEED": str(seed),
+            "RAGEN_TASK_FILE": str(self._folder / "task.json"),
+            "RAGEN_RESULT": str(self._folder / "result.json"),
+        }
+        if len(text) <= _MAX_TASK_VARIABLE:
+            self._about_task["RAGEN_TASK"] = text
+        access = {"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": session.key}
+        if session.reward_key is not None:
+            access["RAGEN_REWARD_KEY"] = session.reward_key
+        self._connection = launcher.start(
+            command,
+            folder=str(self._work),
+            environment={
+                "HOME": str(self._work),
+                "TMPDIR": str(self._work),
+                **access,
+                **self._about_task,
+                **self._variables,
+            },
+            limits=limits,
+        )
+        server.watch(self._connection.dup(), session)
+
+    def kill(self) -> None:
+        """Kill the program with its children. `EXIT` follows."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def remove(self) -> None:
+        """Remove the folder of a program that has ended."""
+        self._connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def result(self) -> str | None:
+        """Return the result that the program wrote, None without one."""
+        try:
+            return (self._folder / "result.json").read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def verified(self, verifier: Sequence[str], *, timeout_s: float) -> str:
+        """Return the last line that a verifier writes in the program's folder, after its end.
+
+        Raises:
+            RuntimeError: the verifier failed.
+        """
+        try:
+            run = subprocess.run(
+                verifier,
+                cwd=self._work,
+                env=os.environ | self._variables | self._about_task,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=True,
+            )
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(
+                f"env.verifier={shlex.join(verifier)}: exit code {error.returncode}; its last lines: "
+                f"{last_lines(error.stderr)}"
+            ) from error
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {error}") from error
+        lines = run.stdout.strip().splitlines()
+        return str(lines[-1]) if lines else ""
+
+
+def last_lines(text: str) -> str:
+    """Return the last lines of an output as one."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-_LINES:]) or "none"

@@ -1,0 +1,228 @@
+"""Process that starts agent programs and ends them with all their children. Run as a script; standard library only.
+
+`python supervisor.py SOCKET [MODULE.FUNCTION]` listens on a Unix socket. A connection is one program: the owner sends
+one line of JSON, `{"command", "environment", "folder", "memory_mb", "file_mb", "output_bytes"}`, and gets one line back
+when the program has ended, `{"code", "signal", "output"}`. Where the owner closes its side, the program is killed. The
+supervisor ends when its standard input is closed, and its programs end with it.
+
+A keeper process for each connection adopts what the program leaves behind, so that nothing outlives it. A function is
+imported once and runs in a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+_MIB = 1024 * 1024
+# time for the children of a program to die
+_KILL_S = 5.0
+# output that is read after the program's end
+_REST_BYTES = 1 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Serve the socket that the first argument names."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(sys.argv[1])
+    listening.listen(1024)
+    function, problem = _function(sys.argv[2]) if len(sys.argv) > 2 else (None, None)
+    # the kernel takes keepers that have ended away
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print("ready", flush=True)
+    while True:
+        ready, _, _ = select.select([listening, sys.stdin], [], [])
+        if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
+            return
+        if listening not in ready:
+            continue
+        connection, _ = listening.accept()
+        supervisor = os.getpid()
+        if os.fork() == 0:
+            listening.close()
+            _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+            code = 1
+            try:
+                code = _keep(connection, function, problem, supervisor)
+            finally:
+                os._exit(code)
+        connection.close()
+
+
+def _function(name: str) -> tuple[Callable[..., Any] | None, str | None]:
+    """Return a function by its import path, and why there is none."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    # any error of the user's module
+    except BaseException:
+        return None, traceback.format_exc()
+    return function, None
+
+
+def _keep(
+    connection: socket.socket,
+    function: Callable[..., Any] | None,
+    problem: str | None,
+    supervisor: int,
+) -> int:
+    """Run a program, wait for its end or the owner's, and tell how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(1 << 20)
+        if not part:
+            return 0
+        line += part
+    order = json.loads(line)
+    if problem is not None:
+        _tell(connection, {"code": 1, "signal": None, "output": problem})
+        return 0
+    output, written = os.pipe()
+    program = os.fork()
+    if program == 0:
+        connection.close()
+        os.close(output)
+        _run(order, function, written)
+    os.close(written)
+    ended, caught = os.pipe()
+    os.set_blocking(caught, False)
+    signal.signal(signal.SIGTERM, lambda *_: os.write(caught, b"t"))
+    # the supervisor may have ended before the signal was asked for
+    if os.getppid() != supervisor:
+        os.write(caught, b"t")
+    tail = bytearray()
+    limit = int(order["output_bytes"])
+    handle = os.pidfd_open(program)
+    waited = [output, connection.fileno(), handle, ended]
+    while True:
+        ready, _, _ = select.select(waited, [], [])
+        if output in ready:
+            part = os.read(output, 1 << 16)
+            tail = (tail + part)[-limit:]
+            if not part:
+                waited.remove(output)
+        if handle in ready:
+            break
+        if connection.fileno() in ready or ended in ready:
+            os.kill(program, signal.SIGKILL)
+            break
+    _, status = os.waitpid(program, 0)
+    _kill_children()
+    if output in waited:
+        tail = (tail + _rest(output))[-limit:]
+    signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+    text = tail.decode(errors="replace")
+    _tell(connection, {"code": code, "signal": signalled, "output": text})
+    return 0
+
+
+def _run(order: dict[str, Any], function: Callable[..., Any] | None, written: int) -> None:
+    """Become the program. Never returns."""
+    code = 127
+    try:
+        os.setsid()
+        # Python ignores it, and a program would inherit that
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, nothing), (1, written), (2, written)):
+            os.dup2(source, target)
+        os.closerange(3, 1 << 16)
+        for limit, amount in (
+            (resource.RLIMIT_AS, order["memory_mb"]),
+            (resource.RLIMIT_FSIZE, order["file_mb"]),
+        ):
+            if amount is not None:
+                resource.setrlimit(limit, (amount * _MIB, amount * _MIB))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.chdir(order["folder"])
+        if order["command"] is not None:
+            os.execvpe(order["command"][0], order["command"], order["environment"])
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        assert function is not None
+        _call(function)
+        code = 0
+    # any error of the program, its exits too
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1 if order["command"] is None else 127
+    finally:
+        with suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _call(function: Callable[..., Any]) -> None:
+    """Call a function with its task, and write what it returns as the result."""
+    with open(os.environ["RAGEN_TASK_FILE"]) as file:
+        task = json.load(file)
+    result = function(task)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    if result is not None:
+        with open(os.environ["RAGEN_RESULT"], "w") as file:
+            json.dump(result, file)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _kill_children() -> None:
+    """Kill all children, those that are adopted meanwhile too."""
+    end = time.monotonic() + _KILL_S
+    path = f"/proc/self/task/{os.getpid()}/children"
+    while time.monotonic() < end:
+        with open(path) as file:
+            children = [int(child) for child in file.read().split()]
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _rest(output: int) -> bytes:
+    """Return what is left of the output."""
+    os.set_blocking(output, False)
+    rest = b""
+    with suppress(BlockingIOError):
+        while len(rest) < _REST_BYTES and (part := os.read(output, 1 << 16)):
+            rest += part
+    return rest
+
+
+def _tell(connection: socket.socket, outcome: dict[str, Any]) -> None:
+    with suppress(OSError):
+        connection.sendall(json.dumps(outcome).encode() + b"\n")
+        connection.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""OpenAI-compatible endpoint of the policy: requests, responses and sessions."""

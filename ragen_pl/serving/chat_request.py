@@ -1,0 +1,357 @@
+"""Chat Completions requests: JSON of a client to a `ChatRequest`, with each parameter honoured, ignored or refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ragen_pl.serving.errors import RequestError, unsupported
+from ragen_pl.serving.images import ImageReader
+from ragen_pl.trajectory import ChatRequest
+
+MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_STOPS, MAX_DEPTH = 4096, 128, 64, 16, 64
+# of the sampling, which the config of a run decides
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "reasoning_effort",
+    "reasoning",
+    "chat_template_kwargs",
+    "verbosity",
+)
+# of no meaning here
+_IGNORED = {
+    "user",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+_REFUSED = {
+    "logit_bias": "leave it out",
+    "functions": "send tools",
+    "function_call": "send tools",
+    "audio": "leave it out",
+    "prediction": "leave it out",
+    "web_search_options": "leave it out",
+}
+_READ = {
+    "messages",
+    "model",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "stop",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "n",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
+    "modalities",
+    "metadata",
+}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ClientRequest:
+    """A request as the endpoint reads it.
+
+    Attributes:
+        chat: what the policy answers.
+        model: name of the model that it asks for.
+        images: images of the messages, in order.
+        stream: whether the answer is streamed.
+        include_usage: whether the stream ends with the number of tokens.
+        ignored: parameters that are not honoured, with their values.
+        sampling: sampling parameters, with their values.
+    """
+
+    chat: ChatRequest
+    model: str
+    images: list[np.ndarray] = field(default_factory=list)
+    stream: bool = False
+    include_usage: bool = False
+    ignored: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body.
+
+    Raises:
+        RequestError: it is none, is nested too deeply, or holds NaN, infinity or half a surrogate pair.
+    """
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+        json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise RequestError(400, "the body is no JSON object", code="invalid_json")
+    _check_depth(body)
+    return body
+
+
+def read_request(
+    body: Mapping[str, Any], images: ImageReader, *, unconstrained: bool = False, train: bool = True
+) -> ClientRequest:
+    """Return a Chat Completions request.
+
+    Args:
+        body: its JSON.
+        images: reads its images.
+        unconstrained: whether a response format in JSON is accepted and not enforced.
+        train: whether the policy may be trained on the response.
+
+    Raises:
+        RequestError: a parameter is not valid or cannot be honoured.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    _check_parameters(given, unconstrained=unconstrained)
+    reader = _MessageReader(images)
+    messages = reader.messages(given.get("messages"))
+    choice = given.get("tool_choice", "auto")
+    tools = [] if choice == "none" else _tools(given.get("tools", []))
+    metadata = given.get("metadata", {})
+    if not isinstance(metadata, Mapping):
+        raise RequestError(400, "metadata: expected an object")
+    limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens")]
+    options = given.get("stream_options", {})
+    ignored = {name: given[name] for name in _IGNORED & given.keys()}
+    if choice not in ("auto", "none"):
+        ignored["tool_choice"] = choice
+    return ClientRequest(
+        chat=ChatRequest(
+            messages=messages,
+            tools=tools,
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
+            stop=_stops(given.get("stop", [])),
+            logprobs=bool(given.get("logprobs", False)),
+            parallel_calls=bool(given.get("parallel_tool_calls", True)),
+            advances=_flag(metadata, "advances"),
+            trained=train and _flag(metadata, "train"),
+        ),
+        model=str(given.get("model", "")),
+        images=reader.images,
+        stream=bool(given.get("stream", False)),
+        include_usage=isinstance(options, Mapping) and bool(options.get("include_usage", False)),
+        ignored=ignored,
+        sampling={name: given[name] for name in SAMPLING if name in given},
+    )
+
+
+def _check_parameters(given: Mapping[str, Any], *, unconstrained: bool) -> None:
+    for name, remedy in _REFUSED.items():
+        if given.get(name):
+            raise unsupported(name, given[name], remedy)
+    unknown = given.keys() - _READ - _IGNORED - _REFUSED.keys() - set(SAMPLING)
+    if unknown:
+        name = min(unknown)
+        raise unsupported(name, given[name], "leave it out")
+    if given.get("n", 1) != 1:
+        raise unsupported("n", given["n"], "send a request for each response")
+    if given.get("top_logprobs"):
+        raise unsupported(
+            "top_logprobs", given["top_logprobs"], "logprobs=true gives the sampled tokens'"
+        )
+    if given.get("modalities", ["text"]) != ["text"]:
+        raise unsupported("modalities", given["modalities"], "responses are text")
+    response_format = given.get("response_format", {"type": "text"})
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind != "text" and not (unconstrained and kind in ("json_object", "json_schema")):
+        raise unsupported(
+            "response_format",
+            response_format,
+            "responses are not constrained; set env.kwargs.response_format=unconstrained where the program checks them "
+            "itself",
+        )
+
+
+class _MessageReader:
+    """Reads messages, and collects their images in order."""
+
+    def __init__(self, images: ImageReader) -> None:
+        self._reader = images
+        self.images: list[np.ndarray] = []
+        self._names: dict[str, str] = {}
+
+    def messages(self, given: object) -> list[dict[str, Any]]:
+        if not isinstance(given, list) or not given:
+            raise RequestError(400, "messages: expected a list of messages")
+        if len(given) > MAX_MESSAGES:
+            raise RequestError(
+                400, f"messages: found {len(given)}, expected at most {MAX_MESSAGES}"
+            )
+        messages = [self._message(number, message) for number, message in enumerate(given)]
+        if messages[-1]["role"] == "assistant":
+            raise RequestError(
+                400,
+                "messages: the last one is the assistant's; a response cannot be continued, end with another message",
+            )
+        return messages
+
+    def _message(self, number: int, given: object) -> dict[str, Any]:
+        where = f"messages[{number}]"
+        role = given.get("role") if isinstance(given, Mapping) else None
+        if not isinstance(given, Mapping) or role not in _ROLES:
+            raise RequestError(400, f"{where}.role={role!r}: expected one of {', '.join(_ROLES)}")
+        message: dict[str, Any] = {
+            "role": "system" if role == "developer" else str(role),
+            "content": self._content(where, given.get("content")),
+        }
+        if role == "assistant":
+            if given.get("function_call"):
+                raise unsupported(
+                    f"{where}.function_call", given["function_call"], "send tool_calls"
+                )
+            reasoning = given.get("reasoning_content") or given.get("reasoning")
+            if isinstance(reasoning, str):
+                message["reasoning_content"] = reasoning
+            calls = given.get("tool_calls") or []
+            if not isinstance(calls, list):
+                raise RequestError(400, f"{where}.tool_calls: expected a list")
+            if calls:
+                message["tool_calls"] = [self._call(where, call) for call in calls]
+        if role == "tool":
+            call_id = given.get("tool_call_id")
+            if not isinstance(call_id, str):
+                raise RequestError(400, f"{where}.tool_call_id: expected the id of a tool call")
+            message["tool_call_id"] = call_id
+            message["name"] = self._names.get(call_id, str(given.get("name") or ""))
+        return message
+
+    def _call(self, where: str, given: object) -> dict[str, Any]:
+        function = given.get("function") if isinstance(given, Mapping) else None
+        if not isinstance(given, Mapping) or not isinstance(function, Mapping):
+            raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
+        name, arguments = function.get("name"), function.get("arguments")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise RequestError(400, f"{where}.tool_calls: found the name {name!r}")
+        call_id = str(given.get("id") or "")
+        self._names[call_id] = name
+        return {"id": call_id, "name": name, "arguments": _arguments(arguments)}
+
+    def _content(self, where: str, given: object) -> str | list[dict[str, Any]]:
+        """Return a content as one text, or as parts where it has images."""
+        if given is None or isinstance(given, str):
+            return given or ""
+        if not isinstance(given, list):
+            raise RequestError(400, f"{where}.content: expected a text or a list of parts")
+        parts: list[dict[str, Any]] = []
+        for part in map(self._part, [where] * len(given), given):
+            if part["type"] == "text" and parts and parts[-1]["type"] == "text":
+                parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+            else:
+                parts.append(part)
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+        return parts
+
+    def _part(self, where: str, given: object) -> dict[str, Any]:
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        if isinstance(given, Mapping) and kind in ("text", "refusal"):
+            text = given.get(kind)
+            if isinstance(text, str):
+                return {"type": "text", "text": text}
+        if isinstance(given, Mapping) and kind == "image_url":
+            url = given.get("image_url")
+            digest, image = self._reader.read(url.get("url") if isinstance(url, Mapping) else url)
+            if len(self.images) >= MAX_IMAGES:
+                raise RequestError(400, f"messages: more than {MAX_IMAGES} images")
+            self.images.append(image)
+            return {"type": "image", "digest": digest}
+        raise unsupported(f"{where}.content type", kind, "send text and image_url parts")
+
+
+def _arguments(given: object) -> Any:
+    """Return the arguments of a call as an object, or as text where they are none."""
+    if isinstance(given, str):
+        try:
+            read = json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            return given
+        return read if isinstance(read, dict) else given
+    return given if isinstance(given, dict) else {}
+
+
+def _tools(given: object) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise RequestError(400, f"tools: expected a list of at most {MAX_TOOLS}")
+    return [_tool(number, tool) for number, tool in enumerate(given)]
+
+
+def _tool(number: int, given: object) -> dict[str, Any]:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if kind != "function" or not isinstance(function, Mapping):
+        raise unsupported(f"tools[{number}].type", kind, "send functions")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise RequestError(
+            400,
+            f"tools[{number}].function.name={name!r}: expected letters, digits, _, . and -, at most 64",
+        )
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(400, f"tools[{number}].function.parameters: expected a JSON schema")
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": str(function.get("description") or ""),
+            "parameters": parameters or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def _stops(given: object) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RequestError(400, "stop: expected texts that are not empty")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(400, f"stop: found {len(stops)}, expected at most {MAX_STOPS}")
+    return tuple(stops)
+
+
+def _count(given: Mapping[str, Any], name: str) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(400, f"{name}={value!r}: expected a whole number, at least 1")
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], name: str) -> bool:
+    """Return a truth value of the metadata, which has texts in OpenAI's API."""
+    return metadata.get(name, True) not in (False, "false", "False", "0")
+
+
+def _check_depth(body: object) -> None:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        values = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [item for group in values for item in group if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise RequestError(400, f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")

@@ -1,0 +1,134 @@
+"""Chat Completions answers: the policy's message as JSON, whole or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Response of the policy to a request.
+
+    Attributes:
+        id: id of the response.
+        model: name of the model.
+        message: the message, see `ChatRequest.messages`.
+        finish_reason: `stop`, `length` or `tool_calls`.
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: tokens of the response.
+        logprobs: text and log-prob of each token, where they were asked for.
+        created: time in seconds since 1970.
+    """
+
+    id: str
+    model: str
+    message: Mapping[str, Any]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    logprobs: Sequence[tuple[str, float]] | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Tool calls, with arguments as JSON text."""
+        return [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {
+                    "name": call["name"],
+                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in self.message.get("tool_calls") or ()
+        ]
+
+
+def completion(answer: Answer) -> dict[str, Any]:
+    """Return an answer as one JSON object."""
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.message["content"] or (None if answer.calls else ""),
+        "refusal": None,
+    }
+    if "reasoning_content" in answer.message:
+        message["reasoning_content"] = answer.message["reasoning_content"]
+    if answer.calls:
+        message["tool_calls"] = answer.calls
+    return {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": answer.model,
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": _logprobs(answer),
+                "finish_reason": answer.finish_reason,
+            }
+        ],
+        "usage": answer.usage,
+    }
+
+
+def chunks(answer: Answer, *, include_usage: bool) -> Iterator[dict[str, Any]]:
+    """Yield an answer as the objects of a stream: role, reasoning, content, calls, end, and the usage if asked for."""
+    usage = {"usage": None} if include_usage else {}
+
+    def chunk(delta: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} | values
+        return _chunk(answer, [choice]) | usage
+
+    yield chunk({"role": "assistant", "content": ""})
+    if reasoning := answer.message.get("reasoning_content"):
+        yield chunk({"reasoning_content": reasoning})
+    if content := answer.message["content"]:
+        yield chunk({"content": content}, logprobs=_logprobs(answer))
+    for number, call in enumerate(answer.calls):
+        yield chunk({"tool_calls": [{"index": number} | call]})
+    yield chunk({}, finish_reason=answer.finish_reason)
+    if include_usage:
+        yield _chunk(answer, []) | {"usage": answer.usage}
+
+
+def event(value: object) -> bytes:
+    """Return a value as a server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+def _chunk(answer: Answer, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": answer.id,
+        "object": "chat.completion.chunk",
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+    }
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in answer.logprobs
+    ]
+    return {"content": content, "refusal": None}

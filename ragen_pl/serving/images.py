@@ -1,0 +1,83 @@
+"""Images in requests: data URLs of PNG, JPEG and WebP files."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+import warnings
+
+import numpy as np
+from PIL import Image
+
+from ragen_pl.serving.errors import RequestError
+
+_DATA_URL = re.compile(r"data:image/(png|jpeg|webp);base64,", re.IGNORECASE)
+_FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 16 * 1024 * 1024
+
+
+class ImageReader:
+    """Read images and keep them, so that an image that comes again is the same array.
+
+    Args:
+        max_images: images that are kept, the newest ones.
+    """
+
+    def __init__(self, max_images: int = 256) -> None:
+        self._images: dict[str, np.ndarray] = {}
+        self._max_images = max_images
+
+    def read(self, url: object) -> tuple[str, np.ndarray]:
+        """Return the digest of a data URL's file, and its image, uint8 `[height, width, 3]`.
+
+        Raises:
+            RequestError: it is no data URL of an image in one of the formats, or the image has too many pixels.
+        """
+        found = _DATA_URL.match(url) if isinstance(url, str) else None
+        if found is None or not isinstance(url, str):
+            raise RequestError(
+                400,
+                f"image_url={str(url)[:60]!r}: expected a data URL, data:image/png;base64,… (or jpeg, webp); no other "
+                "address is read",
+                code="invalid_image_url",
+            )
+        try:
+            data = base64.b64decode(url[found.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RequestError(
+                400, f"image_url: no base64 ({error})", code="invalid_image_url"
+            ) from error
+        digest = hashlib.sha256(data).hexdigest()
+        image = self._images.get(digest)
+        if image is None:
+            image = self._images[digest] = _decoded(data)
+            while len(self._images) > self._max_images:
+                del self._images[next(iter(self._images))]
+        return digest, image
+
+
+def _decoded(data: bytes) -> np.ndarray:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+                # the header tells the size before anything is decoded
+                if image.width * image.height > MAX_PIXELS:
+                    raise RequestError(
+                        400,
+                        f"image_url: an image of {image.width} x {image.height}, expected at most {MAX_PIXELS} pixels",
+                        code="image_too_large",
+                    )
+                return np.asarray(image.convert("RGB"))
+    except RequestError:
+        raise
+    # Pillow raises many kinds of errors for broken files
+    except Exception as error:
+        raise RequestError(
+            400,
+            f"image_url: the file is no PNG, JPEG or WebP image ({error})",
+            code="invalid_image",
+        ) from error

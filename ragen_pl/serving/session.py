@@ -1,0 +1,237 @@
+"""Sessions of the endpoint: requests that wait for the policy, and answers that were delivered.
+
+A session is used by two threads. The server's thread registers requests and delivers answers; the owner's thread takes
+events and gives answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ragen_pl.serving.chat_request import ClientRequest
+from ragen_pl.serving.chat_response import Answer
+from ragen_pl.serving.errors import RequestError
+from ragen_pl.serving.images import ImageReader
+
+# bodies that are known again when an SDK sends them again
+_MAX_KNOWN = 256
+
+
+class EventKind(StrEnum):
+    """Kind of an event of a session."""
+
+    REQUEST = "request"
+    """A request waits for its answer."""
+    DELIVERED = "delivered"
+    """A client has got an answer."""
+    GONE = "gone"
+    """No client is left to get an answer."""
+    EXIT = "exit"
+    """The program has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Event of a session.
+
+    Attributes:
+        kind: what happened.
+        call: the request; None for `EXIT`.
+        outcome: how the program ended.
+    """
+
+    kind: EventKind
+    call: Call | None = None
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request under way: WAITING → ANSWERED → DELIVERED, or WAITING → REFUSED.
+
+    A client that sends the same body again with a retry count waits for the same answer. ANSWERED stays so while no
+    client is there to get the answer, until one comes back or the owner forgets the call.
+
+    Attributes:
+        id: id of the response.
+        digest: of the body.
+        answer: the answer or the error, once there is one.
+        client: the request, once it was read.
+        clients: number of connections that wait.
+        delivered: whether one of them got the answer.
+
+    Example:
+        A client that gives up and comes back::
+
+            POST, body A                  WAITING, clients 1
+            (the client closes)           WAITING: the closed connection is noticed when the answer is written
+            POST, body A, retry count 1   WAITING, clients 2
+            owner answers                 ANSWERED; GONE for the first connection is not told while another waits
+            second connection written     DELIVERED
+    """
+
+    id: str
+    digest: str
+    answer: asyncio.Future[Answer]
+    client: ClientRequest | None = None
+    clients: int = 0
+    delivered: bool = False
+
+
+@dataclass(slots=True)
+class SessionLimits:
+    """Limits of a session.
+
+    Attributes:
+        open_requests: requests that wait at once.
+        train: whether the policy is trained on its responses.
+        unconstrained: whether response formats are accepted and not enforced.
+    """
+
+    open_requests: int = 64
+    train: bool = True
+    unconstrained: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """Requests of one program.
+
+    Attributes:
+        loop: event loop of the server.
+        limits: limits.
+        model: name of the policy's model.
+        upstream: other models, with the endpoints that answer for them.
+        key: key that the program sends.
+        reward_key: key with which rewards can be set over HTTP; None where they cannot.
+        events: what happened, for the owner.
+        images: images of its requests.
+        rewards: rewards set over HTTP, by id of the response.
+        counts: refused requests by code, retries, and requests to other models.
+        ended: whether it takes no more requests.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    model: str = "policy"
+    upstream: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    key: str = field(default_factory=lambda: secrets.token_hex(32))
+    reward_key: str | None = None
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    images: ImageReader = field(default_factory=ImageReader)
+    rewards: list[tuple[str, Any]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    ended: bool = False
+    _known: OrderedDict[str, Call] = field(default_factory=OrderedDict)
+    _waiting: set[Call] = field(default_factory=set)
+    _number: int = 0
+
+    # ---- in the owner's thread
+
+    def answer(self, call: Call, answer: Answer | RequestError) -> None:
+        """Answer a request. `DELIVERED` or `GONE` follows for an answer that is no error."""
+        self.loop.call_soon_threadsafe(self._answer, call, answer)
+
+    def forget(self, call: Call) -> None:
+        """Give up on an answer that no client got: a request with the same body is a new one."""
+        self.loop.call_soon_threadsafe(self._forget, call)
+
+    def close(self) -> None:
+        """Take no more requests, and refuse those that wait."""
+        self.loop.call_soon_threadsafe(self._close)
+
+    # ---- in the server's thread
+
+    def count(self, name: str) -> None:
+        """Add one to a count."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def known(self, digest: str, *, retries: int) -> Call | None:
+        """Return the call that a body asks for again, None for a new one.
+
+        It is the newest one with this body, if the client says that it tries again, or nobody waits for it and it was
+        not delivered.
+        """
+        call = self._known.get(digest)
+        if call is None or call.answer.cancelled():
+            return None
+        taken_over = call.clients == 0 and not call.delivered
+        if retries == 0 and not taken_over:
+            return None
+        self.count("retries")
+        return call
+
+    def register(self, digest: str) -> Call:
+        """Return a new call.
+
+        Raises:
+            RequestError: too many wait.
+        """
+        if len(self._waiting) >= self.limits.open_requests:
+            raise RequestError(
+                400,
+                f"{len(self._waiting)} requests of the session wait, at most {self.limits.open_requests} may",
+                code="too_many_requests",
+            )
+        call = Call(f"chatcmpl-{self._number:06}", digest, self.loop.create_future())
+        self._number += 1
+        self._known[digest] = call
+        self._known.move_to_end(digest)
+        while len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        self._waiting.add(call)
+        return call
+
+    def accept(self, call: Call, client: ClientRequest) -> None:
+        """Hand a request to the owner."""
+        call.client = client
+        self.events.put(Event(EventKind.REQUEST, call))
+
+    def refuse(self, call: Call, error: RequestError) -> None:
+        """End a call with an error."""
+        self._answer(call, error)
+
+    def leave(self, call: Call, *, delivered: bool) -> None:
+        """Note that a connection is done with a call."""
+        call.clients -= 1
+        if delivered and not call.delivered:
+            call.delivered = True
+            self.events.put(Event(EventKind.DELIVERED, call))
+        elif not call.delivered and call.clients == 0 and call.answer.done():
+            self.events.put(Event(EventKind.GONE, call))
+
+    def _answer(self, call: Call, answer: Answer | RequestError) -> None:
+        self._waiting.discard(call)
+        if call.answer.done():
+            return
+        if isinstance(answer, RequestError):
+            self.count(f"refused_{answer.code}")
+            call.answer.set_exception(answer)
+            # nobody may be waiting
+            call.answer.exception()
+            self._forget(call)
+        else:
+            call.answer.set_result(answer)
+            if call.clients == 0:
+                self.events.put(Event(EventKind.GONE, call))
+
+    def _forget(self, call: Call) -> None:
+        if self._known.get(call.digest) is call:
+            del self._known[call.digest]
+
+    def _close(self) -> None:
+        self.ended = True
+        for call in [*self._waiting]:
+            self._answer(call, ended_error())
+
+
+def ended_error() -> RequestError:
+    """Return the error of a request to a session that has ended. SDKs do not send it again."""
+    return RequestError(410, "the session has ended", code="session_ended")
