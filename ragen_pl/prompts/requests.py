@@ -22,13 +22,11 @@ from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.encoding import TextEncoder
 from ragen_pl.prompts.histories import RecordedCall, difference, longest
 from ragen_pl.prompts.native import NativeFormat, mapped
-from ragen_pl.trajectory import ChatRequest, Observation
+from ragen_pl.trajectory import FIRST, JOINED, ChatRequest, Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
-JOINED, FIRST = "joined", "first"
-"""Values of `Turn.history`: a prompt that continues a response, and the first one of an episode."""
 # lists of tools whose templates are kept
 _MAX_FORMATS = 64
 _MARKER = "@Last Response@"
