@@ -126,8 +126,8 @@ class RolloutStatistics(NamedSums):
 
         `episodes` is the number of those that have not failed, over which the means are, `failed` the fraction of all
         that have.
-        `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is the
-        number of programs' requests that were rendered as a whole, by the first thing that differs from the history.
+        `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is
+        the number of programs' requests that were rendered as a whole, by the first of `DIFFERENCES`.
         """
         total = self.totals()
         episodes, turns = total["episodes"], total["turns"]
