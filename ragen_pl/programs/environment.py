@@ -159,7 +159,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """
         assert self._session is not None and self._call is not None
         delivered = self._answer(self._session, self._call, json.loads(action))
-        info: dict[str, Any] = {"delivered": delivered}
+        info: dict[str, Any] = {"delivered": delivered, "reward_parts": {}}
         call = self._next()
         if call is not None:
             return self._observation(call), 0.0, False, False, info
