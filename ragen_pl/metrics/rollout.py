@@ -48,6 +48,7 @@ _SUMS = (
     "observation_agreement",
     "predictions",
     "prediction_agreement",
+    "summaries",
     "requests",
     "joined",
     *(f"not_joined_{reason}" for reason in DIFFERENCES),
@@ -72,6 +73,7 @@ METRICS: Final = (
     "observation_accuracy",
     "prediction_accuracy",
     "group_return_std",
+    "summaries",
     "samples_per_episode",
     "joined_fraction",
 )
@@ -161,6 +163,8 @@ class RolloutStatistics(NamedSums):
             for name, (summed, count) in optional.items()
             if total[count]
         }
+        if total["summaries"]:
+            metrics["summaries"] = ratio(total["summaries"], episodes)
         if total["requests"]:
             metrics["samples_per_episode"] = ratio(total["requests"] - total["joined"], episodes)
         not_joined = {f"not_joined_{reason}" for reason in DIFFERENCES}
@@ -197,6 +201,9 @@ def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
 
 
 def _add_turn(sums: dict[str, float], turn: Turn) -> None:
+    if not turn.advances and turn.history is None:
+        sums["summaries"] += 1
+        return
     sums["turns"] += 1
     sums["valid"] += turn.action_is_valid
     sums["effective"] += turn.action_is_effective

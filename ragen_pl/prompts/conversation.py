@@ -14,6 +14,7 @@ from ragen_pl.engines.protocol import Prompt
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
+    from ragen_pl.prompts.compaction import Compaction
     from ragen_pl.prompts.histories import RecordedCall
     from ragen_pl.prompts.native import NativeFormat
 
@@ -60,6 +61,12 @@ class Conversation:
         native: the model's own format, in which the conversation is held; None for tags.
         calls: a program's requests with their responses.
         history: how the present request became a prompt, see `Turn.history`; None in other environments.
+        task: the first exchange of the episode, where a summary has replaced it.
+        replaced: number of exchanges that summaries have replaced.
+        summaries: number of summaries.
+        prompt_lengths: lengths of its prompts since the last one, where summaries are asked for.
+        pending: latest exchange while a summary is asked for.
+        answered_calls: tool calls whose results it has.
     """
 
     system: str | None
@@ -70,6 +77,12 @@ class Conversation:
     native: NativeFormat | None = None
     calls: list[RecordedCall] = field(default_factory=list)
     history: str | None = None
+    task: Exchange | None = None
+    replaced: int = 0
+    summaries: int = 0
+    prompt_lengths: list[int] = field(default_factory=list)
+    pending: Exchange | None = None
+    answered_calls: Sequence[dict[str, Any]] = ()
 
     @property
     def observation(self) -> Observation:
@@ -141,7 +154,7 @@ def fill_template(
         observation: Observation of the next turn.
         max_turns: Largest number of turns.
     """
-    turn = len(conversation.exchanges) + 1
+    turn = conversation.replaced + len(conversation.exchanges) + 1
     return turn_template.format(
         observation=observation.text,
         turn=turn,
@@ -165,6 +178,11 @@ class Context(Protocol):
         """Text at the end of a prompt with which every response begins, such as a think tag."""
         ...
 
+    @property
+    def compaction(self) -> Compaction | None:
+        """Settings of summaries that replace a history; None where none does."""
+        ...
+
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
         """Open a conversation in an environment with these instructions.
 
@@ -179,6 +197,14 @@ class Context(Protocol):
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return the prompt of the response to it."""
+        ...
+
+    def prompt(self, conversation: Conversation) -> Prompt:
+        """Return the prompt of the response to a conversation's latest exchange."""
+        ...
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text within a prompt."""
         ...
 
     def words_start(self, text: str) -> int:
@@ -202,6 +228,7 @@ class TextContext:
 
     max_tokens = sys.maxsize
     opening = ""
+    compaction: Compaction | None = None
 
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
         """Open a conversation.
@@ -218,6 +245,15 @@ class TextContext:
         """Add an observation and return a prompt of its images."""
         conversation.exchanges.append(Exchange(text=observation.text, images=observation.images))
         return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
+
+    def prompt(self, conversation: Conversation) -> Prompt:
+        """Return a prompt of the latest images."""
+        images = conversation.exchanges[-1].images
+        return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=images)
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of characters."""
+        return len(text)
 
     def words_start(self, text: str) -> int:
         """Return 0: nothing stands before the words."""
