@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -40,10 +41,7 @@ def begin_summary(context: Context, episode: Episode, *, response_tokens: int) -
     ):
         return False
     if conversation.summaries and len(conversation.exchanges) == 2:
-        log.warning(
-            "context.max_tokens=%d: a conversation with a summary was full again after one turn; raise it",
-            context.max_tokens,
-        )
+        _warn_of_full_context(context.max_tokens)
     for show_latest in (True, False):
         ask_for_summary(conversation, settings, show_latest=show_latest)
         prompt = context.prompt(conversation)
@@ -87,6 +85,14 @@ def summary_turn(
     episode.prompt, episode.summarizes = context.prompt(episode.conversation), False
     episode.conversation.prompt_lengths = [len(episode.prompt.ids)]
     return turn
+
+
+@cache
+def _warn_of_full_context(max_tokens: int) -> None:
+    log.warning(
+        "context.max_tokens=%d: a conversation with a summary was full again after one turn; raise it",
+        max_tokens,
+    )
 
 
 def read_summary(text: str) -> tuple[ParsedResponse, str]:
