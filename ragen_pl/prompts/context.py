@@ -299,7 +299,7 @@ class ContextManager:
         calls: Sequence[Message] = ()
         for exchange in shown:
             first = not parts
-            if conversation.native is not None and calls:
+            if isinstance(conversation.native, NativeFormat) and calls:
                 ids = self._result_block(
                     conversation.native, exchange, calls, end=int(parts[-1][-1]), expand=expand
                 )
@@ -382,7 +382,8 @@ class ContextManager:
         return self._encoder.encode_parts(parts, continues=True, marks=True)
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
-        return self.template if conversation.native is None else conversation.native.template
+        native = conversation.native
+        return native.template if isinstance(native, NativeFormat) else self.template
 
     def _patches(self, shown: Sequence[Exchange]) -> list[np.ndarray] | None:
         if all(exchange.patches is None for exchange in shown):

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from ragen_pl.engines.protocol import Prompt
+from ragen_pl.prompts.message_format import ApiFormat
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
     from ragen_pl.prompts.compaction import Compaction
     from ragen_pl.prompts.histories import RecordedCall
-    from ragen_pl.prompts.native import NativeFormat
+    from ragen_pl.prompts.message_format import MessageFormat
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Schemas of tools in the format of OpenAI's API."""
@@ -74,7 +75,7 @@ class Conversation:
     system_prompt_ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     actions: list[str] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
-    native: NativeFormat | None = None
+    native: MessageFormat | None = None
     calls: list[RecordedCall] = field(default_factory=list)
     history: str | None = None
     task: Exchange | None = None
@@ -106,19 +107,6 @@ class Conversation:
         exchange = self.exchanges[-1]
         exchange.response_ids, exchange.response_text, exchange.calls = ids, text, calls
         self.actions.extend(actions)
-
-
-def check_tags(tools: Tools | None) -> None:
-    """Check that a conversation without a chat template is not to be in a model's own format.
-
-    Raises:
-        ValueError: It is.
-    """
-    if tools is not None:
-        raise ValueError(
-            "env.prompt_format=native: it needs the chat template of the model that is trained; set "
-            "env.prompt_format=free_think for a model behind an API"
-        )
 
 
 def system_text(system_prompt: str | None, instructions: str) -> str | None:
@@ -231,19 +219,19 @@ class TextContext:
     compaction: Compaction | None = None
 
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
-        """Open a conversation.
-
-        Raises:
-            ValueError: It is to be in a model's own format.
-        """
-        check_tags(tools)
-        return Conversation(system=instructions)
+        """Open a conversation."""
+        native = None if tools is None else ApiFormat(tools)
+        return Conversation(system=instructions, native=native)
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return a prompt of its images."""
-        conversation.exchanges.append(Exchange(text=observation.text, images=observation.images))
+        if observation.request is not None:
+            conversation.native = ApiFormat(observation.request.tools)
+        conversation.exchanges.append(
+            Exchange(text=observation.text, images=observation.images, results=observation.results)
+        )
         return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
 
     def prompt(self, conversation: Conversation) -> Prompt:

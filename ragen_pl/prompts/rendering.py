@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ragen_pl.models.chat_template import ChatTemplate
 from ragen_pl.models.messages import Message, user_message
 from ragen_pl.prompts.conversation import Conversation, Exchange
+from ragen_pl.prompts.native import NativeFormat
 
 
 def window_messages(
@@ -31,17 +32,17 @@ def window_messages(
     calls: Sequence[Message] = ()
     for exchange in shown:
         images = len(exchange.images)
-        if native is not None and calls:
+        if isinstance(native, NativeFormat) and calls:
             messages += native.result_messages(calls, exchange.results, images=images, plain=plain)
         else:
             messages.append(user_message(plain(exchange.text), images=images))
         calls = exchange.calls
         if exchange.response_ids is not None:
             words = exchange.response_text[words_start(exchange.response_text) :]
-            if native is None:
-                response = template.opening + plain(words)
-                messages.append({"role": "assistant", "content": response})
-            else:
+            if isinstance(native, NativeFormat):
                 text = template.opening + words
                 messages.append(native.assistant_message(text, calls=calls, plain=plain))
+            else:
+                response = template.opening + plain(words)
+                messages.append({"role": "assistant", "content": response})
     return messages
