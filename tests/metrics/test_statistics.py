@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import make_trajectory, make_turn
 
-from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.metrics.rollout import RolloutStatistics, rollout_metrics
 from ragen_pl.metrics.sums import NamedSums
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.trajectory import EpisodeStatus
