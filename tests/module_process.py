@@ -12,7 +12,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["ragen_pl.run.train", "ragen_pl.evaluation.evaluator", "mlflow"])
+# what runs import, also late
+FORKS.set_forkserver_preload(
+    [
+        "ragen_pl.run.train",
+        "ragen_pl.run.component_checks",
+        "ragen_pl.run.loggers",
+        "ragen_pl.run.mlflow_outbox",
+        "ragen_pl.evaluation.evaluator",
+        "ragen_pl.memory.report",
+        "ragen_pl.engines.in_process.engine",
+        "ragen_pl.models.small_vlm.vision",
+        "ragen_pl.callbacks.collapse",
+        "ragen_pl.callbacks.plots",
+        "ragen_pl.callbacks.trajectories",
+        # by MLflow for a local store, and for traces
+        "mlflow.store.tracking.sqlalchemy_store",
+        "mlflow.pyfunc.context",
+        "IPython",
+    ]
+)
 
 
 def start_module(
