@@ -16,6 +16,8 @@ UV ?= $(shell command -v uv)
 # Without byte-compilation: most modules are never imported.
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --disable-pip-version-check --no-compile) -c .ci/constraints.txt
 venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
+# Set in many containers: every process would then compile all packages anew, which takes longer than their import.
+unexport PYTHONDONTWRITEBYTECODE
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help

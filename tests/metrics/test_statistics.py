@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_process import run_two_ranks
 from trajectories import make_trajectory, make_turn
 
 from ragen_pl.metrics.rollout import RolloutStatistics, rollout_metrics
@@ -112,7 +112,7 @@ def count_parts(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_with_different_parts_have_the_same_metrics(tmp_path):
-    mp.spawn(count_parts, args=(str(tmp_path),), nprocs=2)
+    run_two_ranks(count_parts, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second == pytest.approx(compute(PARTS))
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import sharded_agents
 import torch
-import torch.multiprocessing as mp
+from module_process import run_two_ranks
 
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import GatheredPolicy, is_sharded
@@ -17,7 +17,7 @@ from ragen_pl.modules.sharding import GatheredPolicy, is_sharded
 def ranks(tmp_path_factory):
     """What both ranks find."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(sharded_agents.run, args=(str(folder),), nprocs=2)
+    run_two_ranks(sharded_agents.run, str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

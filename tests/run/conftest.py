@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from module_process import run_module
-from small_runs import SMALL
+from small_runs import SMALL, run_ranks
 
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
@@ -36,6 +36,7 @@ class Job:
         codes: tuple[int, ...] = (0,),
         signaled: bool = False,
         settings: tuple[str, ...] = SMALL,
+        launched: bool = True,
     ) -> str:
         """Run `python -m ragen_pl.fit` in this folder, check how it ended and return its output.
 
@@ -44,14 +45,21 @@ class Job:
             codes: expected exit codes.
             signaled: whether the callback of `killing.py` must have sent its signal.
             settings: overrides before these.
+            launched: whether the first of two ranks starts the other one, else both are started as torchrun does it.
         """
         overrides = (
             *(*settings, *overrides),
             f"paths.root={self.folder.parent}",
             f"paths.run_dir={self.folder}",
         )
-        start = _start_ranks if "trainer.devices=2" in overrides else _start
-        code, output = start(overrides, self.folder.parent)
+        if "trainer.devices=2" not in overrides:
+            code, output = _start(overrides, self.folder.parent)
+        elif launched:
+            code, output = _start_ranks(overrides, self.folder.parent)
+        else:
+            ended, other = run_ranks(self.folder.parent, overrides)
+            assert ended.code == other.code, ended.output[-3000:] + other.output[-3000:]
+            code, output = ended.code, ended.output + other.output
         assert self.note.exists() == signaled, output[-3000:]
         self.note.unlink(missing_ok=True)
         assert code in codes, output[-3000:]
