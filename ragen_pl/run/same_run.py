@@ -1,4 +1,4 @@
-"""Whether all ranks are of one run: same folder, config, versions and checkpoint. It imports neither torch nor lightning.
+"""Whether all ranks are of one run: same folder, config, versions and checkpoint. Torch is not imported.
 
 token file of the first rank -> seen by each rank? -> facts of all ranks, compared by the first one -> one line
 """
@@ -140,7 +140,7 @@ def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]
     for name, found in first.versions.items():
         if others := [rank for rank, own in ranks.items() if own.versions.get(name) != found]:
             other = ranks[others[0]].versions.get(name)
-            return f"{name} is {found} on {here} and {other} on {where(others)}; install the same version on all machines"
+            return f"{name} is {found} on {here} and {other} on {where(others)}; install the same one on all machines"
     if others := [rank for rank, own in ranks.items() if own.config != first.config]:
         keys = sorted(_differing(first.config, ranks[others[0]].config))
         named = ", ".join(keys[:_NAMED]) + (" and others" if len(keys) > _NAMED else "")
