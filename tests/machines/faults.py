@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,11 @@ class KillOnce(KillAt):
         self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._at(trainer, f"saving-{trainer.global_step}")
+
+
+class SignalStep(KillOnce):
+    """Have SLURM send a signal to all ranks once, as before the end of a job's time."""
+
+    def _act(self) -> None:
+        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        subprocess.run(["scancel", f"--signal={self.signal.name}", step], check=True)
