@@ -119,7 +119,7 @@ class StallLimit:
         """
         now = time.monotonic()
         self._label, self._limit_s, self._end = label, limit_s, now + limit_s
-        if now - self._changed > _CHANGE_S:
+        if limit_s < float("inf") and now - self._changed > _CHANGE_S:
             self._changed = now
             with suppress(ValueError, AttributeError):  # no file, as in a notebook
                 faulthandler.dump_traceback_later(

@@ -11,7 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ragen_pl.config.errors import ConfigError, Ending, ending_of
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.run.folder import Run, is_launched
+from ragen_pl.run.rank_agreement import agree_with_others
 from ragen_pl.run.rank_limits import Change
 from ragen_pl.run.rank_watch import RankFailedError, RankWatch
-from ragen_pl.run.same_run import facts_of, token_file
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -147,7 +147,7 @@ def agree(cfg: DictConfig, run: Run) -> None:
 
     Raises:
         RankFailedError: They differ, or a rank is missing. The first process of each machine prints it in one line.
-        TimeoutError: The first rank is missing.
+        ConfigError: The first rank is missing.
     """
     watch, outside, devices = join(), outside_processes(), cfg.trainer.devices
     given = devices * _Process.nodes if isinstance(devices, int) and devices > 0 else None
@@ -156,18 +156,10 @@ def agree(cfg: DictConfig, run: Run) -> None:
     unfit = outside > 1 and given not in (None, outside)
     if watch is None or members < 2 or unfit:
         return
-    limits = cfg.trainer
-    change = Change(0, "start of the ranks", limits.timeout_s, members * step, step)
-    watch.say({"change": asdict(change)})
-    patience = limits.timeout_s + limits.shared_folder_s
-    with token_file(run.folder) if watch.rank == 0 else nullcontext() as made:
-        if watch.rank == 0:
-            watch.tell_all({"token": made, "store": _store_of_this_start()})
-        token = watch.hear("token", limit_s=patience)
-        facts = facts_of(cfg, run, token=token, within_s=limits.shared_folder_s)
-        watch.say({"facts": facts, "count": members})
-        watch.hear("agreed", limit_s=patience)
-    if port := watch.hear("store", limit_s=patience):
+    port = agree_with_others(
+        watch, cfg, run, members=members, step=step, store=_store_of_this_start
+    )
+    if port is not None:
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
