@@ -54,4 +54,6 @@ class SignalStep(KillOnce):
 
     def _act(self) -> None:
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        subprocess.run(["scancel", f"--signal={self.signal.name}", step], check=True)
+        # in a session of its own, for the signal is sent to the process group of the rank
+        command = ["scancel", f"--signal={self.signal.name}", step]
+        subprocess.run(command, check=True, start_new_session=True)
