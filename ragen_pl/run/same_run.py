@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl import __version__
+import ragen_pl
 from ragen_pl.config.check import leaves
 from ragen_pl.run.folder import Run
 
@@ -180,7 +180,7 @@ def _appears(file: Path, *, within_s: float) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {"ragen_pl": __version__}
+    found = {"ragen_pl": ragen_pl.__version__}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

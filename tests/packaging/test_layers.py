@@ -64,6 +64,7 @@ MAY_IMPORT = {
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
+    "submit": {"config", "run"},
     "sync": {"config", "run"},
     "watch": {"config", "viewing"},
 }
