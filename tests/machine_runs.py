@@ -19,7 +19,7 @@ MACHINES = Path(__file__).parent / "machines"
 SKIP = 77
 SETTINGS = (
     *SMALL,
-    "trainer.max_epochs=2",
+    "trainer.max_epochs=3",
     "trainer.accelerator=cpu",
     "trainer.num_nodes=2",
     "trainer.devices=1",
@@ -42,13 +42,23 @@ def environment() -> dict[str, str]:
     }
 
 
-def fault(moment: str, *, rank: int, signal: str = "SIGKILL") -> tuple[str, ...]:
-    """Return overrides of a run in which a rank gets a signal once; see faults.py."""
+def fault(
+    moment: str, *, rank: int, signal: str = "SIGKILL", kind: str = "KillOnce", name: str = "kill"
+) -> tuple[str, ...]:
+    """Return overrides of a run in which a rank gets a signal once.
+
+    Args:
+        moment: As in faults.py.
+        rank: Number of the rank.
+        signal: Name of the signal.
+        kind: Class of faults.py.
+        name: Name of the callback, for several faults.
+    """
     return (
-        "+callbacks.kill._target_=faults.KillOnce",
-        f"+callbacks.kill.moment={moment}",
-        f"+callbacks.kill.rank={rank}",
-        f"+callbacks.kill.signal_name={signal}",
+        f"+callbacks.{name}._target_=faults.{kind}",
+        f"+callbacks.{name}.moment={moment}",
+        f"+callbacks.{name}.rank={rank}",
+        f"+callbacks.{name}.signal_name={signal}",
     )
 
 

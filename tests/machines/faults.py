@@ -1,4 +1,4 @@
-"""A callback that sends a signal to one rank of a run once, however often the run is started."""
+"""Callbacks that send a signal to a rank of a run once, however often the run is started."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class KillOnce(KillAt):
     """
 
     def _at(self, trainer: pl.Trainer, moment: str) -> None:
-        if not (Path(trainer.default_root_dir) / "killed").exists():
-            super()._at(trainer, moment)
+        note = Path(trainer.default_root_dir) / f"killed_{self.moment}"
+        if moment == self.moment and trainer.global_rank == self.rank and not note.exists():
+            note.touch()
+            self._act()
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         prepare = getattr(module, "prepare", None)

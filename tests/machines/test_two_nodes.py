@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from machine_runs import MACHINES, SETTINGS, SKIP, fault, final_weights, on_two_nodes
 
-LIMIT_S = 600
+LIMIT_S = 3600
 STRATEGIES = ("ddp", "fsdp2")
-# an iteration is eight optimizer steps
+# Moment and rank of each kill. An iteration is eight optimizer steps.
 PHASES = {
-    "warm start": ("warm_start-30", 1),
+    "warm_start": ("warm_start-30", 1),
     "rollout": ("rollout-1-2", 0),
-    "preparation": ("preparing-1", 1),
-    "update": ("step-10", 0),
-    "validation": ("validation-1", 1),
+    "update": ("step-10", 1),
     "checkpoint": ("saving-16", 0),
+    "validation": ("validation-1", 1),
+    "preparation": ("preparing-2", 0),
 }
 pytestmark = pytest.mark.machines
 
@@ -35,34 +33,39 @@ def _permitted(tmp_path_factory):
 
 def torchrun(folder: Path, *overrides: str, **variables: str) -> tuple[int, str]:
     """Run a job by torchrun on both machines."""
+    folder.mkdir(exist_ok=True)
     run = f"paths.run_dir={folder / 'run'}"
     command = [str(MACHINES / "torchrun.sh"), "-m", "ragen_pl.fit", *SETTINGS, run, *overrides]
     return on_two_nodes(command, folder=folder, limit_s=LIMIT_S, **variables)
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory) -> Callable[[str], str]:
-    """Return a function that gives the final weights of a strategy's run without a fault."""
-
-    @functools.cache
-    def weights(strategy: str) -> str:
-        folder = tmp_path_factory.mktemp("reference")
-        code, output = torchrun(folder, f"trainer.strategy={strategy}")
-        assert code == 0, output[-3000:]
-        return final_weights(folder / "run")
-
-    return weights
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_killed_in_any_phase_changes_no_weight(phase, strategy, uninterrupted, tmp_path):
-    moment, rank = PHASES[phase]
-    code, output = torchrun(tmp_path, f"trainer.strategy={strategy}", *fault(moment, rank=rank))
-    assert (tmp_path / "run" / "killed").exists() and code == 0, output[-5000:]
-    # a restart that failed for another reason would be a second one
-    assert (tmp_path / "run" / "starts.jsonl").read_text().count('"begins"') == 2, output[-5000:]
-    assert final_weights(tmp_path / "run") == uninterrupted(strategy)
+def test_ranks_killed_in_every_phase_change_no_weight(strategy, tmp_path):
+    """One run, in which a rank is killed in one phase after the other, and one without."""
+    code, output = torchrun(tmp_path / "whole", f"trainer.strategy={strategy}")
+    assert code == 0, output[-5000:]
+    faults = [
+        override
+        for name, (moment, rank) in PHASES.items()
+        for override in fault(moment, rank=rank, name=name)
+    ]
+    code, output = torchrun(
+        tmp_path / "killed",
+        f"trainer.strategy={strategy}",
+        # most of these kills come at the same step
+        "trainer.max_starts=null",
+        *faults,
+        RESTARTS=str(len(PHASES)),
+    )
+    run = tmp_path / "killed" / "run"
+    assert code == 0, output[-5000:]
+    assert {file.name for file in run.glob("killed_*")} == {
+        f"killed_{moment}" for moment, _ in PHASES.values()
+    }
+    # a start that failed for another reason would be one more
+    starts = (run / "starts.jsonl").read_text()
+    assert starts.count('"begins"') == len(PHASES) + 1, starts
+    assert final_weights(run) == final_weights(tmp_path / "whole" / "run")
 
 
 def test_a_folder_that_is_not_shared_is_one_line(tmp_path):
