@@ -73,7 +73,7 @@ def on_two_nodes(
         limit_s: Seconds after which all of it is killed.
         variables: Further environment variables.
     """
-    done = subprocess.run(
+    with subprocess.Popen(
         [MACHINES / "two_nodes.sh", *command],
         env=environment() | variables,
         cwd=folder,
@@ -81,10 +81,13 @@ def on_two_nodes(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        check=False,
-        timeout=limit_s,
-    )
-    return done.returncode, done.stdout
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        finally:
+            # the script removes its machines
+            process.terminate()
+    return process.returncode, output
 
 
 def final_weights(run: Path) -> str:
