@@ -9,7 +9,6 @@ import faulthandler
 import sys
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 
 # seconds after which a process is ended whose threads can't run, and between two changes of that limit
@@ -121,7 +120,7 @@ class StallLimit:
         self._label, self._limit_s, self._end = label, limit_s, now + limit_s
         if limit_s < float("inf") and now - self._changed > _CHANGE_S:
             self._changed = now
-            with suppress(ValueError, AttributeError):  # no file, as in a notebook
+            if sys.__stderr__ is not None:
                 faulthandler.dump_traceback_later(
                     limit_s + _CHANGE_S + _FORCED_S, exit=True, file=sys.__stderr__
                 )
@@ -143,5 +142,5 @@ class StallLimit:
 
 def print_stacks() -> None:
     """Print the stacks of all threads of this process to stderr."""
-    with suppress(ValueError, AttributeError):
+    if sys.__stderr__ is not None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
