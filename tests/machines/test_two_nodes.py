@@ -47,7 +47,7 @@ def test_ranks_killed_in_every_phase_change_no_weight(strategy, tmp_path):
     faults = [
         override
         for name, (moment, rank) in PHASES.items()
-        for override in fault(moment, rank=rank, name=name)
+        for override in fault(moment, rank=rank, name=f"kill_in_{name}")
     ]
     code, output = torchrun(
         tmp_path / "killed",
