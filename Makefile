@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit vllm test soak test-gpu test-vllm test-environments lint format constraints clean
+.PHONY: help fit vllm test soak test-nodes test-slurm test-gpu test-vllm test-environments lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -34,6 +34,12 @@ test: lint  ## Install, then run linters, the type checker and all tests, the sl
 
 soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes each, which `make test` leaves out
 	$(ONE_THREAD) $(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+test-nodes: $(VENV)/.installed-dev  ## Install, then run torchrun over two network namespaces and kill its ranks; a quarter of an hour, as root
+	$(ONE_THREAD) $(PY) -m pytest -m machines tests/machines/test_two_nodes.py $(PYTEST_ARGS)
+
+test-slurm: $(VENV)/.installed-dev  ## Install, then run jobs on a SLURM of two nodes from unpacked Debian packages; minutes, as root
+	$(ONE_THREAD) $(PY) -m pytest -m machines tests/machines/test_slurm.py $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## Install, then run the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

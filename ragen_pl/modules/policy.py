@@ -29,7 +29,7 @@ from ragen_pl.modules.forward import (
     score_states,
     tokens_per_chunk,
 )
-from ragen_pl.modules.sharding import is_sharded, shard
+from ragen_pl.modules.sharding import data_mesh, is_sharded, shard
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer, module_groups
 from ragen_pl.trajectory import Span
 
@@ -99,7 +99,7 @@ class PolicyModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Shard the weights if the Trainer's strategy shards models."""
         if self.device_mesh is not None and not is_sharded(self):
-            self.shard(self.device_mesh["data_parallel"])
+            self.shard(data_mesh(self.device_mesh))
 
     def shard(self, mesh: DeviceMesh, *, keep_head: bool = False) -> None:
         """Shard the weights over ranks.

@@ -26,10 +26,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+HYBRID = ("replicate", "shard")
+"""Dimensions of the mesh of hybrid sharding: copies of the state, and the ranks that share one."""
+
 
 def is_sharded(module: nn.Module | None) -> bool:
     """Return whether a module's weights are sharded over ranks."""
     return isinstance(module, FSDPModule)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of a strategy's mesh, each with samples of its own: one dimension, or those of `HYBRID`."""
+    return mesh if mesh.mesh_dim_names == HYBRID else mesh["data_parallel"]
 
 
 def shard(
@@ -43,7 +51,7 @@ def shard(
 
     Args:
         module: Module, changed in place.
-        mesh: Ranks, one dimension.
+        mesh: Ranks, one dimension, or those of `HYBRID`.
         layers: Parts that are gathered one at a time. All ranks have to run each of them equally often.
         kept: Frozen weights that stay whole on every rank.
     """

@@ -121,13 +121,13 @@ OF_THE_COMMAND = [
     ),
     ("critic.detach=true algorithm.critic=own", "no trunk in common with the policy; set false"),
     (
-        "update.tokens_per_microbatch=4096 trainer.strategy=deepspeed_stage_2",
-        "tokens_per_microbatch=4096: .* set null and trainer.accumulate_grad_batches",
+        "trainer.strategy=deepspeed_stage_2",
+        "strategy=deepspeed_stage_2: DeepSpeed .* set trainer.strategy=fsdp2",
     ),
     ("trainer.strategy=fsdp", "strategy=fsdp: its ranks would wait .* set trainer.strategy=fsdp2"),
     (
         "trainer.strategy={_target_:lightning.pytorch.strategies.DeepSpeedStrategy,stage:3}",
-        "DeepSpeedStrategy: its ranks would wait .* set trainer.strategy=fsdp2",
+        "DeepSpeedStrategy: DeepSpeed .* set trainer.strategy=fsdp2",
     ),
     (
         "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}",
@@ -136,6 +136,14 @@ OF_THE_COMMAND = [
     (
         "trainer.strategy={_target_:ragen_pl.run.strategy.FSDP2Strategy,offload:true}",
         "unknown key trainer.strategy.offload: FSDP2Strategy takes no offload",
+    ),
+    (
+        "trainer.devices=2 trainer.strategy={_target_:ragen_pl.run.strategy.FSDP2Strategy,shard_size:4}",
+        "trainer.strategy.shard_size=4: expected a divisor of the 2 ranks",
+    ),
+    (
+        "trainer.timeout_s=60 trainer.rollout_timeout_s=90",
+        "rollout_timeout_s=90: .*at most trainer.timeout_s=60",
     ),
     (f"{SHARDED} trainer.precision=16-mixed", "takes no scaled loss; set .*bf16-mixed"),
     (f"{SHARDED} context.leave_out.patches=0.5", "leave_out: .* or trainer.strategy=ddp"),
@@ -148,7 +156,6 @@ OF_THE_COMMAND = [
         "can't step sharded weights|no package 'bitsandbytes'",
     ),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
-    ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
     (
         "env.kwargs.size=40",
         "env.kwargs.size=40: expected a whole number, at least 2 and at most 16",

@@ -31,6 +31,16 @@ def test_two_ranks_with_sharded_weights_learn_as_with_whole_ones(ranks):
             check_case(ranks[name], rounds=case.dtype is not torch.float32)
 
 
+@pytest.mark.slow
+def test_four_ranks_with_two_copies_of_the_state_learn_as_with_whole_weights(tmp_path):
+    mp.spawn(sharded_agents.run_hybrid, args=(str(tmp_path),), nprocs=4)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for name in sharded_agents.HYBRID:
+        rounds = sharded_agents.CASES[name].dtype is not torch.float32
+        for found in ranks:
+            check_case(found[name], rounds=rounds)
+
+
 def check_case(figures, *, rounds: bool) -> None:
     """Check what a rank saw in a case; where weights are in bfloat16, both ways round."""
     assert figures["same responses"]

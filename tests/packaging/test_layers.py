@@ -66,6 +66,7 @@ MAY_IMPORT = {
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
+    "submit": {"config", "run"},
     "sync": {"config", "run"},
     "watch": {"config", "viewing"},
 }
