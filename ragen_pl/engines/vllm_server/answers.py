@@ -42,8 +42,13 @@ class Exchange:
         self._banned = dict.fromkeys(bundle.banned_token_ids, float("-inf"))
         self._ends = sorted(bundle.eos_token_ids)
 
-    def body(self, request: GenerationRequest) -> Json:
-        """Return the body of a request."""
+    def body(self, request: GenerationRequest, *, adapter: str | None = None) -> Json:
+        """Return the body of a request.
+
+        Args:
+            request: Request.
+            adapter: Name of the adapters that answer it; None for the model's own weights.
+        """
         prompt = request.prompt
         ids = prompt.unexpanded_ids if prompt.images else prompt.ids
         body: Json = {
@@ -51,6 +56,8 @@ class Exchange:
             "return_token_ids": True,
             "sampling_params": sampling_arguments(request, ends=self._ends, banned=self._banned),
         }
+        if adapter is not None:
+            body["model"] = adapter
         if prompt.images:
             body["content_parts"] = [
                 {"type": "image_url", "url": data_url(image)} for image in prompt.images
