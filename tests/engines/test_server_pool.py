@@ -20,6 +20,7 @@ from ragen_pl.engines.vllm_server.pool import ServerPool
 from ragen_pl.engines.vllm_server.requirements import Requirements
 from ragen_pl.engines.vllm_server.routing import Routing
 from ragen_pl.engines.vllm_server.server import (
+    GivenUp,
     InvalidAnswer,
     Server,
     ServerState,
@@ -191,6 +192,64 @@ def test_a_request_that_a_server_has_failed_goes_to_another_that_is_ready(fake, 
         assert await pool.server_for(0, refusals={}, failed={server.url}) is server
 
     run(fake, lm, work, rank=0)
+
+
+# ---- time
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose waits take no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        select = self._selector.select
+
+        def jump(timeout: float | None) -> list:
+            events = select(0)
+            if not events and timeout:
+                self.now += timeout
+            return events
+
+        self._selector.select = jump
+
+    def time(self) -> float:
+        return self.now
+
+
+class Silent(Server):
+    """Takes all calls and answers none, as a machine without power."""
+
+    async def call(self, method: str, path: str, body=None, *, timeout_s=None, **_: object):
+        await asyncio.sleep(timeout_s or 30.0)
+        raise Unavailable("no answer")
+
+
+def test_requests_to_a_machine_without_power_go_elsewhere_within_20_s(lm) -> None:
+    async def inside() -> float:
+        loop = asyncio.get_running_loop()
+        server = Silent("http://a", None, 300.0)
+        pool = ServerPool(
+            [server],
+            Requirements(lm, torch.float32, 256),
+            timeout_s=300.0,
+            retries=0,
+            probe_s=5.0,
+            probe_failures=3,
+        )
+        await pool.begin(PRESENT, [server.url])
+        begun = loop.time()
+        with pytest.raises(GivenUp):
+            await server.respond({}, timeout_s=300.0, most_bytes=2**20)
+        found = loop.time() - begun
+        await pool.end()
+        return found
+
+    loop = Clock()
+    try:
+        assert loop.run_until_complete(inside()) <= 20.0
+    finally:
+        loop.close()
 
 
 # ---- routing

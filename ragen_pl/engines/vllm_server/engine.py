@@ -32,6 +32,7 @@ from ragen_pl.engines.vllm_server.server import (
     Router,
     Server,
     Trouble,
+    Unavailable,
     address,
     pause,
 )
@@ -331,10 +332,12 @@ class VLLMServerEngine(VLLMServerRules):
                     answer, request, label=self._pool.weights.label, version=self.version
                 )
             except Trouble as error:
-                trouble = error
+                trouble: Trouble = error
             else:
                 self._pool.note_response(server)
                 return generation
+            if isinstance(trouble, Failed) and trouble.status == 404 and "model" in body:
+                trouble = Unavailable("it has lost the adapters")
             self._pool.note_failure(server, trouble, losses=losses)
             self.resent += 1
             if isinstance(trouble, Failed) and trouble.refuses:
