@@ -157,6 +157,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def tokenize(self, body: dict) -> tuple[int, object]:
         tokenizer = self.server.bundle.tokenizer
+        name = body.get("model")
+        if name is not None and name not in self.server.adapters:
+            # by the plug-in's resolver
+            found = self.server.downloads and self.server.downloads.adapters(name)
+            if found is None:
+                return 404, {"error": {"message": f"The model `{name}` does not exist."}}
+            return self.v1_load_lora_adapter({"lora_name": name, "lora_path": found})[0], {}
         text = body.get("prompt")
         if text is None:
             text = self.server.bundle.renderer.apply_chat_template(

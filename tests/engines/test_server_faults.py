@@ -123,7 +123,7 @@ def pull(start, connect, tmp_path) -> Callable[..., VLLMServerEngine]:
     def make(*servers: Server, **settings) -> VLLMServerEngine:
         for server in servers:
             server.downloads = Downloads(tmp_path / f"machine-{next(machines)}")
-        return connect(*servers, transfer="pull", **settings)
+        return connect(*servers, **({"transfer": "pull"} | settings))
 
     return make
 
@@ -254,6 +254,20 @@ def test_a_server_that_lost_its_adapters_gets_them_again(start, connect, adapted
     # the same version once more
     again.version = "replacing"
     assert sampled(engine) == expected() and again.pushes == 2
+
+
+def test_adapters_may_be_downloaded(start, pull, adapted) -> None:
+    server = start()
+    engine = pull(server, bundle=adapted, transfer="adapters", serve_address="127.0.0.1:0")
+    assert sampled(engine) == expected()
+    (first,) = server.adapters
+    engine.load_weights(1)
+    assert sampled(engine) == expected()
+    ((second, folder),) = server.adapters.items()
+    assert first != second and server.downloads.root in folder.parents
+    assert {name.rpartition(".lora_")[2] for name in server.weights} == {"A.weight", "B.weight"}
+    # older ones are of no use
+    assert server.downloads.adapters(first) is None
 
 
 @pytest.mark.parametrize(

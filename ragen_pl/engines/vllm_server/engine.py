@@ -39,6 +39,7 @@ from ragen_pl.engines.vllm_server.server import (
 from ragen_pl.engines.vllm_server.serving import serve
 from ragen_pl.engines.vllm_server.transfer import (
     AdapterFolder,
+    ServedAdapterFolder,
     ServedFolder,
     TransferName,
     WeightFolder,
@@ -71,11 +72,11 @@ class VLLMServerEngine(VLLMServerRules):
             are sent elsewhere.
         concurrency: Requests of this process under way at once.
         transfer: How servers get the weights: `folder`, from a folder that they see under the same path; `pull`, by
-            HTTP from the first rank; `adapters`, the adapters alone, from such a folder.
+            HTTP from the first rank; `adapters`, the adapters alone, in one of these ways.
         weights_folder: Folder in which weights are written, which the servers see under the same path unless they pull;
             None for shared memory with enough room, else the folder of temporary files.
-        serve_address: Address of the first rank's machine that the servers reach, for `pull`; None for the one by which
-            it reaches the first server, with a free port.
+        serve_address: `HOST:PORT` of the first rank's machine from which servers download. With `pull`, None is the
+            address by which it reaches the first server, with a free port. With `adapters`, None is the folder.
         router_url: Address of a router that gets the requests for responses; `urls` are still asked for all else. None
             sends them to the servers.
         settings: Other arguments of a server that the engine starts, such as `{"max_num_seqs": 512}`.
@@ -109,8 +110,8 @@ class VLLMServerEngine(VLLMServerRules):
     ) -> None:
         self.bundle, self._policy = policy.bundle, policy
         check_weights(self.bundle, engine="vllm_server")
-        self._transfer = transfer
-        problem = unservable_adapters(self.bundle.model) if transfer == "adapters" else None
+        self._adapters = transfer == "adapters"
+        problem = unservable_adapters(self.bundle.model) if self._adapters else None
         if problem is not None:
             raise ValueError(
                 f"rollout.engine.transfer=adapters: {problem}; set transfer=folder or pull, which merge adapters"
@@ -131,12 +132,18 @@ class VLLMServerEngine(VLLMServerRules):
             )
             self._thread.call(self._open())
             self._first_rank_does(
-                lambda: self._make_folder(weights_folder, serve_address), iter(())
+                lambda: self._make_folder(transfer, weights_folder, serve_address), iter(())
             )
             router = router_url and Router(address(router_url), self._session, timeout_s)
             self._pool = ServerPool(
                 [Server(url, self._session, timeout_s) for url in self.urls],
-                Requirements(self.bundle, self.dtype, max_tokens, transfer),
+                Requirements(
+                    self.bundle,
+                    self.dtype,
+                    max_tokens,
+                    pulls=transfer == "pull" or serve_address is not None,
+                    adapters=self._adapters,
+                ),
                 timeout_s=timeout_s,
                 retries=retries,
                 probe_s=probe_s,
@@ -175,16 +182,18 @@ class VLLMServerEngine(VLLMServerRules):
         self._resources.callback(process.close)
         return [process.url], process.key
 
-    def _make_folder(self, place: str | None, serve_address: str | None) -> None:
+    def _make_folder(
+        self, transfer: TransferName, place: str | None, serve_address: str | None
+    ) -> None:
         """Make the folder of weights on the first rank, and serve it where servers pull."""
-        if self._transfer == "pull":
+        if transfer == "pull" or serve_address is not None:
             server = self._thread.call(serve(serve_address, self.urls[0]))
             self._resources.callback(lambda: self._thread.call(server.close()))
-            self._folder = ServedFolder(self.bundle, place, server=server)
-        elif self._transfer == "adapters":
-            self._folder = AdapterFolder(self.bundle, place)
+            served = ServedAdapterFolder if self._adapters else ServedFolder
+            self._folder = served(self.bundle, place, server)
         else:
-            self._folder = WeightFolder(self.bundle, place)
+            written = AdapterFolder if self._adapters else WeightFolder
+            self._folder = written(self.bundle, place)
         self._resources.callback(self._folder.remove)
 
     async def _open(self) -> None:
@@ -232,7 +241,7 @@ class VLLMServerEngine(VLLMServerRules):
         self._thread.call(self._pool.end())
         # no rank samples any more
         gather_over_ranks(None)
-        weights = self._policy.weights(adapters=self._transfer == "adapters")
+        weights = self._policy.weights(adapters=self._adapters)
         written, ready = self._first_rank_does(lambda: self._hand_over(version, weights), weights)
         self.version = version
         self._thread.call(self._pool.begin(written, ready))

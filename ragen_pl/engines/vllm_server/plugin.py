@@ -31,6 +31,8 @@ BACKEND = "ragen_pull"
 """Name of the weight transfer backend."""
 FOLDER_VARIABLE = "RAGEN_PULL_FOLDER"
 """Environment variable with the folder of downloaded files; shared memory by default."""
+ADAPTERS = "ragen-"
+"""First part of the names of adapters."""
 ATTEMPTS = 5
 """Attempts of a transfer that brings nothing new."""
 _WRONG_DIGESTS = 2
@@ -72,7 +74,7 @@ class Downloads:
         self._use(self.root / _plain(manifest["run"]))
         assert self._run is not None
         with _locked(self._run / "lock"):
-            folder = self._run / _plain(manifest["label"].replace("/", "-"))
+            folder = self._run / _plain(folder_name(manifest["label"]))
             for other in self._run.iterdir():
                 if other.is_dir() and other != folder:
                     shutil.rmtree(other, ignore_errors=True)
@@ -80,6 +82,12 @@ class Downloads:
             for entry in manifest["files"]:
                 _download(url.rpartition("/")[0], folder, entry)
         return folder
+
+    def adapters(self, name: str) -> Path | None:
+        """Return the folder of adapters that a process of this machine has downloaded; None if there is none."""
+        label = name.removeprefix(ADAPTERS)
+        folder = self.root / label.partition("-")[0] / label
+        return folder if name.startswith(ADAPTERS) and "/" not in name and folder.exists() else None
 
     def _use(self, run: Path) -> None:
         """Hold a run's folder, and no other."""
@@ -112,6 +120,11 @@ class Downloads:
 def _release(users: int, run: Path) -> None:
     os.close(users)
     _remove_unused(run)
+
+
+def folder_name(label: str) -> str:
+    """Return the name of the folder for weights with a label."""
+    return label.replace("/", "-")
 
 
 def _root() -> Path:
@@ -249,12 +262,14 @@ def _place(url: str) -> str:
 
 
 def register() -> None:
-    """Register the backend; vLLM calls it in each of its processes."""
+    """Register the backend, and what finds downloaded adapters; vLLM calls it in each of its processes."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.lora.resolver import LoRAResolverRegistry
 
     # it may be installed, and in a folder of PYTHONPATH too
     with suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
+        LoRAResolverRegistry.register_resolver(BACKEND, _resolver())
 
 
 def _engine_class() -> type:
@@ -327,6 +342,22 @@ def _engine_class() -> type:
                     yield name, file.get_tensor(name)
 
     return PullEngine
+
+
+def _resolver() -> Any:
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.resolver import LoRAResolver
+
+    class Resolver(LoRAResolver):  # type: ignore[misc]
+        """Finds adapters that a process of this machine has downloaded."""
+
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+            """Return them by their name; None for others."""
+            folder = Downloads().adapters(lora_name)
+            # vLLM gives it a number of its own
+            return folder and LoRARequest(lora_name, 1, str(folder))
+
+    return Resolver()
 
 
 def write_package(folder: Path) -> None:

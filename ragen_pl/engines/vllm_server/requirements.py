@@ -12,7 +12,6 @@ import torch
 from ragen_pl.engines.vllm.model import CPU_BATCH_TOKENS
 from ragen_pl.engines.vllm_server.plugin import BACKEND
 from ragen_pl.engines.vllm_server.server import Failed, Json, Refused, Server, ServerState
-from ragen_pl.engines.vllm_server.transfer import TransferName
 from ragen_pl.models.adapters import largest_rank
 
 if TYPE_CHECKING:
@@ -34,13 +33,15 @@ class Requirements:
         bundle: Model of the policy.
         dtype: Type that the servers compute in.
         max_tokens: Longest prompt plus response.
-        transfer: How they get weights.
+        pulls: Whether they download weights by HTTP.
+        adapters: Whether adapters are handed over alone.
     """
 
     bundle: ModelBundle
     dtype: torch.dtype
     max_tokens: int
-    transfer: TransferName = "folder"
+    pulls: bool = False
+    adapters: bool = False
 
     async def check(self, server: Server) -> None:
         """Check a server, which is CHECKED then.
@@ -90,12 +91,12 @@ class Requirements:
             tokens = max(self.max_tokens, CPU_BATCH_TOKENS)
             flags = f"--no-enable-chunked-prefill --max-num-batched-tokens {tokens}"
             yield "--enable-chunked-prefill, which CPUs have no seeds for", flags
-        if self.transfer == "pull":
+        if self.pulls:
             backend = (config.get("weight_transfer_config") or {}).get("backend")
             if backend != BACKEND:
                 wanted = json.dumps({"backend": BACKEND})
                 yield f"weight transfer {backend}", f"--weight-transfer-config '{wanted}'"
-        if self.transfer == "adapters":
+        if self.adapters:
             yield from self._adapter_differences(config.get("lora_config"))
         if self.bundle.processor is not None:
             yield from self._image_differences(model["multimodal_config"])

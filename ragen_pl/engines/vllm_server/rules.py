@@ -54,10 +54,10 @@ class VLLMServerRules(EngineTraits):
                 "rollout.engine.urls=[]: the run starts a server that its own machine reaches only, and "
                 f"trainer.num_nodes={nodes}; start servers and give their addresses"
             )
-        if engine.get("serve_address") and engine.get("transfer") != "pull":
+        if engine.get("serve_address") and engine.get("transfer") not in ("pull", "adapters"):
             yield (
-                f"rollout.engine.serve_address={engine.serve_address}: weights are served with transfer=pull only; "
-                "set it, or serve_address=null"
+                f"rollout.engine.serve_address={engine.serve_address}: weights are served with transfer=pull or "
+                "adapters only; set one of them, or serve_address=null"
             )
         if engine.get("transfer") == "adapters":
             yield from _adapter_problems(cfg)

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server.serving import WeightServer, write_manifest
-from ragen_pl.engines.vllm_server.weights import ServedWeights, WrittenAdapters, WrittenWeights
+from ragen_pl.engines.vllm_server.weights import (
+    ServedAdapters,
+    ServedWeights,
+    WrittenAdapters,
+    WrittenWeights,
+)
 from ragen_pl.files import OwnFolder
 from ragen_pl.models.adapters import write_adapters
 from ragen_pl.models.checkpoint_weights import write_weights
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
 TransferName = Literal["folder", "pull", "adapters"]
-"""How weights get to servers: by a folder that they see, by HTTP, or as adapters in such a folder."""
+"""How weights get to servers: from a folder that they see, by HTTP, or the adapters alone in one of these ways."""
 
 
 class WeightFolder:
@@ -83,7 +88,7 @@ class ServedFolder(WeightFolder):
         server: Server of its files.
     """
 
-    def __init__(self, bundle: ModelBundle, place: str | None, *, server: WeightServer) -> None:
+    def __init__(self, bundle: ModelBundle, place: str | None, server: WeightServer) -> None:
         super().__init__(bundle, place)
         self._server = server
 
@@ -103,6 +108,17 @@ class AdapterFolder(WeightFolder):
     ) -> WrittenWeights:
         write_adapters(self._bundle.model, weights, folder)
         return WrittenAdapters(str(folder), label)
+
+
+class ServedAdapterFolder(ServedFolder):
+    """Folder of adapters that servers download; as `ServedFolder`."""
+
+    def _write(
+        self, weights: Iterable[tuple[str, Tensor]], folder: Path, label: str
+    ) -> WrittenWeights:
+        write_adapters(self._bundle.model, weights, folder)
+        write_manifest(folder, run=self._run, label=label)
+        return ServedAdapters(str(folder), label, self._server.publish(folder))
 
 
 def _room_for(bundle: ModelBundle) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ragen_pl.engines.vllm_server.plugin import ADAPTERS, folder_name
 from ragen_pl.engines.vllm_server.server import Failed, Refused, Server, Unavailable
 
 REPLACING = "replacing"
@@ -99,15 +100,41 @@ class WrittenAdapters(WrittenWeights):
     @property
     def adapter(self) -> str:
         """Name of the adapters that requests ask for."""
-        return f"ragen-{self.label.replace('/', '-')}"
+        return _adapter_name(self.label)
 
     async def replace(self, server: Server, *, timeout_s: float) -> None:
         """Have a server load the adapters, and drop those before."""
-        for name in {server.adapter, self.adapter} - {None}:
-            await _quietly(server, "/v1/unload_lora_adapter", {"lora_name": name})
+        await _drop_adapters(server, self.adapter)
         body = {"lora_name": self.adapter, "lora_path": self.folder}
         await server.call("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s, is_json=False)
-        server.adapter = self.adapter
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapters(ServedWeights):
+    """Adapters that servers download; as `WrittenAdapters`."""
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapters that requests ask for."""
+        return _adapter_name(self.label)
+
+    async def replace(self, server: Server, *, timeout_s: float) -> None:
+        """Have a server load the adapters that it has downloaded, and drop those before."""
+        await _drop_adapters(server, self.adapter)
+        # a request with a new name loads its adapters
+        body = {"model": self.adapter, "prompt": "", "add_special_tokens": False}
+        await server.call("POST", "/tokenize", body, timeout_s=timeout_s)
+
+
+def _adapter_name(label: str) -> str:
+    return f"{ADAPTERS}{folder_name(label)}"
+
+
+async def _drop_adapters(server: Server, name: str) -> None:
+    """Have a server drop the adapters that it was given last, and older ones of a name that it will get."""
+    for dropped in {server.adapter, name} - {None}:
+        await _quietly(server, "/v1/unload_lora_adapter", {"lora_name": dropped})
+    server.adapter = name
 
 
 async def _quietly(server: Server, path: str, body: dict[str, Any]) -> None:
