@@ -630,6 +630,43 @@ def check(*overrides: str) -> None:
             r"rollout\.engine\.python=/no/where: expected a path that exists",
         ),
         (
+            ["rollout.engine.router_url=http://a"],
+            r"rollout\.engine\.router_url: a router stands before servers of the user's; give their addresses",
+        ),
+        (
+            ["rollout.engine.transfer=pull"],
+            r"rollout\.engine\.transfer=pull: the server that the run starts sees the folder",
+        ),
+        (
+            ["rollout.engine.urls=[http://a]", "rollout.engine.transfer=push"],
+            r"rollout\.engine\.transfer=push: expected ",
+        ),
+        (
+            ["rollout.engine.urls=[http://a]", "rollout.engine.serve_address=10.0.0.1:9400"],
+            r"serve_address=10\.0\.0\.1:9400: weights are served with transfer=pull or adapters only",
+        ),
+        (
+            [
+                "rollout.engine.urls=[http://a]",
+                "rollout.engine.transfer=pull",
+                "rollout.engine.serve_address=10.0.0.1",
+            ],
+            r"rollout\.engine\.serve_address=10\.0\.0\.1: expected text such as 10\.0\.0\.1:9400",
+        ),
+        (
+            ["rollout.engine.urls=[http://a]", "rollout.engine.transfer=adapters"],
+            r"transfer=adapters: model\.build\.lora=null has no adapters; set model\.build\.lora",
+        ),
+        (
+            [
+                "rollout.engine.urls=[http://a]",
+                "rollout.engine.transfer=adapters",
+                "model=qwen2_5",
+                "model.build.lora={r: 4, use_dora: true}",
+            ],
+            r"transfer=adapters: vLLM serves no adapters of model\.build\.lora\.use_dora=True; leave",
+        ),
+        (
             ["rollout.engine.urls=[http://a]", "rollout.engine.weights_folder=/no/where"],
             r"weights_folder=/no/where: expected a path that exists",
         ),

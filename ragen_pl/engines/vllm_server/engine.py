@@ -237,11 +237,11 @@ class VLLMServerEngine(VLLMServerRules):
         Raises:
             RolloutError: No server could load them.
         """
+        weights = self._policy.weights(adapters=self._adapters)
         self.release()
         self._thread.call(self._pool.end())
         # no rank samples any more
         gather_over_ranks(None)
-        weights = self._policy.weights(adapters=self._adapters)
         written, ready = self._first_rank_does(lambda: self._hand_over(version, weights), weights)
         self.version = version
         self._thread.call(self._pool.begin(written, ready))
