@@ -293,7 +293,7 @@ def _engine_class() -> type:
         load: bool
         """Whether they are loaded; else they are only downloaded."""
 
-    class PullEngine(WeightTransferEngine):  # type: ignore[misc]
+    class PullEngine(WeightTransferEngine):
         """Downloads weights and loads them in place."""
 
         init_info_cls, update_info_cls = NoInit, Manifest
@@ -348,7 +348,7 @@ def _resolver() -> Any:
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver
 
-    class Resolver(LoRAResolver):  # type: ignore[misc]
+    class Resolver(LoRAResolver):
         """Finds adapters that a process of this machine has downloaded."""
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:

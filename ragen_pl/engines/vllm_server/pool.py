@@ -358,7 +358,8 @@ class ServerPool:
             if left <= 0:
                 raise self._none_answers()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), timeout=min(left, 1.0))
+                async with asyncio.timeout(min(left, 1.0)):
+                    await self._changed.wait()
 
     def _none_answers(self) -> RolloutError:
         troubles = "; ".join(f"{server.url}: {server.trouble}" for server in self.servers)

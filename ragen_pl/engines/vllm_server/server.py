@@ -149,8 +149,10 @@ class Server:
 
     async def lost_within(self, seconds: float) -> bool:
         """Wait until it is lost; return False after some seconds."""
+        # `wait_for` would lose a cancellation that comes with the event
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._lost.wait(), timeout=seconds)
+            async with asyncio.timeout(seconds):
+                await self._lost.wait()
         return not self.is_ready
 
     async def call(
