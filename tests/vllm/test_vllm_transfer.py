@@ -118,7 +118,7 @@ def test_weights_that_are_not_those_of_the_manifest_are_left(connect, server, mo
     before = checksums(server)
     change_weights(bundle, seed=5)
     with monkeypatch.context() as patch, pytest.raises(RolloutError, match="its SHA-256 is not"):
-        patch.setattr(serving, "_digest", lambda path: "0" * 64)
+        patch.setattr(serving, "digest", lambda path: "0" * 64)
         patch.setattr(engine._pool, "_timeout_s", 5.0)
         engine.load_weights(1)
     assert checksums(server) == before

@@ -198,7 +198,7 @@ def _download(place: str, folder: Path, entry: dict[str, Any]) -> None:
         trouble = _append(f"{place}/{name}", partial, size)
         found = _size(partial)
         if found == size:
-            if _digest(partial) == entry["sha256"]:
+            if digest(partial) == entry["sha256"]:
                 partial.replace(path)
                 return
             trouble = "its SHA-256 is not that of the manifest"
@@ -248,7 +248,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """Return a file's SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import secrets
@@ -13,6 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+
+from ragen_pl.engines.vllm_server.plugin import digest
 
 MANIFEST = "manifest.json"
 _HASHED_AT_ONCE = 4
@@ -31,18 +32,13 @@ def write_manifest(folder: Path, *, run: str, label: str) -> None:
     """
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
-        digests = list(pool.map(_digest, paths))
+        digests = list(pool.map(digest, paths))
     files = [
         {"name": path.name, "size": path.stat().st_size, "sha256": digest}
         for path, digest in zip(paths, digests, strict=True)
     ]
     manifest = {"run": run, "label": label, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class WeightServer:
