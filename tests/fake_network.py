@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 
 class Forwarding(ThreadingHTTPServer):
@@ -28,6 +29,10 @@ class Forwarding(ThreadingHTTPServer):
     def target(self) -> str:
         """Return the address of who answers the next request."""
         raise NotImplementedError
+
+    def managed(self, path: str) -> bool:
+        """Return whether a request is one to this process, after doing what it asks for."""
+        return False
 
     def changed(self, path: str, data: bytes) -> tuple[bytes, int]:
         """Return the bytes of an answer, and how many of them are sent before the connection breaks."""
@@ -53,6 +58,12 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length) if length else None
         headers = dict(self.headers)
         self.server.asked.append((self.path, headers))
+        if self.server.managed(self.path):
+            self.send_response(200)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"Done")
+            return
         asked = urllib.request.Request(self.server.target() + self.path, body, headers)
         try:
             with urllib.request.urlopen(asked) as answer:
@@ -100,7 +111,7 @@ class Proxy(Forwarding):
 
 
 class Router(Forwarding):
-    """Forwards to servers in turn.
+    """Forwards to servers in turn. They can be removed and added.
 
     Args:
         targets: Addresses of the servers.
@@ -108,7 +119,15 @@ class Router(Forwarding):
 
     def __init__(self, targets: Sequence[str]) -> None:
         super().__init__()
-        self._targets = itertools.cycle(targets)
+        self.targets, self._turns = list(targets), itertools.count()
 
     def target(self) -> str:
-        return next(self._targets)
+        return self.targets[next(self._turns) % len(self.targets)]
+
+    def managed(self, path: str) -> bool:
+        url = unquote(path.partition("?url=")[2])
+        if path.startswith("/remove_worker"):
+            self.targets.remove(url)
+        elif path.startswith("/add_worker"):
+            self.targets.append(url)
+        return bool(url)

@@ -157,7 +157,7 @@ def only_adapters_are_trained(model: PreTrainedModel) -> bool:
 
 def largest_rank(model: PreTrainedModel) -> int:
     """Return the largest rank of the model's adapters."""
-    (settings,) = model.peft_config.values()
+    settings = _settings(model)
     return int(max([settings.r, *settings.rank_pattern.values()]))
 
 
@@ -167,8 +167,7 @@ def unservable_adapters(model: PreTrainedModel) -> str | None:
         return "the policy has no adapters"
     if not only_adapters_are_trained(model):
         return "other weights than those of adapters are trained too"
-    (settings,) = model.peft_config.values()
-    if settings.use_dora:
+    if _settings(model).use_dora:
         return "DoRA scales the weights under its adapters"
     return None
 
@@ -209,8 +208,13 @@ def write_adapters(
         save_file(saved, folder / "adapter_model.safetensors")
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    _settings(model).save_pretrained(folder)
+
+
+def _settings(model: PreTrainedModel) -> Any:
+    """Return the `LoraConfig` of the model's adapters."""
     (settings,) = model.peft_config.values()
-    settings.save_pretrained(folder)
+    return settings
 
 
 def adapters_are_new(model: PreTrainedModel) -> bool:

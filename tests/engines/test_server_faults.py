@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -328,6 +329,11 @@ def test_a_router_gets_the_requests_and_the_servers_all_else(start, connect, rou
     assert {path for path, _ in router.asked} == {"/inference/v1/generate"}
     sessions = [headers["X-Session-ID"] for _, headers in router.asked]
     assert sorted(sessions) == [f"0-{number}" for number in range(8)]
+    # a router may read strict JSON only
+    biases = {
+        bias for body in servers[0].asked for bias in body["sampling_params"]["logit_bias"].values()
+    }
+    assert biases and max(biases) <= -1e9 and math.isfinite(min(biases))
     # a comparison of a server with the trainer asks that server
     with engine.only(servers[0].url):
         sampled(engine)
@@ -367,14 +373,16 @@ def test_a_request_that_a_router_refuses_ends_the_run(start, connect, route) -> 
         sampled(engine, 1)
 
 
-def test_a_frozen_server_behind_a_router_is_waited_for_no_longer(start, connect, route) -> None:
+def test_a_router_sends_nothing_to_a_server_that_is_lost(start, connect, route) -> None:
     frozen, alive = start(), start()
-    targets = route(frozen, alive)
-    engine = connect(frozen, alive, router_url=targets.url, timeout_s=600.0, probe_s=0.2)
+    router = route(frozen, alive)
+    engine = connect(frozen, alive, router_url=router.url, timeout_s=600.0, probe_s=0.2)
     frozen.samples.clear()
     engine.submit(requests(), keep=True)
     wait(lambda: frozen.under_way == 4)
     frozen.runs.clear()
-    # as a router does that has found it
-    targets._targets = itertools.cycle([alive.url])
     assert collected(engine, 8) == expected() and engine.resent >= 4
+    assert router.targets == [alive.url]
+    frozen.samples.set()
+    frozen.runs.set()
+    wait(lambda: router.targets == [alive.url, frozen.url])

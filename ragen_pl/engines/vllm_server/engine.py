@@ -120,7 +120,7 @@ class VLLMServerEngine(VLLMServerRules):
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
         self.sampled_tokens = self.resent = 0
-        self.exchange = Exchange(self.bundle)
+        self.exchange = Exchange(self.bundle, finite=router_url is not None)
         self._folder: WeightFolder | None = None
         self._thread: RequestThread[int, Generation] = RequestThread(concurrency)
         self._resources = ExitStack()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NoReturn
+from urllib.parse import urlencode
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server.requirements import Requirements
@@ -226,12 +227,21 @@ class ServerPool:
                 if server.is_ready:
                     await self._probe_until_lost(server)
                 else:
+                    await self._tell_router("remove", server)
                     await self._bring_back(server)
+                    await self._tell_router("add", server)
                     self._notify()
         except Exception as error:
             self._error = error
             self._notify()
             raise
+
+    async def _tell_router(self, change: str, server: Server) -> None:
+        """Have a router remove or add a server; one that can't finds out by its own probes."""
+        if self.router is not None and self._rank == 0:
+            place = urlencode({"url": server.url})
+            with suppress(Trouble):
+                await self.router.call("POST", f"/{change}_worker?{place}", is_json=False)
 
     async def _probe_until_lost(self, server: Server) -> None:
         """Return when a server is lost. The first rank probes it always, others while they wait for its responses."""
