@@ -298,8 +298,10 @@ class EnginePolicy(Protocol):
         """Model, tokenizer and processor."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights under the names of their checkpoint, adapters merged.
+
+        With `adapters`, yield those of the adapters alone, under the names of a peft checkpoint.
 
         Sharded ones are gathered one layer at a time, with all ranks. Each rank takes them once in `load_weights`.
         """

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ragen_pl.distributed import all_ranks_do, whole
+from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class GatheredPolicy:
     def __init__(self, policy: EnginePolicy) -> None:
         self._policy, bundle = policy, policy.bundle
         self._iterator: Iterator[tuple[str, Tensor]] | None = None
+        # what the engine takes in each load
+        self._only_adapters = False
         weights = bundle.model.parameters()
         model = copy.deepcopy(
             bundle.model, memo={id(weight): _without_data(weight) for weight in weights}
@@ -124,12 +127,12 @@ class GatheredPolicy:
         # the buffers
         nn.Module.to(self.bundle.model, self.bundle.device)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights, gathered one layer at a time; see `EnginePolicy`."""
         state = self._policy.bundle.model.state_dict()
-        self._iterator = checkpoint_weights(
-            self.bundle.model, value=lambda name: whole(state[name].detach())
-        )
+        self._only_adapters = adapters
+        yielded = adapter_weights if adapters else checkpoint_weights
+        self._iterator = yielded(self.bundle.model, value=lambda name: whole(state[name].detach()))
         return self._iterator
 
     @contextmanager
@@ -139,7 +142,7 @@ class GatheredPolicy:
         try:
             yield
         finally:
-            for _ in self._iterator or self.weights():
+            for _ in self._iterator or self.weights(adapters=self._only_adapters):
                 pass
             self._iterator = None
 

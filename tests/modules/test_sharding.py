@@ -9,6 +9,7 @@ import sharded_agents
 import torch
 from module_process import run_two_ranks
 
+from ragen_pl.models.adapters import add_lora
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import GatheredPolicy, is_sharded
 
@@ -108,6 +109,24 @@ def test_a_gathered_copy_takes_over_present_weights(make):
     copy.gather()
     words = copy.bundle.model.get_input_embeddings().weight
     assert words.equal(bundle.model.get_input_embeddings().weight)
+
+
+def test_a_copy_without_weights_yields_the_present_adapters(make):
+    bundle = make.bundle()
+    add_lora(bundle.model, {"r": 2})
+    policy = PolicyModule(bundle)
+    copy = GatheredPolicy(policy)
+    with torch.no_grad():
+        for name, weight in bundle.model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    wanted, found = dict(policy.weights(adapters=True)), dict(copy.weights(adapters=True))
+    assert wanted.keys() == found.keys() and len(wanted) > 0
+    assert all(weight.equal(wanted[name]) for name, weight in found.items())
+    # a rank whose engine has failed gathers what the others do
+    with copy.exhausting_weights():
+        pass
+    assert copy._only_adapters
 
 
 def test_without_a_sharding_strategy_nothing_is_sharded(make):
