@@ -39,7 +39,8 @@ def played(
     engine: MakeEngine,
     *,
     program: bool,
-    invalid_ends: bool,
+    invalid_ends: bool = False,
+    response_tokens: int = 256,
 ) -> list[Trajectory]:
     """Play four episodes, as the environment or as the program."""
     context = ContextManager(
@@ -59,7 +60,7 @@ def played(
         timeout_s=None,
         workers=4 if program else 1,
     )
-    proxy = AgentProxy(environments=environments, context=context, max_response_tokens=24)
+    proxy = AgentProxy(environments=environments, context=context, max_response_tokens=response_tokens)
     options = {"task": {"invalid_ends": invalid_ends}} if program else None
     specs = [
         EpisodeSpec(group=number // 2, member=number % 2, seed=number // 2, options=options)
@@ -98,7 +99,7 @@ def test_a_sampling_model_gives_the_same_tokens():
             bundle,
             lambda _: TransformersEngine(PolicyModule(bundle)),
             program=program,
-            invalid_ends=False,
+            response_tokens=24,
         )
         for program in (False, True)
     ]
@@ -128,7 +129,7 @@ def test_calls_and_their_results_give_the_same_tokens(family):
         return ScriptedEngine(context, lambda _, turn: SAYS[turn])
 
     both = [
-        played(bundle, engine, program=program, invalid_ends=False)
+        played(bundle, engine, program=program)
         for program in (False, True)
     ]
     check_same(*both, bundle)

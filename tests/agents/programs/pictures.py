@@ -127,7 +127,7 @@ def of_pydantic_ai() -> str:
     agent = Agent("openai-chat:policy")
 
     @agent.tool_plain
-    def look(place: str) -> BinaryContent:
+    def look(place: str) -> Any:
         """Look at a place."""
         return BinaryContent(FILES[1], media_type="image/png")
 
