@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import make_trajectory, make_turn
 
-from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.metrics.rollout import RolloutStatistics, rollout_metrics
 from ragen_pl.metrics.sums import NamedSums
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.trajectory import EpisodeStatus
@@ -194,3 +194,12 @@ def test_sums_survive_export_and_import_bit_for_bit():
 def test_undeclared_name_is_rejected():
     with pytest.raises(KeyError, match=r"NamedSums has no sums named \['c'\]"):
         NamedSums(["a", "b"]).update({"c": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("think", "right"),
+    [("a", 1.0), ("a so reach 1 2", 1.0), ("a reach", 0.0), ("b so a", 0.0), (None, 0.0)],
+)
+def test_a_plan_after_the_description_is_no_wrong_thought(think, right):
+    turn = make_turn(think=think, state_description="a")
+    assert rollout_metrics([make_trajectory(turn)])["think_accuracy"] == right

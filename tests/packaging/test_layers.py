@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "serving": BASE,
     "programs": BASE | {"serving"},
     "rewards": BASE | ROLLOUT,
-    "metrics": BASE | {"algorithms"},
+    "metrics": BASE | {"algorithms", "prompt_formats"},
     "data": BASE | ROLLOUT | {"algorithms", "metrics", "rewards"},
     "modules": BASE | ROLLOUT | {"algorithms", "data", "metrics", "optimizers"},
     "loops": BASE,
