@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 
 import pytest
-from agent_programs import AGENTS, calls, check_record, play_program
+from agent_programs import AGENTS, check_record, play_program
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

@@ -41,11 +41,10 @@ def played(
     program: bool,
     invalid_ends: bool = False,
     response_tokens: int = 256,
+    episodes: int = 1,
 ) -> list[Trajectory]:
-    """Play four episodes, as the environment or as the program."""
-    context = ContextManager(
-        bundle, window="all", system_prompt="instructions", max_tokens=4096
-    )
+    """Play episodes, as the environment or as the program."""
+    context = ContextManager(bundle, window="all", system_prompt="instructions", max_tokens=4096)
     if program:
         target, kwargs, turns = PROGRAM, {"command": COMMAND, "program_s": 120.0}, 50
     else:
@@ -60,11 +59,13 @@ def played(
         timeout_s=None,
         workers=4 if program else 1,
     )
-    proxy = AgentProxy(environments=environments, context=context, max_response_tokens=response_tokens)
+    proxy = AgentProxy(
+        environments=environments, context=context, max_response_tokens=response_tokens
+    )
     options = {"task": {"invalid_ends": invalid_ends}} if program else None
     specs = [
         EpisodeSpec(group=number // 2, member=number % 2, seed=number // 2, options=options)
-        for number in range(4)
+        for number in range(episodes)
     ]
     responder = EngineResponder(engine=engine(context), context=context)
     return proxy.rollout(responder, specs, seed_key=(3, "test"))
@@ -100,6 +101,7 @@ def test_a_sampling_model_gives_the_same_tokens():
             lambda _: TransformersEngine(PolicyModule(bundle)),
             program=program,
             response_tokens=24,
+            episodes=4,
         )
         for program in (False, True)
     ]
@@ -128,10 +130,7 @@ def test_calls_and_their_results_give_the_same_tokens(family):
         # sessions begin at other calls
         return ScriptedEngine(context, lambda _, turn: SAYS[turn])
 
-    both = [
-        played(bundle, engine, program=program)
-        for program in (False, True)
-    ]
+    both = [played(bundle, engine, program=program) for program in (False, True)]
     check_same(*both, bundle)
     assert {len(trajectory.turns) for trajectory in both[0]} == {6}
     assert any(turn.reward for turn in both[0][0].turns)

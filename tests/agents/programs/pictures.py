@@ -23,9 +23,7 @@ def of_openai() -> str:
     schema = {"type": "object", "properties": {"place": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
     shown = {"type": "image_url", "image_url": {"url": URLS[0], "detail": "low"}}
-    messages: list[Any] = [
-        {"role": "user", "content": [{"type": "text", "text": QUESTION}, shown]}
-    ]
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": QUESTION}, shown]}]
     client = OpenAI()
     while True:
         with client.chat.completions.stream(
