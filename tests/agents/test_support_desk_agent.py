@@ -46,7 +46,7 @@ def played(
     """Play episodes, as the environment or as the program."""
     context = ContextManager(bundle, window="all", system_prompt="instructions", max_tokens=4096)
     if program:
-        target, kwargs, turns = PROGRAM, {"command": COMMAND, "program_s": 120.0}, 50
+        target, kwargs, turns = PROGRAM, {"command": COMMAND, "program_s": 600.0}, 50
     else:
         target, kwargs, turns = "ragen/SupportDesk-v0", DESK, 6
     environments = EnvironmentManager(
