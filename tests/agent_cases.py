@@ -31,6 +31,7 @@ class Case:
         family: family whose chat template is used.
         task: task of the program.
         images: number of images of the last prompt.
+        stopped: whether its responses end at a stop string, before their ends.
         kwargs: further arguments of the environment.
     """
 
@@ -40,6 +41,7 @@ class Case:
     family: str = "qwen2_5"
     task: Any = None
     images: int = 0
+    stopped: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def play(self, command: Sequence[str] = (), **kwargs: Any) -> tuple[Trajectory, ScriptedEngine]:
@@ -103,6 +105,7 @@ def _structured(sdk: str) -> Case:
     return Case(
         program=[str(PROGRAMS / "structured.py"), sdk],
         says=[says.get(sdk, _OFFER)],
+        stopped=sdk == "smolagents",
         kwargs={"response_format": "unconstrained"},
     )
 

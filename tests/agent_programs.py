@@ -126,18 +126,25 @@ def play_program(
     return trajectory, engine
 
 
-def check_record(trajectory: Trajectory, engine: ScriptedEngine, *, samples: int) -> None:
+def check_record(
+    trajectory: Trajectory, engine: ScriptedEngine, *, samples: int, stopped: bool = False
+) -> None:
     """Check that an episode ended, that its ids are those of the engine, and that each is trained once.
 
     Args:
         trajectory: The episode.
         engine: The engine that answered.
         samples: Number of samples that it is.
+        stopped: Whether its responses end at a stop string, before their ends.
     """
     assert trajectory.error is None
     assert trajectory.status is EpisodeStatus.TERMINATED
     recorded = [turn.response_ids.tolist() for turn in trajectory.turns]
-    assert recorded == [ids.tolist() for ids in engine.sampled]
+    sampled = [ids.tolist() for ids in engine.sampled]
+    if stopped:
+        pairs = zip(recorded, sampled, strict=True)
+        sampled = [ids[: len(kept)] for kept, ids in pairs if len(kept) == len(ids) - 1]
+    assert recorded == sampled
     bundle = engine.context.bundle
     assert [bundle.tokenizer.decode(turn.prompt_ids) for turn in trajectory.turns] == engine.prompts
     rows = collate([trajectory], bundle).samples

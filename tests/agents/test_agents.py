@@ -15,7 +15,7 @@ pytestmark = pytest.mark.agents
 def test_a_program_is_recorded_exactly(name):
     case = CASES[name]
     trajectory, engine = case.play()
-    check_record(trajectory, engine, samples=case.samples)
+    check_record(trajectory, engine, samples=case.samples, stopped=case.stopped)
     assert trajectory.success
     assert trajectory.reward == 1.0
     assert len(trajectory.turns) == len(case.says)

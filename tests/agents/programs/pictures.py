@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TASK = json.loads(os.environ["RAGEN_TASK"])
+TASK = json.loads(os.environ.get("RAGEN_TASK", '{"pictures": []}'))
 URLS = [f"data:image/png;base64,{picture}" for picture in TASK["pictures"]]
 FILES = [base64.b64decode(picture) for picture in TASK["pictures"]]
 QUESTION = "What is this?"
