@@ -6,6 +6,8 @@ VLLM_VENV ?= .venv-vllm
 # Environment of `make test-environments`, and the extras in it.
 ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS := metaworld,minigrid,miniwob,miniworld,reasoning,textarena,textworld
+# Environment of `make test-agents`.
+AGENTS_VENV ?= .venv-agents
 ARGS ?=
 PYTEST_ARGS ?=
 # Processes of the test run; each uses one thread. One more than two cores, since tests wait for the processes they start.
@@ -21,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit vllm test soak test-nodes test-slurm test-gpu test-vllm test-environments lint format constraints clean
+.PHONY: help fit vllm test soak test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -53,6 +55,9 @@ test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environm
 test-environments: $(ENVIRONMENTS_VENV)/.installed  ## Install other libraries' environments into an environment of their own, then run the tests with them
 	$(ONE_THREAD) $(ENVIRONMENTS_VENV)/bin/python -m pytest -m environments tests/adapters tests/envs $(PYTEST_ARGS)
 
+test-agents: $(AGENTS_VENV)/.installed  ## Install the SDKs of agents into an environment of their own, then run the tests with them
+	$(ONE_THREAD) $(AGENTS_VENV)/bin/python -m pytest -m agents tests/agents $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -68,7 +73,7 @@ constraints:  ## Renew the tested versions of all dependencies in .ci/constraint
 	mv .ci/constraints.new .ci/constraints.txt
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -93,4 +98,9 @@ $(VLLM_VENV)/.installed: pyproject.toml .ci/constraints.txt ragen_pl/install_vll
 $(ENVIRONMENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
 	$(call venv,$(ENVIRONMENTS_VENV))
 	$(call install,$(ENVIRONMENTS_VENV)/bin/python) -e '.[dev,$(ENVIRONMENTS)]'
+	@touch $@
+
+$(AGENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
+	$(call venv,$(AGENTS_VENV))
+	$(call install,$(AGENTS_VENV)/bin/python) -e '.[dev,agents]'
 	@touch $@

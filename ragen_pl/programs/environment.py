@@ -352,8 +352,11 @@ def shared_launcher(function: str | None) -> ProgramLauncher:
 
 
 def _with_paths(command: Sequence[str]) -> list[str]:
-    """Return a command with the full paths of files, since it runs in another folder."""
-    return [str(Path(part).resolve()) if Path(part).is_file() else part for part in command]
+    """Return a command with the full paths of files, since it runs in another folder.
+
+    Links are kept: the interpreter of a virtual environment is one, and knows its packages by its own path.
+    """
+    return [os.path.abspath(part) if Path(part).is_file() else part for part in command]
 
 
 def _upstream(name: str, given: Mapping[str, str]) -> dict[str, str]:
