@@ -94,11 +94,12 @@ def chunks(answer: Answer, *, include_usage: bool) -> Iterator[dict[str, Any]]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} | values
         return _chunk(answer, [choice]) | usage
 
-    yield chunk({"role": "assistant", "content": ""})
-    if reasoning := answer.message.get("reasoning_content"):
-        yield chunk({"reasoning_content": reasoning})
-    if content := answer.message["content"]:
-        yield chunk({"content": content}, logprobs=_logprobs(answer))
+    content, logprobs = answer.message["content"], _logprobs(answer)
+    yield chunk({"role": "assistant", "content": None if answer.calls and not content else ""})
+    if "reasoning_content" in answer.message:
+        yield chunk({"reasoning_content": answer.message["reasoning_content"]})
+    if content or logprobs:
+        yield chunk({"content": content} if content else {}, logprobs=logprobs)
     for number, call in enumerate(answer.calls):
         yield chunk({"tool_calls": [{"index": number} | call]})
     yield chunk({}, finish_reason=answer.finish_reason)
@@ -108,7 +109,7 @@ def chunks(answer: Answer, *, include_usage: bool) -> Iterator[dict[str, Any]]:
 
 def event(value: object) -> bytes:
     """Return a value as a server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
