@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
+import io
 import json
 import socket
 import threading
@@ -10,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from PIL import Image
 
 from ragen_pl.serving.chat_response import Answer
 from ragen_pl.serving.errors import RequestError
@@ -23,6 +27,19 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "now", "parameters": {"type": "object"}},
 }
+
+CALLS = [
+    {"id": "call00000", "name": "weather", "arguments": {"at": "Köln", "days": [1, {"a": None}]}},
+    {"id": "call00001", "name": "weather", "arguments": {}},
+]
+LOGPROBS = [("h", -0.5), ("ö", -1.25)]
+
+
+def data_url(kind: str = "PNG", *, size: tuple[int, int] = (3, 2)) -> str:
+    """Return an image as a URL that holds it."""
+    file = io.BytesIO()
+    Image.new("RGB", size, (200, 0, 0)).save(file, kind)
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -82,6 +82,7 @@ class ClientRequest:
         include_usage: whether the stream ends with the number of tokens.
         ignored: parameters that are not honoured, with their values.
         sampling: sampling parameters, with their values.
+        echo: parameters that the answer repeats, with their values.
     """
 
     chat: ChatRequest
@@ -91,6 +92,7 @@ class ClientRequest:
     include_usage: bool = False
     ignored: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    echo: dict[str, Any] = field(default_factory=dict)
 
 
 def read_json(data: bytes) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def read_request(
     metadata = given.get("metadata", {})
     if not isinstance(metadata, Mapping):
         raise RequestError(400, "metadata: expected an object")
-    limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens")]
+    limits = [positive_count(given, name) for name in ("max_tokens", "max_completion_tokens")]
     options = given.get("stream_options", {})
     ignored = {name: given[name] for name in _IGNORED & given.keys()}
     if choice not in ("auto", "none"):
@@ -349,7 +351,12 @@ def _stops(given: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _count(given: Mapping[str, Any], name: str) -> int | None:
+def positive_count(given: Mapping[str, Any], name: str) -> int | None:
+    """Return a whole number of a request that is at least 1, None without it.
+
+    Raises:
+        RequestError: it is no such number.
+    """
     value = given.get(name)
     if value is None:
         return None

@@ -125,11 +125,16 @@ def _chunk(answer: Answer, choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _logprobs(answer: Answer) -> dict[str, Any] | None:
+def logprob_items(answer: Answer) -> list[dict[str, Any]] | None:
+    """Return text, log-prob and bytes of each token, None where they were not asked for."""
     if answer.logprobs is None:
         return None
-    content = [
+    return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in answer.logprobs
     ]
-    return {"content": content, "refusal": None}
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    content = logprob_items(answer)
+    return None if content is None else {"content": content, "refusal": None}

@@ -18,12 +18,13 @@ from ragen_pl.serving.chat_request import ClientRequest, read_json
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.protocol import CHAT, Protocol
 from ragen_pl.serving.reading import MAX_BODY, read_body, retries_of, watch_exit
+from ragen_pl.serving.responses_api import RESPONSES
 from ragen_pl.serving.session import NO_REQUEST, Call, PassedOn, Session, ended_error
 from ragen_pl.serving.upstream import passed_on
 
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-PROTOCOLS: Mapping[str, Protocol] = {"/chat/completions": CHAT}
+PROTOCOLS: Mapping[str, Protocol] = {"/chat/completions": CHAT, "/responses": RESPONSES}
 """APIs of the endpoint by path."""
 _BACKLOG = 1024
 _MAX_PAST = 10_000

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import logging
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from endpoint_clients import HELLO, WEATHER, answer_of, assembled, opened, owned, post, send, take
+from endpoint_clients import (
+    CALLS,
+    HELLO,
+    LOGPROBS,
+    WEATHER,
+    answer_of,
+    assembled,
+    data_url,
+    opened,
+    owned,
+    post,
+    send,
+    take,
+)
 from endpoint_clients import read as read_answer
-from PIL import Image
 
 from ragen_pl.serving.chat_request import ClientRequest
 from ragen_pl.trajectory import ChatRequest
-
-
-def data_url(kind: str = "PNG", *, size: tuple[int, int] = (3, 2)) -> str:
-    file = io.BytesIO()
-    Image.new("RGB", size, (200, 0, 0)).save(file, kind)
-    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def asked(server, body: dict, **changes) -> ClientRequest:
@@ -269,13 +273,6 @@ def test_models_and_unknown_paths(server):
         status, answer = post(server, {}, key=key, path="/v1/completions")
         assert status == 404
         assert "/v1/chat/completions" in answer["error"]["message"]
-
-
-CALLS = [
-    {"id": "call00000", "name": "weather", "arguments": {"at": "Köln", "days": [1, {"a": None}]}},
-    {"id": "call00001", "name": "weather", "arguments": {}},
-]
-LOGPROBS = [("h", -0.5), ("ö", -1.25)]
 
 
 @pytest.mark.parametrize("usage", [False, True])
