@@ -53,6 +53,21 @@ class EpisodeStatus(StrEnum):
 REWARD_PART = "environment/"
 """Prefix of the reward terms that are named parts of the environment's reward."""
 
+JOINED, FIRST = "joined", "first"
+"""Values of `Turn.history`: a prompt that continues a response, and the first one of an episode."""
+DIFFERENCES = (
+    "tools",
+    "system",
+    "user",
+    "tool",
+    "images",
+    "arguments",
+    "content",
+    "reasoning",
+    "messages",
+)
+"""Other values of `Turn.history`: the first thing in which a request's history differs from the recorded ones."""
+
 Relation = tuple[str, int, int]
 """Name of a thing, and how many rows below and columns to the right of the player it is."""
 
@@ -161,8 +176,8 @@ class Turn:
         trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
             context only.
         call_id: id of the response to a program's request; None in other environments.
-        history: where a program's request is answered, how its messages became the prompt: `joined` to the response
-            before, `first`, or the reason why they were rendered as a whole.
+        history: for a program's request, how its messages became the prompt: `JOINED`, `FIRST`, or, where they were
+            rendered as a whole, one of `DIFFERENCES`.
     """
 
     observation: Observation

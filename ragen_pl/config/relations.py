@@ -157,11 +157,6 @@ def _native(get: _Get) -> str | None:
             "env.prompt_format=native: no part of its prompts is left out; set context.leave_out.patches=0 "
             "context.leave_out.turns=0, or env.prompt_format=free_think"
         )
-    if get("endpoint") is not None:
-        return (
-            "env.prompt_format=native: it is the format of the model that is trained, and a model behind an API is "
-            "asked for tags; set env.prompt_format=free_think, or endpoint=null"
-        )
     return None
 
 

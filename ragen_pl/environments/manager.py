@@ -23,7 +23,7 @@ from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, TurnResult
 from ragen_pl.environments.workers import EnvironmentWorkers, Outcome
 from ragen_pl.prompt_formats import PromptFormat, format_instructions
-from ragen_pl.prompts.native import action_text
+from ragen_pl.prompts.message_format import action_text
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.spatial_relations import judged_statements
 from ragen_pl.seeding import derive_seed

@@ -15,7 +15,15 @@ import numpy as np
 from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.finite import largest
 from ragen_pl.metrics.sums import NamedSums, ratio
-from ragen_pl.trajectory import REASONING_SPANS, REWARD_PART, EpisodeStatus, Trajectory, Turn
+from ragen_pl.trajectory import (
+    DIFFERENCES,
+    JOINED,
+    REASONING_SPANS,
+    REWARD_PART,
+    EpisodeStatus,
+    Trajectory,
+    Turn,
+)
 
 _SUMS = (
     "episodes",
@@ -40,6 +48,10 @@ _SUMS = (
     "observation_agreement",
     "predictions",
     "prediction_agreement",
+    "summaries",
+    "requests",
+    "joined",
+    *(f"not_joined_{reason}" for reason in DIFFERENCES),
 )
 
 METRICS: Final = (
@@ -61,6 +73,9 @@ METRICS: Final = (
     "observation_accuracy",
     "prediction_accuracy",
     "group_return_std",
+    "summaries",
+    "samples_per_episode",
+    "joined_fraction",
 )
 """Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
 
@@ -113,7 +128,8 @@ class RolloutStatistics(NamedSums):
 
         `episodes` is the number of those that have not failed, over which the means are, `failed` the fraction of all
         that have.
-        `reward/<name>` is the mean over episodes of a named part of the environment's reward.
+        `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is
+        the number of programs' requests that were rendered as a whole, by the first of `DIFFERENCES`.
         """
         total = self.totals()
         episodes, turns = total["episodes"], total["turns"]
@@ -140,12 +156,19 @@ class RolloutStatistics(NamedSums):
             "observation_accuracy": ("observation_agreement", "observations"),
             "prediction_accuracy": ("prediction_agreement", "predictions"),
             "group_return_std": ("group_std", "groups"),
+            "joined_fraction": ("joined", "requests"),
         }
         metrics |= {
             name: ratio(total[summed], total[count])
             for name, (summed, count) in optional.items()
             if total[count]
         }
+        if total["summaries"]:
+            metrics["summaries"] = ratio(total["summaries"], episodes)
+        if total["requests"]:
+            metrics["samples_per_episode"] = ratio(total["requests"] - total["joined"], episodes)
+        not_joined = {f"not_joined_{reason}" for reason in DIFFERENCES}
+        metrics |= {name: total[name] for name in sorted(not_joined) if total[name]}
         return metrics | {
             f"reward/{name}": ratio(amount, episodes)
             for name, amount in sorted(self._all_reward_parts().items())
@@ -178,6 +201,9 @@ def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
 
 
 def _add_turn(sums: dict[str, float], turn: Turn) -> None:
+    if not turn.advances and turn.history is None:
+        sums["summaries"] += 1
+        return
     sums["turns"] += 1
     sums["valid"] += turn.action_is_valid
     sums["effective"] += turn.action_is_effective
@@ -190,6 +216,11 @@ def _add_turn(sums: dict[str, float], turn: Turn) -> None:
     for statement in turn.statements:
         sums[f"{statement.block}s"] += 1
         sums[f"{statement.block}_agreement"] += statement.agreement
+    if turn.history is not None:
+        sums["requests"] += 1
+        sums["joined"] += turn.history == JOINED
+        if turn.history in DIFFERENCES:
+            sums[f"not_joined_{turn.history}"] += 1
     if turn.state_description is not None:
         sums["described_states"] += 1
         sums["correct_thoughts"] += turn.think == turn.state_description

@@ -46,8 +46,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
     """Run an agent program for each episode, and let the policy answer its requests.
 
     The program finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task in the file `RAGEN_TASK_FILE`
-    and, where it is short, in `RAGEN_TASK`, a seed in `RAGEN_SEED` and the path of its result in `RAGEN_RESULT`. It runs
-    in a folder of its own. It is no sandbox: what a program or its tools must not do belongs into a container.
+    and, where it is short, in `RAGEN_TASK`, a seed in `RAGEN_SEED` and the path of its result in `RAGEN_RESULT`. It
+    runs in a folder of its own. It is no sandbox: what a program or its tools must not do belongs into a container.
 
     Args:
         command: command line of the program, such as `[python, my_agent.py]`.
@@ -159,7 +159,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """
         assert self._session is not None and self._call is not None
         delivered = self._answer(self._session, self._call, json.loads(action))
-        info: dict[str, Any] = {"delivered": delivered}
+        info: dict[str, Any] = {"delivered": delivered, "reward_parts": {}}
         call = self._next()
         if call is not None:
             return self._observation(call), 0.0, False, False, info

@@ -18,7 +18,8 @@ from ragen_pl.constraints import Count, Note, TurnTemplate
 from ragen_pl.engines.occlusion import LeaveOut
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import History, Message, user_message
+from ragen_pl.models.messages import History, Message
+from ragen_pl.prompts.compaction import Compaction
 from ragen_pl.prompts.conversation import (
     Conversation,
     Exchange,
@@ -29,6 +30,7 @@ from ragen_pl.prompts.conversation import (
 )
 from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
 from ragen_pl.prompts.native import NativeFormat
+from ragen_pl.prompts.rendering import window_messages
 from ragen_pl.prompts.requests import RequestPrompts
 from ragen_pl.trajectory import Observation
 
@@ -53,6 +55,7 @@ class ContextManager:
             defaults.
         keep_thoughts: whether think blocks stay in the history where the chat template strips them. An
             episode is then one sample, and its prompts differ from the template's by these blocks.
+        compaction: summary that replaces the history before it fills `max_tokens`; None where an episode ends there.
     """
 
     @checked
@@ -67,6 +70,7 @@ class ContextManager:
         leave_out: LeaveOut | Mapping[str, float] | None = None,
         template_kwargs: dict[str, bool | int | float | str] | None = None,
         keep_thoughts: bool = False,
+        compaction: Compaction | Mapping[str, int | str] | None = None,
     ) -> None:
         check_template(turn_template, key="context.turn_template")
         self.bundle = bundle
@@ -79,6 +83,14 @@ class ContextManager:
         self.template = bundle.chat_template(template_kwargs)
         self._native_formats: dict[int, NativeFormat] = {}
         self.leave_out = LeaveOut(**leave_out) if isinstance(leave_out, Mapping) else leave_out
+        self.compaction = (
+            Compaction(**compaction) if isinstance(compaction, Mapping) else compaction  # type: ignore[arg-type]
+        )
+        if self.compaction is not None and (window != "all" or self.leave_out):
+            raise ValueError(
+                f"context.compaction with context.window={window}: a window drops turns without a summary; set "
+                "context.window=all without context.leave_out"
+            )
         if self.leave_out and not self.joins:
             raise ValueError(
                 "context.leave_out: this chat template rewrites its history, no part of it can be left "
@@ -176,6 +188,14 @@ class ContextManager:
         conversation.exchanges.append(exchange)
         return self._prompt(conversation)
 
+    def prompt(self, conversation: Conversation) -> Prompt:
+        """Return the prompt of the response to a conversation's latest exchange."""
+        return self._prompt(conversation)
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text within a prompt."""
+        return len(self._encoder.encode(text, continues=True))
+
     def candidates(self, conversation: Conversation) -> list[np.ndarray]:
         """Return the parts of the present prompt that may be left out: positions of old turns, then of patches."""
         assert self.leave_out is not None
@@ -242,7 +262,14 @@ class ContextManager:
         if self.bundle.images is not None:
             self.bundle.images.check_together(images)
         if not self.joins:
-            text = self._render(conversation, shown)
+            messages = window_messages(
+                self._template(conversation),
+                conversation,
+                shown,
+                plain=self._encoder.plain,
+                words_start=self.words_start,
+            )
+            text = self._template(conversation).render(messages)
             return Prompt(
                 ids=self._encoder.encode(self.bundle.expand_image_slots(text, images)),
                 unexpanded_ids=self._encoder.encode(text),
@@ -272,7 +299,7 @@ class ContextManager:
         calls: Sequence[Message] = ()
         for exchange in shown:
             first = not parts
-            if conversation.native is not None and calls:
+            if isinstance(conversation.native, NativeFormat) and calls:
                 ids = self._result_block(
                     conversation.native, exchange, calls, end=int(parts[-1][-1]), expand=expand
                 )
@@ -355,7 +382,8 @@ class ContextManager:
         return self._encoder.encode_parts(parts, continues=True, marks=True)
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
-        return self.template if conversation.native is None else conversation.native.template
+        native = conversation.native
+        return native.template if isinstance(native, NativeFormat) else self.template
 
     def _patches(self, shown: Sequence[Exchange]) -> list[np.ndarray] | None:
         if all(exchange.patches is None for exchange in shown):
@@ -367,28 +395,3 @@ class ContextManager:
             ]
             patches += all_patches if exchange.patches is None else exchange.patches
         return patches
-
-    def _render(self, conversation: Conversation, shown: Sequence[Exchange]) -> str:
-        """Return the text of the window, rendered as a whole."""
-        template, native = self._template(conversation), conversation.native
-        plain = self._encoder.plain
-        messages: list[Message] = template.system_messages(conversation.system)
-        calls: Sequence[Message] = ()
-        for exchange in shown:
-            images = len(exchange.images)
-            if native is not None and calls:
-                messages += native.result_messages(
-                    calls, exchange.results, images=images, plain=plain
-                )
-            else:
-                messages.append(user_message(plain(exchange.text), images=images))
-            calls = exchange.calls
-            if exchange.response_ids is not None:
-                words = exchange.response_text[self.words_start(exchange.response_text) :]
-                if native is None:
-                    response = template.opening + plain(words)
-                    messages.append({"role": "assistant", "content": response})
-                else:
-                    text = template.opening + words
-                    messages.append(native.assistant_message(text, calls=calls, plain=plain))
-        return template.render(messages)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from ragen_pl.engines.protocol import Prompt
+from ragen_pl.prompts.message_format import ApiFormat
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
+    from ragen_pl.prompts.compaction import Compaction
     from ragen_pl.prompts.histories import RecordedCall
-    from ragen_pl.prompts.native import NativeFormat
+    from ragen_pl.prompts.message_format import MessageFormat
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Schemas of tools in the format of OpenAI's API."""
@@ -60,6 +62,12 @@ class Conversation:
         native: the model's own format, in which the conversation is held; None for tags.
         calls: a program's requests with their responses.
         history: how the present request became a prompt, see `Turn.history`; None in other environments.
+        task: the first exchange of the episode, where a summary has replaced it.
+        replaced: number of exchanges that summaries have replaced.
+        summaries: number of summaries.
+        prompt_lengths: lengths of its prompts since the last one, where summaries are asked for.
+        pending: latest exchange while a summary is asked for.
+        answered_calls: tool calls whose results it has.
     """
 
     system: str | None
@@ -67,9 +75,15 @@ class Conversation:
     system_prompt_ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     actions: list[str] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
-    native: NativeFormat | None = None
+    native: MessageFormat | None = None
     calls: list[RecordedCall] = field(default_factory=list)
     history: str | None = None
+    task: Exchange | None = None
+    replaced: int = 0
+    summaries: int = 0
+    prompt_lengths: list[int] = field(default_factory=list)
+    pending: Exchange | None = None
+    answered_calls: Sequence[dict[str, Any]] = ()
 
     @property
     def observation(self) -> Observation:
@@ -93,19 +107,6 @@ class Conversation:
         exchange = self.exchanges[-1]
         exchange.response_ids, exchange.response_text, exchange.calls = ids, text, calls
         self.actions.extend(actions)
-
-
-def check_tags(tools: Tools | None) -> None:
-    """Check that a conversation without a chat template is not to be in a model's own format.
-
-    Raises:
-        ValueError: It is.
-    """
-    if tools is not None:
-        raise ValueError(
-            "env.prompt_format=native: it needs the chat template of the model that is trained; set "
-            "env.prompt_format=free_think for a model behind an API"
-        )
 
 
 def system_text(system_prompt: str | None, instructions: str) -> str | None:
@@ -141,7 +142,7 @@ def fill_template(
         observation: Observation of the next turn.
         max_turns: Largest number of turns.
     """
-    turn = len(conversation.exchanges) + 1
+    turn = conversation.replaced + len(conversation.exchanges) + 1
     return turn_template.format(
         observation=observation.text,
         turn=turn,
@@ -165,6 +166,11 @@ class Context(Protocol):
         """Text at the end of a prompt with which every response begins, such as a think tag."""
         ...
 
+    @property
+    def compaction(self) -> Compaction | None:
+        """Settings of summaries that replace a history; None where none does."""
+        ...
+
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
         """Open a conversation in an environment with these instructions.
 
@@ -179,6 +185,14 @@ class Context(Protocol):
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return the prompt of the response to it."""
+        ...
+
+    def prompt(self, conversation: Conversation) -> Prompt:
+        """Return the prompt of the response to a conversation's latest exchange."""
+        ...
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text within a prompt."""
         ...
 
     def words_start(self, text: str) -> int:
@@ -202,22 +216,32 @@ class TextContext:
 
     max_tokens = sys.maxsize
     opening = ""
+    compaction: Compaction | None = None
 
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
-        """Open a conversation.
-
-        Raises:
-            ValueError: It is to be in a model's own format.
-        """
-        check_tags(tools)
-        return Conversation(system=instructions)
+        """Open a conversation."""
+        native = None if tools is None else ApiFormat(tools)
+        return Conversation(system=instructions, native=native)
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return a prompt of its images."""
-        conversation.exchanges.append(Exchange(text=observation.text, images=observation.images))
+        if observation.request is not None:
+            conversation.native = ApiFormat(observation.request.tools)
+        conversation.exchanges.append(
+            Exchange(text=observation.text, images=observation.images, results=observation.results)
+        )
         return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
+
+    def prompt(self, conversation: Conversation) -> Prompt:
+        """Return a prompt of the latest images."""
+        images = conversation.exchanges[-1].images
+        return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=images)
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of characters."""
+        return len(text)
 
     def words_start(self, text: str) -> int:
         """Return 0: nothing stands before the words."""

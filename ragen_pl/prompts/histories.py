@@ -39,10 +39,9 @@ def longest(calls: Sequence[RecordedCall], request: ChatRequest) -> RecordedCall
 
 
 def difference(call: RecordedCall, request: ChatRequest) -> str | None:
-    """Return why a request does not continue a recorded call: the first thing that differs.
+    """Return the first of `DIFFERENCES` between a request and a recorded call, None if it continues the call.
 
-    It is `tools`, `system`, `user`, `tool`, `images`, `arguments`, `content`, `reasoning` or, for another order or
-    number of messages, `messages`. None if it continues the call.
+    Another order or number of messages is `messages`.
     """
     if request.tools != call.request.tools:
         return "tools"

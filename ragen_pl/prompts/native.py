@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import Message, call_message, tool_message, user_message
+from ragen_pl.models.messages import Message, tool_message, user_message
 from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate, first_of
-from ragen_pl.prompts.parsing import ParsedResponse, named_actions
+from ragen_pl.prompts.message_format import MAX_CALLS, MessageFormat, call_of
 from ragen_pl.prompts.tool_calls.message import (
     THINK_TAGS,
     THOUGHT_CHANNEL,
@@ -20,8 +19,6 @@ from ragen_pl.prompts.tool_calls.message import (
 )
 from ragen_pl.prompts.tool_calls.parsing import parse_message
 
-# of a response; a prompt has a result for each
-_MAX_CALLS = 32
 # texts in a template's own call by which its format is known
 _FORMATS = (
     ("<|tool_call>call:", CallFormat.GEMMA),
@@ -33,7 +30,7 @@ _FORMATS = (
 
 
 @dataclass(slots=True)
-class NativeFormat:
+class NativeFormat(MessageFormat):
     """Responses and tool results of one episode in the model's own chat format.
 
     Args:
@@ -51,7 +48,7 @@ class NativeFormat:
     tools: ToolTemplate | None = field(init=False, default=None)
     _call_format: CallFormat = field(init=False, default=CallFormat.HERMES)
     _reasoning: ReasoningTags = field(init=False, default=THINK_TAGS)
-    _max_calls: int = field(init=False, default=_MAX_CALLS)
+    _max_calls: int = field(init=False, default=MAX_CALLS)
     _parameters: Mapping[str, Mapping[str, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,58 +77,29 @@ class NativeFormat:
             tools=self._parameters,
         )
 
-    def parse(
-        self, text: str, action_names: Sequence[str] | None, *, max_actions: int
-    ) -> ParsedResponse:
-        """Return the actions of a response: its tool calls, or without tools what it says.
-
-        A response with tools is valid if it has a call and all of its calls are well formed. Of more calls than
-        `max_actions` the first ones count.
-
-        Args:
-            text: the response, with the think tag that its prompt may have opened.
-            action_names: names of the actions; None where actions are tool calls or free text.
-            max_actions: largest number of actions.
-        """
-        message = self.message(text)
-        parsed = ParsedResponse(
-            think=message.reasoning, spans=message.spans, problem=message.problem
-        )
-        if self.tools is None:
-            parsed.actions = named_actions(message.content, action_names, max_actions=max_actions)
-        elif message.problem is None:
-            calls = [
-                call_message(number, call.name, call.arguments)
-                for number, call in enumerate(message.calls)
-            ]
-            parsed.problem = self._problem_of(calls)
-            if parsed.problem is None:
-                parsed.calls = calls
-                parsed.actions = [action_text(call) for call in calls[:max_actions]]
-        return parsed
-
-    def _problem_of(self, calls: Sequence[Message]) -> str | None:
-        """Return why well-formed calls cannot be carried out and shown, None if they can."""
-        if not calls:
-            return "expected a tool call"
-        if len(calls) > self._max_calls:
-            return f"found {len(calls)} tool calls, expected at most {self._max_calls}"
-        if self.is_rendered and self.tools is not None:
-            try:
-                self.tools.written(content="", calls=calls)
-            # a template may raise for values that its model would not write
-            except NoToolsError:
-                return "the arguments of the tool call cannot be shown"
-        return None
-
-    def first_end(self, text: str) -> tuple[int, str] | None:
-        """Return the place and the text of the first token in a text that ends a response, None without any."""
-        return first_of(self.ends, text)
+    @property
+    def has_tools(self) -> bool:
+        """Whether responses may call tools."""
+        return self.tools is not None
 
     @property
     def max_calls(self) -> int:
         """Largest number of tool calls of a response that the template can show."""
         return self._max_calls
+
+    def _problem_of(self, calls: Sequence[Message]) -> str | None:
+        problem = MessageFormat._problem_of(self, calls)
+        if problem is None and self.is_rendered and self.tools is not None:
+            try:
+                self.tools.written(content="", calls=calls)
+            # a template may raise for values that its model would not write
+            except NoToolsError:
+                return "the arguments of the tool call cannot be shown"
+        return problem
+
+    def first_end(self, text: str) -> tuple[int, str] | None:
+        """Return the place and the text of the first token in a text that ends a response, None without any."""
+        return first_of(self.ends, text)
 
     def assistant_message(
         self, text: str, *, calls: Sequence[Message], plain: Callable[[str], str]
@@ -192,16 +160,11 @@ class NativeFormat:
         Raises:
             NoToolsError: the template cannot write it.
         """
-        call = _call_of(action) if self.tools is not None else None
+        call = call_of(action) if self.tools is not None else None
         tools = self.tools or ToolTemplate(self.template, self.ends)
         if call is None:
             return tools.written(content=action, calls=[], reasoning=reasoning)
         return tools.written(content="", calls=[call], reasoning=reasoning)
-
-
-def action_text(call: Message) -> str:
-    """Return a call as the text of an environment's action, `{"name": …, "arguments": {…}}`."""
-    return json.dumps(call["function"], ensure_ascii=False)
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
@@ -213,16 +176,6 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(name): mapped(item, change) for name, item in value.items()}
     return value
-
-
-def _call_of(action: str) -> Message | None:
-    try:
-        call = json.loads(action)
-    except ValueError:
-        return None
-    if not (isinstance(call, dict) and isinstance(call.get("arguments"), dict)):
-        return None
-    return call_message(0, str(call.get("name")), call["arguments"])
 
 
 def _format_of(example: str) -> CallFormat:

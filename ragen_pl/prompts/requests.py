@@ -22,13 +22,11 @@ from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.encoding import TextEncoder
 from ragen_pl.prompts.histories import RecordedCall, difference, longest
 from ragen_pl.prompts.native import NativeFormat, mapped
-from ragen_pl.trajectory import ChatRequest, Observation
+from ragen_pl.trajectory import FIRST, JOINED, ChatRequest, Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
-JOINED, FIRST = "joined", "first"
-"""Values of `Turn.history`: a prompt that continues a response, and the first one of an episode."""
 # lists of tools whose templates are kept
 _MAX_FORMATS = 64
 _MARKER = "@Last Response@"
@@ -79,6 +77,8 @@ class RequestPrompts:
         """
         request = observation.request
         assert request is not None
+        if observation.images and self._bundle.images is None:
+            raise RequestRefusedError("unsupported_image", "the model reads text only")
         native = conversation.native = self._format(request.tools)
         before = longest(conversation.calls, request)
         known = [] if before is None else before.prompt.images
@@ -114,26 +114,24 @@ class RequestPrompts:
     def _prompt(
         self, rendering: _Rendering, new: Sequence[np.ndarray], before: RecordedCall | None
     ) -> Prompt:
+        images = [*([] if before is None else before.prompt.images), *new]
         try:
             expanded = self._bundle.expand_image_slots(rendering.text, new)
+            if self._bundle.images is not None:
+                self._bundle.images.check_together(images)
         except ValueError as error:
             raise RequestRefusedError(
                 "unsupported_image",
-                f"the model's chat template does not show the {len(new)} images of the request where they stand "
-                f"({error})",
+                f"the {len(new)} images of the request cannot be shown: {error}",
             ) from error
         encode = self._encoder.encode_rendered
         ids = encode(expanded, continues=rendering.continues)
         unexpanded = encode(rendering.text, continues=rendering.continues) if new else ids
-        images = [*new]
         if before is not None:
-            images = [*before.prompt.images, *new]
             ids = np.concatenate([before.prompt.ids, before.response_ids, ids])
             unexpanded = np.concatenate(
                 [before.prompt.unexpanded_ids, before.response_ids, unexpanded]
             )
-        if self._bundle.images is not None:
-            self._bundle.images.check_together(images)
         return Prompt(ids=ids, unexpanded_ids=unexpanded, images=images)
 
     def _after(

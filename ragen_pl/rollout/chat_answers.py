@@ -7,9 +7,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ragen_pl.prompts.message_format import written
 
 log = logging.getLogger(__name__)
 _MILLION = 1_000_000
@@ -30,7 +33,7 @@ class Answer:
     """An answer to a request.
 
     Attributes:
-        text: the response; that of a refusal too.
+        text: the response; that of a refusal too. Tool calls are written into it, see `ApiFormat`.
         finish_reason: why the response ended; `length` for its length limit.
         prompt_tokens: None where the server does not say, as of `completion_tokens`.
         refusal: whether the model marked it as a refusal.
@@ -78,13 +81,30 @@ def read_answer(body: object) -> Answer:
     if not isinstance(text, str | None) or not {"content", "refusal"} & set(message):
         raise ValueError(f"expected a message of text, found {_shown(message)}")
     tokens = read_tokens(body)
+    words = text or (refusal if isinstance(refusal, str) else "")
     return Answer(
-        text=_encodable(text or (refusal if isinstance(refusal, str) else "")),
+        text=_encodable(written(words, _calls(message.get("tool_calls")))),
         finish_reason=reason[:_SHOWN] if isinstance(reason, str) else None,
         prompt_tokens=tokens.prompt,
         completion_tokens=tokens.completion,
         refusal=bool(refusal),
     )
+
+
+def _calls(given: object) -> list[dict[str, Any]]:
+    """Return name and arguments of tool calls, arguments that are no JSON as they are."""
+    calls: list[dict[str, Any]] = []
+    for call in given if isinstance(given, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            continue
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # other text makes a call that is not well formed
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments or "{}")
+        calls.append({"name": str(function.get("name")), "arguments": arguments})
+    return calls
 
 
 def read_tokens(body: object) -> Tokens:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,27 +27,31 @@ from ragen_pl.constraints import (
     Positive,
     TurnTemplate,
 )
-from ragen_pl.data_url import data_url
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import Generation, Prompt
 from ragen_pl.engines.request_thread import RequestThread
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import (
     Conversation,
-    Exchange,
     TextContext,
     Tools,
-    check_tags,
     check_template,
     fill_template,
     system_text,
 )
 from ragen_pl.rollout.chat_answers import Answer, AnswerFile, Usage
 from ragen_pl.rollout.chat_client import ChatClient, Effect, RequestError
+from ragen_pl.rollout.chat_messages import (
+    Message,
+    request_messages,
+    response_message,
+    result_messages,
+    tools_of,
+    user_message,
+)
 from ragen_pl.rollout.responders import Episode, Response
 from ragen_pl.trajectory import Observation
 
-Message = dict[str, Any]
 # failed requests that never end an evaluation
 _FEW = 3
 
@@ -73,40 +77,33 @@ class ChatContext(TextContext):
         self.window, self.system_prompt, self.turn_template = window, system_prompt, turn_template
 
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
-        """Open a conversation in an environment with these instructions.
-
-        Raises:
-            ValueError: It is to be in a model's own format.
-        """
-        check_tags(tools)
-        return Conversation(system=system_text(self.system_prompt, instructions))
+        """Open a conversation in an environment with these instructions and tools."""
+        system = system_text(self.system_prompt, instructions)
+        return super().start(system or "", tools=tools)
 
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return a prompt of its images."""
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
-        filled = Observation(text=text, images=observation.images)
+        filled = replace(observation, text=text)
         return super().observe(conversation, filled, max_turns=max_turns)
 
-    def messages(self, conversation: Conversation) -> list[Message]:
-        """Return the messages up to the latest observation."""
+    def messages(self, episode: Episode) -> list[Message]:
+        """Return the messages up to the latest observation of an episode, or those of a program's request."""
+        if episode.request is not None and episode.slot.observation is not None:
+            return request_messages(episode.request, episode.slot.observation.images)
+        conversation = episode.conversation
         messages: list[Message] = []
         if conversation.system:
             messages.append({"role": "system", "content": conversation.system})
+        calls: Sequence[Message] = ()
         for exchange in conversation.latest(self.window):
-            messages.append({"role": "user", "content": _content(exchange)})
+            messages += result_messages(exchange, calls) if calls else [user_message(exchange)]
+            calls = exchange.calls
             if exchange.response_ids is not None:
-                messages.append({"role": "assistant", "content": exchange.response_text})
+                messages.append(response_message(conversation, exchange))
         return messages
-
-
-def _content(exchange: Exchange) -> str | list[Message]:
-    if not exchange.images:
-        return exchange.text
-    urls = [{"url": data_url(image)} for image in exchange.images]
-    images: list[Message] = [{"type": "image_url", "image_url": url} for url in urls]
-    return [*images, {"type": "text", "text": exchange.text}]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +190,7 @@ class ChatEndpoint:
         number: int,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Message] = (),
         temperature: float,
         seed: int,
         truncation: Truncation | None = None,
@@ -201,7 +199,8 @@ class ChatEndpoint:
 
         Args:
             number: Number by which `collect` returns the answer.
-            messages: The conversation, which ends with a user's message.
+            messages: The conversation, which ends with a message of the user or a tool.
+            tools: Schemas of the tools.
             temperature: Sampling temperature; 0 is greedy where the endpoint allows it.
             seed: Seed of the response, for endpoints that take one.
             truncation: Tokens that sampling keeps; None for all. OpenAI's API takes `top_p` alone, others all three.
@@ -213,6 +212,8 @@ class ChatEndpoint:
             "seed": seed % 2**31,
             "max_completion_tokens": self.max_tokens,
         }
+        if tools:
+            request["tools"] = [*tools]
         if truncation is not None:
             request |= truncation.limits()
         request |= self._parameters
@@ -317,7 +318,8 @@ class EndpointResponder:
             self._episodes[episode.number] = episode
             self.endpoint.submit(
                 episode.number,
-                self.endpoint.context.messages(episode.conversation),
+                self.endpoint.context.messages(episode),
+                tools=tools_of(episode.conversation),
                 temperature=0.0 if self.greedy else episode.temperature,
                 seed=episode.seed,
                 truncation=None if self.greedy else episode.truncation,

@@ -30,6 +30,7 @@ from ragen_pl.rollout.failures import FailureLog
 from ragen_pl.rollout.requests import answer_request, refusal
 from ragen_pl.rollout.responders import Episode, Responder
 from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.rollout.summaries import begin_summary, summary_turn
 from ragen_pl.rollout.turns import (
     Answer,
     end_episode,
@@ -155,8 +156,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         episode.temperature = self._temperature(episode)
         if request is not None and request.max_tokens is not None:
             episode.max_response_tokens = min(request.max_tokens, self.max_response_tokens)
-        elif request is not None:
+        else:
             episode.max_response_tokens = self.max_response_tokens
+            if begin_summary(self.context, episode, response_tokens=self.max_response_tokens):
+                return
         if len(prompt.ids) + episode.max_response_tokens > self.context.max_tokens:
             if request is not None:
                 episode.refusal = refusal(
@@ -211,15 +214,20 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             for episode in stopped:
                 failed = episode.trajectory.error is not None
                 end_episode(episode, EpisodeStatus.FAILED if failed else EpisodeStatus.TRUNCATED)
-            answers = [
-                self._parse(playing[number], response)
+            answered = [
+                (playing[number], response)
                 for number, response in responses
                 if response is not None
+            ]
+            answers = [self._parse(*pair) for pair in answered if not pair[0].summarizes]
+            summarized = [
+                self._summarize(*pair, on_turn=on_turn) for pair in answered if pair[0].summarizes
             ]
             stepping |= self._start(answers)
             turned = self._finish(
                 stepping, all_of_them=not responder.continuous, wait=not asked, on_turn=on_turn
             )
+            turned += summarized
             ready = [episode for episode in turned if not episode.done]
             for episode in [*stopped, *turned]:
                 if episode.done:
@@ -262,6 +270,21 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             if on_turn is not None and is_turn:
                 on_turn(answer.episode)
         return [answer.episode for answer, _ in ended]
+
+    def _summarize(
+        self, episode: Episode, response: Generation | str, *, on_turn: OnTurn | None
+    ) -> Episode:
+        """Record a summary, and go on with the conversation that it begins."""
+        generation = self._encode(response) if isinstance(response, str) else response
+        pieces = self.context.pieces(generation.ids)
+        turn = summary_turn(self.context, episode, generation, pieces)
+        episode.trajectory.turns.append(turn)
+        episode.max_response_tokens = self.max_response_tokens
+        if len(episode.prompt.ids) + self.max_response_tokens > self.context.max_tokens:
+            end_episode(episode, EpisodeStatus.TRUNCATED)
+        if on_turn is not None:
+            on_turn(episode)
+        return episode
 
     def _parse(self, episode: Episode, response: Generation | str) -> Answer:
         generation = self._encode(response) if isinstance(response, str) else response

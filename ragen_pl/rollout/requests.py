@@ -15,11 +15,9 @@ import numpy as np
 
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.models.messages import Message
-from ragen_pl.prompts.native import NativeFormat
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.tool_calls.message import AssistantMessage
 from ragen_pl.rollout.responders import Episode
-from ragen_pl.trajectory import ChatRequest
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +73,7 @@ def answer_request(
         read = native.message(text)
     # a response without its end has no calls, even where they look complete
     calls = [] if generation.hit_length_limit else read.calls
-    message = _message(read, request, calls=len(calls), turn=episode.slot.turn, native=native)
+    message = _message(read, calls=len(calls), turn=episode.slot.turn)
     reason = "length" if generation.hit_length_limit else "tool_calls" if calls else "stop"
     count = len(generation.ids)
     answer: dict[str, Any] = {
@@ -96,9 +94,7 @@ def answer_request(
     return RequestAnswer(generation=generation, parsed=parsed, message=message)
 
 
-def _message(
-    read: AssistantMessage, request: ChatRequest, *, calls: int, turn: int, native: NativeFormat
-) -> Message:
+def _message(read: AssistantMessage, *, calls: int, turn: int) -> Message:
     message: Message = {"role": "assistant", "content": read.content}
     if read.reasoning is not None:
         message["reasoning_content"] = read.reasoning

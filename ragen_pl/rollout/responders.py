@@ -58,6 +58,7 @@ class Episode:
         temperature: temperature of the present turn.
         truncation: ids that sampling keeps; None for all.
         done: whether the episode has ended.
+        summarizes: whether the present response is to be a summary of the history.
         refusal: reason why a program's present request gets no response; None if it gets one.
     """
 
@@ -73,6 +74,7 @@ class Episode:
     temperature: float = 1.0
     truncation: Truncation | None = None
     done: bool = False
+    summarizes: bool = False
     refusal: ParsedResponse | None = None
 
     @property
@@ -83,7 +85,8 @@ class Episode:
     @property
     def seed(self) -> int:
         """Seed of all random draws of the present turn."""
-        return derive_seed(*self.seed_key, self.slot.turn)
+        purpose = ("summary",) if self.summarizes else ()
+        return derive_seed(*self.seed_key, self.slot.turn, *purpose)
 
 
 class Responder(Protocol):

@@ -53,6 +53,8 @@ class ScriptedResponder(TextResponder):
 
     def _response(self, episode: Episode) -> str:
         slot = episode.slot
+        if episode.summarizes:
+            return slot.state_description or ""
         rng = np.random.Generator(np.random.Philox(key=episode.seed))
         action = self.policy.act(slot.env, rng)
         native = episode.conversation.native

@@ -18,7 +18,7 @@ from ragen_pl.models.messages import History
 from ragen_pl.models.tool_template import NoToolsError
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.prompts.conversation import Conversation, TextContext
+from ragen_pl.prompts.conversation import Conversation
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import TextResponder
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory
@@ -194,11 +194,6 @@ def test_a_template_without_tools_is_refused(name):
         context.start("Sell.", tools=TOOLS)
     # words alone need no tools
     assert context.start("Sell.", tools=()).native is not None
-
-
-def test_a_model_behind_an_api_is_refused():
-    with pytest.raises(ValueError, match="prompt_format=native"):
-        TextContext().start("Sell.", tools=TOOLS)
 
 
 @pytest.mark.parametrize("name", JOINED)

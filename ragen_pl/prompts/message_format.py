@@ -1,0 +1,155 @@
+"""Responses with reasoning, words and tool calls: their reading as actions, and their form for models behind an API."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragen_pl.models.messages import Message, call_message
+from ragen_pl.prompts.parsing import ParsedResponse, named_actions
+from ragen_pl.prompts.tool_calls.message import THINK_TAGS, AssistantMessage, CallFormat
+from ragen_pl.prompts.tool_calls.parsing import parse_message
+
+# of a response; a prompt has a result for each
+MAX_CALLS = 32
+
+
+class MessageFormat(ABC):
+    """Form of responses that may call tools."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def has_tools(self) -> bool:
+        """Whether responses may call tools."""
+
+    @property
+    @abstractmethod
+    def max_calls(self) -> int:
+        """Largest number of tool calls of a response."""
+
+    @abstractmethod
+    def message(self, text: str) -> AssistantMessage:
+        """Read a response. Any text has a reading; see `parse_message`."""
+
+    @abstractmethod
+    def response_text(self, action: str, *, reasoning: str | None = None) -> str:
+        """Return a response as the model writes it, for a scripted policy.
+
+        Args:
+            action: a tool call as JSON, `{"name": …, "arguments": {…}}`, or other text.
+            reasoning: its reasoning.
+        """
+
+    def parse(
+        self, text: str, action_names: Sequence[str] | None, *, max_actions: int
+    ) -> ParsedResponse:
+        """Return the actions of a response: its tool calls, or without tools what it says.
+
+        A response with tools is valid if it has a call and all of its calls are well formed. Of more calls than
+        `max_actions` the first ones count.
+
+        Args:
+            text: the response, with the think tag that its prompt may have opened.
+            action_names: names of the actions; None where actions are tool calls or free text.
+            max_actions: largest number of actions.
+        """
+        message = self.message(text)
+        parsed = ParsedResponse(
+            think=message.reasoning, spans=message.spans, problem=message.problem
+        )
+        if not self.has_tools:
+            parsed.actions = named_actions(message.content, action_names, max_actions=max_actions)
+        elif message.problem is None:
+            calls = [
+                call_message(number, call.name, call.arguments)
+                for number, call in enumerate(message.calls)
+            ]
+            parsed.problem = self._problem_of(calls)
+            if parsed.problem is None:
+                parsed.calls = calls
+                parsed.actions = [action_text(call) for call in calls[:max_actions]]
+        return parsed
+
+    def _problem_of(self, calls: Sequence[Message]) -> str | None:
+        """Return why well-formed calls cannot be carried out and shown, None if they can."""
+        if not calls:
+            return "expected a tool call"
+        if len(calls) > self.max_calls:
+            return f"found {len(calls)} tool calls, expected at most {self.max_calls}"
+        return None
+
+
+@dataclass(slots=True)
+class ApiFormat(MessageFormat):
+    """Responses of a model behind an API, whose calls come apart from its words.
+
+    They are kept as one text, with calls in the form of Hermes, `<tool_call>{"name", "arguments"}</tool_call>`.
+
+    Attributes:
+        tools: schemas of the tools.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether there are tools."""
+        return bool(self.tools)
+
+    @property
+    def max_calls(self) -> int:
+        """Largest number of tool calls of a response."""
+        return MAX_CALLS
+
+    def message(self, text: str) -> AssistantMessage:
+        """Read a response that `written` may have written."""
+        return parse_message(
+            text, call_format=CallFormat.HERMES, thinks=THINK_TAGS, opened=False, tools={}
+        )
+
+    def response_text(self, action: str, *, reasoning: str | None = None) -> str:
+        """Return a response for a scripted policy."""
+        call = call_of(action) if self.has_tools else None
+        return written(
+            "" if call else action, [call["function"]] if call else [], reasoning=reasoning
+        )
+
+
+def written(
+    content: str, calls: Sequence[Mapping[str, Any]], *, reasoning: str | None = None
+) -> str:
+    """Return the text of a response behind an API.
+
+    Args:
+        content: its words.
+        calls: name and arguments of each call. Arguments that are no object make a call that is not well formed.
+        reasoning: its reasoning, where the API tells it.
+    """
+    tags = THINK_TAGS
+    thought = f"{tags.opening}{reasoning}{tags.closing}" if reasoning else ""
+    bodies = [
+        json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False)
+        for call in calls
+    ]
+    return thought + content + "".join(f"<tool_call>{body}</tool_call>" for body in bodies)
+
+
+def action_text(call: Message) -> str:
+    """Return a call as the text of an environment's action, `{"name": …, "arguments": {…}}`."""
+    return json.dumps(call["function"], ensure_ascii=False)
+
+
+def call_of(action: str) -> Message | None:
+    """Return the call that the text of an action is, None for other text."""
+    try:
+        call = json.loads(action)
+    except ValueError:
+        return None
+    if not (isinstance(call, dict) and isinstance(call.get("arguments"), dict)):
+        return None
+    return call_message(0, str(call.get("name")), call["arguments"])

@@ -1,0 +1,48 @@
+"""Messages of a conversation's window, for chat templates whose prompts are rendered as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ragen_pl.models.chat_template import ChatTemplate
+from ragen_pl.models.messages import Message, user_message
+from ragen_pl.prompts.conversation import Conversation, Exchange
+from ragen_pl.prompts.native import NativeFormat
+
+
+def window_messages(
+    template: ChatTemplate,
+    conversation: Conversation,
+    shown: Sequence[Exchange],
+    *,
+    plain: Callable[[str], str],
+    words_start: Callable[[str], int],
+) -> list[Message]:
+    """Return the messages of the turns that a prompt shows.
+
+    Args:
+        template: the conversation's chat template.
+        conversation: the conversation.
+        shown: its turns that are shown.
+        plain: removes control tokens from a text.
+        words_start: returns where the words of a response begin.
+    """
+    native = conversation.native
+    messages: list[Message] = template.system_messages(conversation.system)
+    calls: Sequence[Message] = ()
+    for exchange in shown:
+        images = len(exchange.images)
+        if isinstance(native, NativeFormat) and calls:
+            messages += native.result_messages(calls, exchange.results, images=images, plain=plain)
+        else:
+            messages.append(user_message(plain(exchange.text), images=images))
+        calls = exchange.calls
+        if exchange.response_ids is not None:
+            words = exchange.response_text[words_start(exchange.response_text) :]
+            if isinstance(native, NativeFormat):
+                text = template.opening + words
+                messages.append(native.assistant_message(text, calls=calls, plain=plain))
+            else:
+                response = template.opening + plain(words)
+                messages.append({"role": "assistant", "content": response})
+    return messages
