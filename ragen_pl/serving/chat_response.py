@@ -33,6 +33,26 @@ class Answer:
     logprobs: Sequence[tuple[str, float]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @classmethod
+    def of(cls, id: str, model: str, given: Mapping[str, Any]) -> Answer:
+        """Return an answer with these values.
+
+        Args:
+            id: id of the response.
+            model: name of the model.
+            given: `{"message", "finish_reason", "usage"}` and perhaps `"logprobs"`, as `ragen_pl.rollout.requests`
+                writes them.
+        """
+        return cls(
+            id=id,
+            model=model,
+            message=given["message"],
+            finish_reason=given["finish_reason"],
+            prompt_tokens=given["usage"]["prompt_tokens"],
+            completion_tokens=given["usage"]["completion_tokens"],
+            logprobs=given.get("logprobs"),
+        )
+
     @property
     def usage(self) -> dict[str, int]:
         """Numbers of tokens."""

@@ -112,7 +112,9 @@ def _events(answer: Answer, client: ClientRequest) -> Iterator[tuple[str, dict[s
     yield "response.in_progress", begun
     for index, item in enumerate(_output(answer)):
         place: dict[str, Any] = {"output_index": index}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: dict[str, Any] = (
+            {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        )
         started = item | empty | {"status": "in_progress"}
         yield "response.output_item.added", place | {"item": started}
         place["item_id"] = item["id"]

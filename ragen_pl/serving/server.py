@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ragen_pl.serving.address import LOOPBACK, is_loopback, listening_socket
 from ragen_pl.serving.chat_request import ClientRequest, read_json
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.protocol import CHAT, Protocol
@@ -23,7 +24,6 @@ from ragen_pl.serving.session import NO_REQUEST, Call, PassedOn, Session, ended_
 from ragen_pl.serving.upstream import passed_on
 
 log = logging.getLogger(__name__)
-LOOPBACK = "127.0.0.1"
 PROTOCOLS: Mapping[str, Protocol] = {"/chat/completions": CHAT, "/responses": RESPONSES}
 """APIs of the endpoint by path."""
 _BACKLOG = 1024
@@ -35,7 +35,7 @@ class AgentServer:
 
     Args:
         host: address to listen on.
-        port: port; 0 for a free one.
+        listening: socket that is bound to it; None for one on a free port.
         body_s: longest time in seconds until a request's body is there.
         comment_s: time in seconds after which a comment keeps the connection of a stream that waits.
 
@@ -48,11 +48,11 @@ class AgentServer:
         self,
         *,
         host: str = LOOPBACK,
-        port: int = 0,
+        listening: socket.socket | None = None,
         body_s: float = 60.0,
         comment_s: float = 15.0,
     ) -> None:
-        if host != LOOPBACK:
+        if not is_loopback(host):
             log.warning(
                 "the endpoint listens on %s: whoever reaches it and has a key can use the policy",
                 host,
@@ -67,10 +67,7 @@ class AgentServer:
         self._beginning: set[asyncio.Task[None]] = set()
         self._noted: set[str] = set()
         self.loop = asyncio.new_event_loop()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        listening = listening or listening_socket(host, 0)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{listening.getsockname()[1]}/v1"
         ready = threading.Event()

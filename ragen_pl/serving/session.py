@@ -81,6 +81,7 @@ class Call:
     Attributes:
         id: id of the response.
         digest: of the body.
+        session: its session.
         answer: the answer or the error, once there is one.
         client: the request, once it was read; without messages and images once it was answered.
         clients: number of open connections that wait.
@@ -98,6 +99,7 @@ class Call:
 
     id: str
     digest: str
+    session: Session
     answer: asyncio.Future[Answer | PassedOn]
     client: ClientRequest | None = None
     clients: int = 0
@@ -208,7 +210,7 @@ class Session:
                 code="too_many_requests",
                 retry=self.limits.busy_status == 429,
             )
-        call = Call(f"{id_prefix}{self._number:06}", digest, self.loop.create_future())
+        call = Call(f"{id_prefix}{self._number:06}", digest, self, self.loop.create_future())
         self._number += 1
         self._known[digest] = call
         self._known.move_to_end(digest)

@@ -27,7 +27,7 @@ from ragen_pl.serving.session import EventKind
 AGAIN = {"x-stainless-retry-count": "1"}
 DELIVERED, GONE = EventKind.DELIVERED, EventKind.GONE
 # more than the buffers of both sides of a connection take
-LONG = "x" * 64_000_000
+LONG = "x" * 16_000_000
 
 
 @pytest.fixture
