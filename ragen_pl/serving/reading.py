@@ -14,6 +14,7 @@ from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.session import Event, EventKind, Session
 
 MAX_BODY = 32 * 1024 * 1024
+_SMALL = 64 * 1024
 
 
 async def read_body(request: web.Request, *, timeout_s: float) -> bytes:
@@ -30,7 +31,8 @@ async def read_body(request: web.Request, *, timeout_s: float) -> bytes:
     if encoding != "identity":
         raise RequestError(400, f"Content-Encoding={encoding!r} is not supported; leave it out")
     try:
-        return await asyncio.wait_for(request.read(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestError(
             413, f"the body has more than {MAX_BODY} bytes", code="body_too_large"
@@ -39,6 +41,11 @@ async def read_body(request: web.Request, *, timeout_s: float) -> bytes:
         raise RequestError(
             400, f"the body took longer than {timeout_s:g} s", code="body_too_slow"
         ) from error
+
+
+def is_small(data: bytes) -> bool:
+    """Return whether a body is read in no time: a short one without images."""
+    return len(data) <= _SMALL and b"image" not in data
 
 
 def retries_of(request: web.Request) -> int:

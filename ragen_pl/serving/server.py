@@ -8,9 +8,10 @@ import logging
 import socket
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeAlias
 
 from aiohttp import web
 
@@ -18,7 +19,7 @@ from ragen_pl.serving.address import LOOPBACK, is_loopback, listening_socket
 from ragen_pl.serving.chat_request import ClientRequest, read_json
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.protocol import CHAT, Protocol
-from ragen_pl.serving.reading import MAX_BODY, read_body, retries_of, watch_exit
+from ragen_pl.serving.reading import MAX_BODY, is_small, read_body, retries_of, watch_exit
 from ragen_pl.serving.responses_api import RESPONSES
 from ragen_pl.serving.session import NO_REQUEST, Call, PassedOn, Session, ended_error
 from ragen_pl.serving.upstream import passed_on
@@ -26,6 +27,7 @@ from ragen_pl.serving.upstream import passed_on
 log = logging.getLogger(__name__)
 PROTOCOLS: Mapping[str, Protocol] = {"/chat/completions": CHAT, "/responses": RESPONSES}
 """APIs of the endpoint by path."""
+_Read: TypeAlias = tuple[dict[str, Any], ClientRequest]
 _BACKLOG = 1024
 _MAX_PAST = 10_000
 
@@ -64,7 +66,7 @@ class AgentServer:
         self._past: dict[str, None] = {}
         self._lock = threading.Lock()
         self._any_key: Session | None = None
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._noted: set[str] = set()
         self.loop = asyncio.new_event_loop()
         listening = listening or listening_socket(host, 0)
@@ -187,12 +189,12 @@ class AgentServer:
         if call is None:
             call = session.register(digest, id_prefix=protocol.id_prefix)
             trains = request.headers.get("x-train", "").casefold() != "false"
-            # not a part of this request, whose client may leave while another waits for the call
-            task = self.loop.create_task(
-                self._begin(call, session, protocol, data=data, path=request.path, trains=trains)
-            )
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            read = partial(_read, protocol, data, session, trains=trains)
+            if is_small(data):
+                with self._refusing(call, request.path):
+                    self._accept(call, *read(), path=request.path)
+            else:
+                self._run_task(self._begin(call, read, path=request.path))
         call.clients += 1
         delivered = False
         try:
@@ -202,32 +204,48 @@ class AgentServer:
         finally:
             session.leave(call, delivered=delivered)
 
-    async def _begin(
-        self,
-        call: Call,
-        session: Session,
-        protocol: Protocol,
-        *,
-        data: bytes,
-        path: str,
-        trains: bool,
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work that is no part of a request, whose client may leave while another one waits for it."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _begin(self, call: Call, read: Callable[[], _Read], *, path: str) -> None:
+        with self._refusing(call, path):
+            self._accept(call, *await asyncio.to_thread(read), path=path)
+
+    def _accept(
+        self, call: Call, body: dict[str, Any], client: ClientRequest, *, path: str
     ) -> None:
-        """Read a request and hand it to the session's owner or to another model, or refuse it."""
+        """Hand a request to the session's owner or to another model.
+
+        Raises:
+            RequestError: the session has ended.
+        """
+        session = call.session
+        if client.model not in ("", session.model):
+            self._run_task(self._pass_on(call, client.model, body, path=path))
+            return
+        self._note(client, session)
+        if session.ended:
+            raise ended_error()
+        session.accept(call, client)
+
+    async def _pass_on(self, call: Call, model: str, body: dict[str, Any], *, path: str) -> None:
+        with self._refusing(call, path):
+            call.session.pass_on(call, await passed_on(call.session, model, body, path))
+
+    @contextmanager
+    def _refusing(self, call: Call, path: str) -> Iterator[None]:
+        """Refuse a call whose request fails in a block; its client would wait for ever."""
         try:
-            body, client = await asyncio.to_thread(_read, protocol, data, session, trains=trains)
-            if client.model not in ("", session.model):
-                session.pass_on(call, await passed_on(session, client.model, body, path))
-                return
-            self._note(client, session)
-            if session.ended:
-                raise ended_error()
-            session.accept(call, client)
+            yield
         except RequestError as error:
-            session.refuse(call, error)
-        # else the client would wait for ever
+            call.session.refuse(call, error)
         except Exception:
             log.exception("the endpoint failed at %s", path)
-            session.refuse(call, RequestError(500, "the endpoint failed", code="endpoint_failed"))
+            failed = RequestError(500, "the endpoint failed", code="endpoint_failed")
+            call.session.refuse(call, failed)
 
     async def _write(
         self, request: web.Request, protocol: Protocol, call: Call
@@ -244,11 +262,13 @@ class AgentServer:
             # an answer is written once the last byte has left this process
             request.transport.set_write_buffer_limits(0)
         while True:
+            # whether it streams is known once it was read
+            comments = call.client is None or call.client.stream
             try:
-                answer = await asyncio.wait_for(asyncio.shield(call.answer), self._comment_s)
+                async with asyncio.timeout(self._comment_s if comments else None):
+                    answer = await asyncio.shield(call.answer)
                 break
             except TimeoutError:
-                # whether it streams is known once it was read
                 if call.client is None or not call.client.stream:
                     continue
                 if not response.prepared:
@@ -319,9 +339,7 @@ class AgentServer:
         )
 
 
-def _read(
-    protocol: Protocol, data: bytes, session: Session, *, trains: bool
-) -> tuple[dict[str, Any], ClientRequest]:
+def _read(protocol: Protocol, data: bytes, session: Session, *, trains: bool) -> _Read:
     body = read_json(data)
     model, limits = body.get("model") or "", session.limits
     if not isinstance(model, str):

@@ -87,6 +87,8 @@ def test_history_is_joined_and_separated_by_key(serve):
     assert status == 200
     assert answer["choices"][0]["message"]["content"] == "word 1"
     body = follow_up(answer)
+    # the client may be faster than the note that it has got the answer
+    until(lambda: len(served.histories) == 1)
     assert post(served.server, body, key=mine)[0] == 200
     assert post(served.server, body, key=other)[0] == 200
     first, second, foreign = served.requests
@@ -94,7 +96,7 @@ def test_history_is_joined_and_separated_by_key(serve):
     start = np.concatenate([first.prompt.ids, response])
     assert np.array_equal(second.prompt.ids[: len(start)], start)
     # the other key's prompt is a rendering; here it has the same ids, since the response is the template's own
-    assert len(served.histories) == 3
+    until(lambda: len(served.histories) == 3)
     conversations = [served.histories.conversation(key) for key in (mine, other)]
     assert [len(each.calls) for each in conversations] == [2, 1]
     assert foreign.prompt.ids.tolist() == second.prompt.ids.tolist()
