@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from ragen_pl.serving.address import LOOPBACK, is_loopback, listening_socket
+from ragen_pl.serving.address import LOOPBACK, is_loopback, listening_socket, names_loopback
 from ragen_pl.serving.chat_request import ClientRequest, read_json
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.protocol import CHAT, Protocol
@@ -85,7 +85,7 @@ class AgentServer:
             self._sessions[_hashed(session.reward_key)] = session
 
     def open_to_all(self, session: Session) -> None:
-        """Take requests with any key, or none, as those of a session."""
+        """Take requests of this machine with any key, or none, as those of a session."""
         self._any_key = session
 
     def end(self, session: Session) -> None:
@@ -177,6 +177,11 @@ class AgentServer:
             )
         if session.ended:
             raise ended_error()
+        places = [request.host, *request.headers.getall("Origin", ())]
+        if session is self._any_key and not all(map(names_loopback, places)):
+            raise RequestError(
+                403, f"without keys only 127.0.0.1 and localhost are served; found {places}"
+            )
         return session
 
     async def _respond(self, request: web.Request, protocol: Protocol) -> web.StreamResponse:

@@ -35,6 +35,7 @@ from ragen_pl.serving.chat_request import read_json, read_request
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.images import ImageReader
 from ragen_pl.serving.server import AgentServer
+from ragen_pl.serving.session import Session
 
 
 @pytest.fixture
@@ -77,6 +78,27 @@ def test_wrong_key(server, other, key):
     status, answer = post(server, HELLO, key="", headers={"Authorization": header})
     assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
     assert other.events == []
+
+
+def test_session_for_all_takes_any_key_from_this_machine_only():
+    server = AgentServer()
+    session = Session(server.loop)
+    server.open_to_all(session)
+    owner = Owner(session)
+    for headers in ({}, {"Host": "localhost:1"}, {"Host": "[::1]"}, {"Origin": "http://127.0.0.1"}):
+        assert post(server, HELLO, key="anything", headers=headers)[0] == 200
+    foreign = (
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:80"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "[::1"},
+    )
+    for headers in foreign:
+        assert post(server, HELLO, key="", headers=headers)[0] in (400, 403)
+    assert len(owner.of("request")) == 4
+    owner.end()
+    server.close()
 
 
 def test_key_in_the_path(server, other):
