@@ -148,9 +148,11 @@ class Rollout(TypedDict, total=False):
 
     Attributes:
         engine: engine that samples the responses.
+        failures: what follows the errors of environments.
     """
 
     engine: Component
+    failures: Annotated[dict[str, Any], Arguments("ragen_pl.rollout.settings.FailureSettings")]
 
 
 class Validation(TypedDict, total=False):

@@ -25,9 +25,11 @@ from ragen_pl.environments.manager import (
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import Context, Conversation
 from ragen_pl.prompts.parsing import ParsedResponse, label_tokens, parse_response
+from ragen_pl.rollout.attempts import Attempts, ReplayingResponder, opened
 from ragen_pl.rollout.failures import FailureLog
 from ragen_pl.rollout.responders import Episode, Responder
-from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
+from ragen_pl.rollout.stall import StallWatch
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn
 
 Progress = Callable[[int, int], None]
@@ -38,8 +40,8 @@ OnTurn = Callable[[Episode], None]
 
 ContextT = TypeVar("ContextT", bound=Context)
 
-# wait for environments while the engine has requests under way
-_SHORT_S = 0.001
+# waits for environments while the engine has requests under way, and otherwise
+_SHORT_S, _LONG_S = 0.001, 1.0
 
 
 def truncation_of(settings: EpisodeSettings) -> Truncation | None:
@@ -55,12 +57,14 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     Attributes:
         environments: creates, resets and steps the environments.
         context: turns observations and responses into prompts.
-        failures: logs the errors of failed episodes.
+        failures: attempts at episodes whose environment fails.
+        failure_log: logs the errors of those that are given up.
     """
 
     environments: EnvironmentManager
     context: ContextT
-    failures: FailureLog = field(default_factory=FailureLog)
+    failures: FailureSettings = field(default_factory=FailureSettings)
+    failure_log: FailureLog = field(default_factory=FailureLog)
 
     @property
     def truncation(self) -> Truncation | None:
@@ -78,6 +82,8 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     ) -> list[Trajectory]:
         """Play episodes and return their trajectories, in the order of the specs.
 
+        An episode that fails is played again in another environment, see `FailureSettings`.
+
         Args:
             responder: answers the turns.
             episode_specs: the episodes; `group` and `member` enter the sampling seeds.
@@ -85,21 +91,26 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             progress: called while episodes are playing, and once at the end with all of them done.
             on_turn: called after each turn.
         """
-        trajectories: list[Trajectory] = []
+        attempts = Attempts(episode_specs, self.failures)
+        replaying = ReplayingResponder(responder=responder)
         with responder.collective_rollout():
-            for first in range(0, len(episode_specs), self.num_envs):
-                specs = episode_specs[first : first + self.num_envs]
-                slots = self.environments.open(specs)
+            for batch in attempts.batches(self.num_envs):
+                slots = opened(self.environments, batch, self.failures)
+                replaying.attempts = batch
                 try:
-                    episodes = self._begin(slots, responder, seed_key)
-                    for playing in self._turns(episodes, responder, on_turn=on_turn):
-                        if progress is not None and playing:
-                            progress(first + len(episodes) - playing, len(episode_specs))
-                    responder.release()
+                    episodes = self._begin(slots, replaying, seed_key)
+                    with StallWatch(self.failures.stall_s) as watch:
+                        for playing in self._turns(
+                            episodes, replaying, watch=watch, on_turn=on_turn
+                        ):
+                            if progress is not None and playing:
+                                progress(attempts.ended + len(batch) - playing, len(episode_specs))
+                    replaying.release()
                 finally:
                     self.environments.close(slots)
-                trajectories.extend(episode.trajectory for episode in episodes)
-        self.failures.note(trajectories)
+                attempts.end(batch, episodes)
+        trajectories = attempts.trajectories
+        self.failure_log.note(trajectories)
         if progress is not None:
             progress(len(episode_specs), len(episode_specs))
         return trajectories
@@ -154,13 +165,19 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         return self.adaptive_temperature(self.temperature, episode.trajectory.turns)
 
     def _turns(
-        self, episodes: Sequence[Episode], responder: Responder, *, on_turn: OnTurn | None
+        self,
+        episodes: Sequence[Episode],
+        responder: Responder,
+        *,
+        watch: StallWatch,
+        on_turn: OnTurn | None,
     ) -> Iterator[int]:
         """Play episodes to their ends. An environment steps while other episodes wait for their responses.
 
         Args:
             episodes: Opened episodes.
             responder: Answers the turns.
+            watch: Notes turns that have ended.
             on_turn: Called after each turn.
 
         Yields:
@@ -170,6 +187,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         ready, asked = list(playing.values()), 0
         stepping: dict[int, _Answer] = {}
         while playing:
+            watch.check()
             if ready:
                 responder.submit(ready)
                 asked += len(ready)
@@ -188,7 +206,11 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             ]
             stepping |= self._start(answers)
             turned = self._finish(
-                stepping, all_of_them=not responder.continuous, wait=not asked, on_turn=on_turn
+                stepping,
+                all_of_them=not responder.continuous,
+                wait=not asked,
+                watch=watch,
+                on_turn=on_turn,
             )
             ready = [episode for episode in turned if not episode.done]
             for episode in [*stopped, *turned]:
@@ -210,6 +232,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         *,
         all_of_them: bool,
         wait: bool,
+        watch: StallWatch,
         on_turn: OnTurn | None,
     ) -> list[Episode]:
         """Record the turns that have ended and return their episodes, in the order of the responses.
@@ -217,13 +240,16 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         Args:
             stepping: Responses under way by the numbers of their turns; those that ended are removed.
             all_of_them: Whether to wait for all. Otherwise the batches of a batch engine would depend on time.
-            wait: Whether to wait for the first one.
+            wait: Whether to wait for the first one, for a while.
+            watch: Notes turns that have ended.
             on_turn: Called after each turn.
         """
         results: dict[int, TurnResult] = {}
         while len(results) < len(stepping):
-            wait_s = None if wait or all_of_them else _SHORT_S
-            results.update(self.environments.finished(wait_s=wait_s))
+            wait_s = _LONG_S if wait or all_of_them else _SHORT_S
+            found = self.environments.finished(wait_s=wait_s)
+            watch.check(turn_ended=bool(found))
+            results.update(found)
             if not all_of_them:
                 break
         ended = [(stepping.pop(number), results[number]) for number in sorted(results)]
