@@ -335,6 +335,9 @@ class _Settings(TypedDict, total=False):
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
     endpoint: Component | None
 
+    # serve_environment
+    server: Annotated[dict[str, Any], Arguments("ragen_pl.environments.serving.ServerSettings")]
+
     # sync and watch
     run: Annotated[str, ExistingPath(), Note("a run's folder")] | None
     runs: Sequence[Annotated[str, ExistingPath(), Note("a folder")]] | None

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "models": {"checked", "constraints", "prompt_formats", "run_facts"},
     "engines": BASE | {"data_url", "models"},
     "prompts": BASE | {"engines", "models", "prompt_formats"},
-    "environments": BASE | {"config", "machine", "prompt_formats", "prompts"},
+    "environments": BASE | {"config", "data_url", "machine", "prompt_formats", "prompts"},
     "rollout": BASE | ROLLOUT - {"rollout"} | {"data_url"},
     "rewards": BASE | ROLLOUT,
     "metrics": BASE | {"algorithms"},
@@ -64,6 +64,7 @@ MAY_IMPORT = {
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
+    "serve_environment": {"config", "environments"},
     "sync": {"config", "run"},
     "watch": {"config", "viewing"},
 }
