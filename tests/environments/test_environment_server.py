@@ -22,9 +22,11 @@ from aiohttp import web
 from module_process import start_module
 
 import envs  # noqa: F401 - registers the environments
+import visual_envs  # noqa: F401
 from envs.adapters import openenv
 from envs.adapters.openenv import OpenEnv
 from envs.policies import RandomPolicy
+from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.environments.hosted import HostedEnvironment
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.environments.process import environment_maker
@@ -246,6 +248,26 @@ def test_play_on_a_server_is_equal_to_local_play(serve: Any) -> None:
     health = served.health()
     assert health["status"] == "healthy" and health["capacity"] == 64
     assert (health["steps"], health["episodes"]) == (steps_of(expected), 16)
+
+
+def test_images_and_options_travel(serve: Any) -> None:
+    target = "visual_envs:ragen/FrozenLakeVisual-v0"
+    served = serve(target=target, kwargs={"size": 4})
+    there = OpenEnv(urls=[served.url], members=True)
+    here = environment_maker(target)(size=4)
+    reader, options = AnswerReader(target=target), {"min_detour": 2}
+    seen: list[list[Any]] = []
+    for env in (there, here):
+        # two observations each
+        seen.append([env.reset(seed=9, options=options)[0], env.step(1)[0]])
+    for shown, expected in zip(*seen, strict=True):
+        (image,) = reader.observation(expected).images
+        assert (reader.observation(shown).images[0] == image).all() and image.std() > 0
+    assert there.state_key() == here.unwrapped.state_key()
+    assert there.relations() == here.unwrapped.relations()
+    with pytest.raises(RuntimeError, match=r"found \['depth'\].*EXECUTION_ERROR"):
+        there.reset(seed=9, options={"depth": 1})
+    there.close()
 
 
 def test_another_server_goes_on_where_one_is_killed(serve: Any) -> None:

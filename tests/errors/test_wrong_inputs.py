@@ -385,6 +385,13 @@ def test_a_run_ends_where_too_many_episodes_fail(fit):
     )
 
 
+def test_an_environment_is_not_served_to_everybody(command, monkeypatch):
+    monkeypatch.delenv("RAGEN_PL_ENVIRONMENT_KEY", raising=False)
+    line = command("serve_environment", "env=frozenlake", "server.host=0.0.0.0").refused()
+    assert line.startswith("server.host=0.0.0.0: ") and "set RAGEN_PL_ENVIRONMENT_KEY" in line
+    assert "server.sessions=0" in command("serve_environment", "server.sessions=0").refused()
+
+
 def test_scripted_policies_that_an_environment_does_not_support_are_refused(fit):
     sound = ("env=custom", "env.target=broken_environments.Sound")
     line = fit(*sound, "warm_start/demonstrator=noisy").refused()
