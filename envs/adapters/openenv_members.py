@@ -27,6 +27,7 @@ class Members:
         self.tool_schemas: tuple[Any, ...] = tuple(told.get("tool_schemas") or ())
         self.action_names: tuple[str, ...] = tuple(told.get("action_names") or ())
         self.relation_names: tuple[str, ...] = tuple(told.get("relation_names") or ())
+        self.tells_relations = bool(told.get("tells_relations"))
         limits = told.get("reward_range")
         self.reward_range: tuple[float, float] | None = (
             None if limits is None else (limits[0], limits[1])
@@ -41,6 +42,10 @@ class Members:
     def update(self, state: Mapping[str, Any]) -> None:
         """Take over the members of a new state."""
         self._state = state
+
+    def relations(self) -> list[tuple[str, int, int]]:
+        """Return the positions of things relative to the player."""
+        return [(name, down, right) for name, down, right in self.state("relations")]
 
     def state(self, name: str) -> Any:
         """Return a member of the present state.

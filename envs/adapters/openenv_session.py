@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import aiohttp
@@ -117,7 +118,7 @@ class Session:
         if self._process != os.getpid():
             return "the session belongs to another process"
         if self._reader.done():
-            return "the server has ended the session"
+            return self._last_words()
         pause = time.monotonic() - self._last_request
         if self.idle_limit_s is not None and pause > _PAUSE_SHARE * self.idle_limit_s:
             return (
@@ -125,6 +126,16 @@ class Session:
                 f"{self.idle_limit_s:g} s"
             )
         return None
+
+    def _last_words(self) -> str:
+        """Return why the server has ended the session, such as an error of a full one, which nothing asks for."""
+        said = None if self._received.empty() else self._received.get_nowait()
+        if said is not None:
+            with suppress(ConnectionError, TypeError, ValueError):
+                content = self._content(said)
+                if content.get("type") == "error":
+                    return worded(content)
+        return "the server has ended the session"
 
     async def _connect(self, timeout_s: float) -> None:
         self._http = aiohttp.ClientSession(headers=self._headers)
@@ -207,6 +218,12 @@ def fetched(url: str, *, timeout_s: float, key: str | None) -> dict[str, Any]:
         return content
 
     return run(url, fetch(), timeout_s=timeout_s)
+
+
+def worded(answer: Mapping[str, Any]) -> str:
+    """Return an error of a server in words."""
+    found = answer.get("data") or {}
+    return f"{found.get('message', 'unknown')} ({found.get('code', 'UNKNOWN')})"
 
 
 def headers_of(key: str | None) -> dict[str, str]:

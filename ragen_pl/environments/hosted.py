@@ -204,6 +204,7 @@ class HostedEnvironment:
             "max_action_length": members.max_action_length,
             "reward_range": members.reward_range,
             "relation_names": list(members.relation_names),
+            "tells_relations": "relations" in dir(self._env.unwrapped),
         }
 
     def _state(self) -> Message:

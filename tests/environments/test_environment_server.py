@@ -23,7 +23,7 @@ from module_process import start_module
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
-from envs.adapters import openenv
+from envs.adapters import openenv_episode
 from envs.adapters.openenv import OpenEnv
 from envs.policies import RandomPolicy
 from ragen_pl.environments.answers import AnswerReader
@@ -349,7 +349,7 @@ def test_a_full_server_refuses_after_the_search(serve: Any) -> None:
     with pytest.raises(ConnectionError, match=r"all 1 sessions are taken \(CAPACITY_REACHED\)"):
         second.reset(seed=0)
     first.close()
-    second.search_s = 30.0
+    second._episode.search_s = 30.0
     second.reset(seed=0)
     second.close()
 
@@ -384,16 +384,16 @@ def test_no_step_is_lost_or_taken_twice_under_faults_and_load(serve: Any) -> Non
 def test_another_answer_ends_replays(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     first, second = serve(), serve(kwargs={"slip_probability": 0.0, "size": 5})
     env = OpenEnv(urls=[first.url, second.url], members=True)
-    env._next = 0
+    env._episode._next = 0
     env.reset(seed=0)
     env.step(0)
     first.kill()
     with pytest.raises(ConnectionError, match="answered differently after 0 of the same actions"):
         env.step(1)
     assert caplog.text.count("are not replayed any more") == 1
-    assert not env._replays and OpenEnv(urls=[first.url], members=False)._replays
+    assert not env._episode.replays and OpenEnv(urls=[first.url])._episode.replays
     env.close()
-    openenv._differing.clear()
+    openenv_episode._differing.clear()
 
 
 def test_a_key_is_asked_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
