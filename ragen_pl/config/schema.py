@@ -156,9 +156,11 @@ class Rollout(TypedDict, total=False):
 
     Attributes:
         engine: engine that samples the responses.
+        failures: what follows the errors of environments.
     """
 
     engine: Component
+    failures: Annotated[dict[str, Any], Arguments("ragen_pl.rollout.settings.FailureSettings")]
 
 
 class Validation(TypedDict, total=False):
@@ -349,6 +351,9 @@ class _Settings(TypedDict, total=False):
     source: Source
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
     endpoint: Component | None
+
+    # serve_environment
+    server: Annotated[dict[str, Any], Arguments("ragen_pl.environments.serving.ServerSettings")]
 
     # sync and watch
     run: Annotated[str, ExistingPath(), Note("a run's folder")] | None

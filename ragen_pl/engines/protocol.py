@@ -260,6 +260,21 @@ class HasReplicas(Protocol):
 
 
 @runtime_checkable
+class CountsResent(Protocol):
+    """Engine that sends requests again that a server has failed."""
+
+    @property
+    def resent(self) -> int:
+        """Number of such requests."""
+        ...
+
+
+def resent_by(engine: RolloutEngine) -> int | None:
+    """Return the number of requests that an engine has sent again, None where it counts none."""
+    return engine.resent if isinstance(engine, CountsResent) else None
+
+
+@runtime_checkable
 class SharedByRanks(Protocol):
     """Engine whose model several ranks may hold together. They answer the requests of each of them together."""
 

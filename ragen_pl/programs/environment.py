@@ -134,8 +134,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             options: `task`, another task.
 
         Raises:
-            RuntimeError: the program ended without a request.
-            TimeoutError: it took too long.
+            RuntimeError: the program ended without a request, or took too long.
         """
         self._end()
         super().reset(seed=seed)
@@ -154,8 +153,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             action: JSON of an answer or a refusal, see `ragen_pl.rollout.requests`.
 
         Raises:
-            RuntimeError: the program failed.
-            TimeoutError: it took too long.
+            RuntimeError: the program failed, or took too long.
             ValueError: its result is not valid.
         """
         assert self._session is not None and self._call is not None
@@ -275,7 +273,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             return self._session.events.get(timeout=self._left_s)
         except queue.Empty:
             self._end()
-            raise TimeoutError(
+            raise RuntimeError(
                 f"the program took longer than env.kwargs.program_s={self.program_s:g} s, without the time of its "
                 "requests"
             ) from None

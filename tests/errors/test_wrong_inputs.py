@@ -358,7 +358,8 @@ def test_failed_episodes_are_shown_in_lines_table_and_warnings(fit, tmp_path):
     done = fit(
         "env=custom", "env.target=broken_environments.SomeSeedsBreak", "logger=none", "trainer.max_epochs=2",
         "callbacks.trajectories=null", "callbacks.plots=null", "warm_start.steps=2", "warm_start.episodes=16",
-        "rollout.groups=16", "validation.episodes=16", "paths.run_dir=run", quick=False,
+        "rollout.groups=16", "validation.episodes=16", "paths.run_dir=run", "rollout.failures.min_fraction=0.0",
+        quick=False,
     )  # fmt: skip
     assert done.code == 0, done.stderr
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
@@ -380,14 +381,22 @@ def test_failed_episodes_are_shown_in_lines_table_and_warnings(fit, tmp_path):
 
 def test_a_run_ends_where_too_many_episodes_fail(fit):
     line = fit(
-        "env=custom", "env.target=broken_environments.SomeSeedsBreak", "rollout.max_failed=0.0", "rollout.groups=16",
-        "validation.episodes=16",
+        "env=custom", "env.target=broken_environments.SomeSeedsBreak", "rollout.failures.min_fraction=1.0",
+        "rollout.groups=16", "validation.episodes=16",
     ).refused()  # fmt: skip
     assert re.match(
-        r"iteration 1: \d+ of 16 episodes failed, more than rollout.max_failed=0 allows; most with "
+        r"iteration 1: (\d+) of 16 episodes failed and drop \1 groups; 0.\d+ of the iteration can be trained on, less "
+        r"than rollout.failures.min_fraction=1, after it was played twice; most failed with "
         r"ConnectionError: no simulator for seed \d+",
         line,
     )
+
+
+def test_an_environment_is_not_served_to_everybody(command, monkeypatch):
+    monkeypatch.delenv("RAGEN_PL_ENVIRONMENT_KEY", raising=False)
+    line = command("serve_environment", "env=frozenlake", "server.host=0.0.0.0").refused()
+    assert line.startswith("server.host=0.0.0.0: ") and "set RAGEN_PL_ENVIRONMENT_KEY" in line
+    assert "server.sessions=0" in command("serve_environment", "server.sessions=0").refused()
 
 
 def test_scripted_policies_that_an_environment_does_not_support_are_refused(fit):

@@ -70,7 +70,7 @@ def make_opposites() -> gymnasium.Env[Any, Any]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_ids_of_saved_models_stay_the_same(name: str) -> None:
     target = [f"env.target={__name__}.Wordless"] if name == "custom" else []
-    url = ["env.kwargs.url=http://localhost:1"] if name == "openenv" else []
+    url = ["env.kwargs.urls=[http://localhost:1]"] if name == "openenv" else []
     vocabulary = build_bundle(composed(f"env={name}", *target, *url)).tokenizer.get_vocab()
     in_order = sorted(vocabulary.items(), key=lambda item: item[1])
     digest = hashlib.sha256(json.dumps(in_order).encode()).hexdigest()[:16]
