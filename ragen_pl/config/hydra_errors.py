@@ -49,10 +49,10 @@ def _unknown_key(match: re.Match[str], keys: tuple[str, ...]) -> str:
         for other in keys
         if other.startswith(f"{parent}.")
     ]
-    if name in siblings or name in node.known:
+    if name in siblings or name in node.parameters:
         return f"unknown key {key} in the configuration that was chosen; see --cfg job for its keys"
     hint = "" if node.closed else f"; a new one needs +{key}=…"
-    return unknown_key(key, dict.fromkeys([*siblings, *node.known]), keys=keys) + hint
+    return unknown_key(key, dict.fromkeys([*siblings, *node.parameters]), keys=keys) + hint
 
 
 def _unknown_option(match: re.Match[str], _: tuple[str, ...]) -> str:

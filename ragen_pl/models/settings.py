@@ -10,17 +10,17 @@ from typing import Annotated, Literal, TypedDict
 
 from annotated_types import Ge, Interval
 
-from ragen_pl.constraints import Count, DivisorOf, Needs, Positive
+from ragen_pl.constraints import Count, DivisorOf, Positive, needing
 
 Attention = (
     Literal["sdpa", "eager", "flex_attention"]
     | Annotated[
         Literal["flash_attention_2"],
-        Needs("flash_attention_2", ("flash_attn", "kernels"), "flash-attn"),
+        needing("flash_attention_2", ("flash_attn", "kernels"), "flash-attn"),
     ]
     | Annotated[
         Literal["flash_attention_3"],
-        Needs("flash_attention_3", ("kernels", "flash_attn_interface"), "kernels"),
+        needing("flash_attention_3", ("kernels", "flash_attn_interface"), "kernels"),
     ]
 )
 """Implementations of attention in transformers."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Contains, Count, CountOrZero, ExistingPath, Open, Positive
+from ragen_pl.constraints import Count, CountOrZero, ExistingPath, Open, Positive, containing
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
@@ -76,7 +76,7 @@ class VLLMServerEngine(VLLMServerRules):
         policy: EnginePolicy,
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-        urls: Sequence[Annotated[str, Contains("://")]] = (),
+        urls: Sequence[Annotated[str, containing("://")]] = (),
         max_tokens: Count,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         retries: CountOrZero = 8,
@@ -84,9 +84,9 @@ class VLLMServerEngine(VLLMServerRules):
         probe_s: Positive = 5.0,
         probe_failures: Count = 3,
         concurrency: Count = 256,
-        weights_folder: Annotated[str, ExistingPath()] | None = None,
+        weights_folder: ExistingPath | None = None,
         settings: Annotated[dict[str, Any], Open()] | None = None,
-        python: Annotated[str, ExistingPath()] | None = None,
+        python: ExistingPath | None = None,
     ) -> None:
         self.bundle, self._policy = policy.bundle, policy
         check_weights(self.bundle, engine="vllm_server")
