@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import (
     BaseMetadata,
@@ -33,7 +33,9 @@ from annotated_types import (
     Lt,
     Predicate,
 )
-from pydantic import ConfigDict, Strict, TypeAdapter, ValidationError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,13 @@ class Arguments:
 
 
 @dataclass(frozen=True)
+class Rules:
+    """Metadata of a group of settings that the class `target` has rules on, besides other nodes."""
+
+    target: str
+
+
+@dataclass(frozen=True)
 class ArgumentsOf:
     """Metadata of a group of settings whose keys are arguments of the class that another setting names.
 
@@ -178,7 +187,6 @@ Duration = Annotated[
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _BOUNDS: dict[type, str] = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def options(annotation: Any) -> Iterator[Any]:
@@ -221,7 +229,7 @@ def validated(annotation: Any, value: Any, *, components: bool = True) -> Any:
         value = int(value) if isinstance(value, Integral) else float(value)
     try:
         return _adapter(_checkable(annotation, components=components)).validate_python(value)
-    except ValidationError:
+    except ValueError:  # pydantic's
         parts = list(options(annotation))
     words = [word for part in parts for word in _suggestions(part) if word != value]
     raise ValueError(f"expected {expectation(annotation)}{did_you_mean(value, words)}")
@@ -235,7 +243,10 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
 
 @functools.cache
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation, config=_STRICT)
+    # `--help` and `--cfg` check no values
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _checkable(annotation: Any, *, components: bool) -> Any:
@@ -253,7 +264,7 @@ def _checkable_part(annotation: Any, *, components: bool) -> Any:
     if origin in (dict, Mapping):
         return Mapping
     if words_of(base):
-        base = Annotated[base, Strict(False)] if inspect.isclass(base) else base
+        base = Literal[words_of(base)] if inspect.isclass(base) else base  # members of a StrEnum
     elif base not in (*_KINDS, None, types.NoneType):
         return Mapping if components and base not in (Any, object) else Any
     checks = [

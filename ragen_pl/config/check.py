@@ -31,6 +31,7 @@ from ragen_pl.constraints import (
     Built,
     DivisorOf,
     Open,
+    Rules,
     TextOnly,
     did_you_mean,
     options,
@@ -60,7 +61,7 @@ def check_config(cfg: DictConfig) -> None:
     problems.sort(key=lambda item: _refers(cfg, item[0]))
     for _, message in problems:
         raise ConfigError(message)
-    for message in relation_problems(cfg):
+    for message in relation_problems(cfg, _classes(cfg)):
         raise ConfigError(message)
     _check_images(cfg)
 
@@ -96,6 +97,20 @@ def leaves(cfg: DictConfig | ListConfig, *, prefix: str = "") -> Iterator[tuple[
             yield key, {} if isinstance(value, DictConfig) else []
         else:
             yield key, value
+
+
+def _classes(cfg: DictConfig) -> dict[str, str]:
+    """Return the paths of the classes that the schema and a configuration name, each with what names it."""
+    named = {str(value): key for key, value in leaves(cfg) if key.endswith("._target_")}
+    return dict.fromkeys(_classes_in(Settings), "ragen_pl.config.schema") | named
+
+
+def _classes_in(annotation: Any) -> Iterator[str]:
+    for option in options(annotation):
+        base, metadata = unwrapped(option)
+        yield from (item.target for item in metadata if isinstance(item, Arguments | Rules))
+        for field in () if is_class(base) else signature_of(base).parameters.values():
+            yield from _classes_in(field)
 
 
 def _refers(cfg: DictConfig, key: str) -> bool:

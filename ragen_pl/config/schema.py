@@ -26,6 +26,7 @@ from ragen_pl.constraints import (
     Open,
     Positive,
     PositiveFraction,
+    Rules,
     Seed,
 )
 
@@ -283,12 +284,12 @@ class _Settings(TypedDict, total=False):
     memory: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.MemorySettings")]
     curriculum: Component | None
     algorithm: Algorithm
-    model: Model
+    model: Annotated[Model, Rules("ragen_pl.models.settings.ModelRules")]
     validation: Annotated[Validation, Arguments("ragen_pl.run.settings.ValidationSettings")]
     warm_start: Annotated[WarmStart, Arguments("ragen_pl.data.settings.WarmStartSettings")]
     callbacks: dict[str, Component | None] | None
     logger: Component | None
-    trainer: Trainer
+    trainer: Annotated[Trainer, Rules("ragen_pl.run.strategy_rules.StrategyRules")]
 
     # evaluate and export
     ckpt: str | None

@@ -265,12 +265,17 @@ def _place_of(module: _Module, name: str) -> str | None:
     """Return the class path of a name that a module defines or imports."""
     if _definition(module, name) is not None:
         return f"{module.name}.{name}"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return f"{node.module}.{alias.name}"
-    return None
+    return _imports(module).get(name)
+
+
+@functools.cache
+def _imports(module: _Module) -> dict[str, str]:
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }
 
 
 class _Scope(dict[str, Any]):

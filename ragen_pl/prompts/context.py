@@ -29,13 +29,14 @@ from ragen_pl.prompts.conversation import (
 )
 from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
 from ragen_pl.prompts.native import NativeFormat
+from ragen_pl.prompts.rules import ContextRules
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
 
-class ContextManager:
+class ContextManager(ContextRules):
     """Turn observations and responses into prompts.
 
     Args:
