@@ -253,7 +253,7 @@ def _described(
     fields = UNKNOWN
     for option in options(annotation):
         base, metadata = unwrapped(option)
-        if signature_of(base).parameters and not is_class(base):
+        if signature_of(base).parameters:
             fields = replace(signature_of(base), name="")
         elif typing.get_origin(base) in (dict, Mapping):
             item = typing.get_args(base)[1]
