@@ -14,6 +14,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -227,10 +228,13 @@ def validated(annotation: Any, value: Any, *, components: bool = True) -> Any:
     # numbers of numpy
     if isinstance(value, Real) and value is not True and value is not False:
         value = int(value) if isinstance(value, Integral) else float(value)
-    try:
-        return _adapter(_checkable(annotation, components=components)).validate_python(value)
-    except ValueError:  # pydantic's
-        parts = list(options(annotation))
+    with suppress(ValueError):  # pydantic's
+        checkable = _checkable(annotation, components=components)
+        found = _adapter(checkable).validate_python(value)
+        # in a `Literal`, pydantic takes true and 1.0 for 1
+        if not isinstance(found, int) or type(found) is type(value):
+            return found
+    parts = list(options(annotation))
     words = [word for part in parts for word in _suggestions(part) if word != value]
     raise ValueError(f"expected {expectation(annotation)}{did_you_mean(value, words)}")
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
 from ragen_pl.config.check import leaves
-from ragen_pl.constraints import Count, Fraction, problem, validated
+from ragen_pl.constraints import Count, Fraction, Positive, problem, validated
 
 EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
 
@@ -191,7 +191,8 @@ def test_numbers_of_numpy_and_words_of_enumerations_are_taken() -> None:
     assert validated(Count, np.int64(3)) == 3 and validated(Fraction, np.float32(0.5)) == 0.5
     assert validated(Kind | None, "one") is Kind.ONE and validated(Kind, Kind.OTHER) is Kind.OTHER
     assert problem(Kind, "on") == "expected one of one, other; did you mean one?"
-    assert problem(Literal[1, 2], True) == "expected one of 1, 2"
+    assert problem(Literal[1, 2], True) == problem(Literal[1, 2], 1.0) == "expected one of 1, 2"
+    assert problem(Literal[1, 2], 1) is problem(bool | Count, True) is problem(Positive, 3) is None
 
 
 def test_the_command_line_imports_pydantic_for_checks_only() -> None:
