@@ -53,6 +53,7 @@ class Played:
 
     def __init__(self, parts: RunComponents) -> None:
         self.environments, self.context = parts.proxy.environments, parts.proxy.context
+        self.failures = parts.proxy.failures
         self._proxy = proxy_with(parts)
         self._policy = instantiate(parts.cfg.warm_start.demonstrator)
 

@@ -22,12 +22,12 @@ def checked(target: Function) -> Function:
         ValueError: at a call, with the argument, what was expected and what was given.
 
     >>> @checked
-    ... def turn(*, side: Literal["left", "right"] = "left") -> str:
-    ...     return side
-    >>> turn(side="rigth")
+    ... def turn(*, degrees: int = 90) -> int:
+    ...     return degrees
+    >>> turn(degrees="left")
     Traceback (most recent call last):
         ...
-    ValueError: turn: side=rigth: expected one of left, right; did you mean right?
+    ValueError: turn: degrees=left: expected a whole number
     """
     if inspect.isclass(target):
         fields = functools.cache(lambda: _fields(target))

@@ -24,7 +24,7 @@ from ragen_pl.trajectory import Observation
 
 log = logging.getLogger(__name__)
 
-# keys of env that are for people, for models, or for arguments of the environment
+# keys that are not the manager's
 _DESCRIPTIONS = ("name", "visual", "words", "command", "function", "tasks", "verifier")
 _SEED = 0
 # of each scripted policy: it may choose by chance
@@ -113,8 +113,7 @@ class _Check:
                 f"{self.place}: two resets with seed {_SEED} began differently; draw from self.np_random only"
             )
         if first.observation is not None and first.observation.request is not None:
-            # a program waits for its policy
-            return
+            return  # a program waits for its policy
         self._check_images(second)
         self._check_state_keys(first, second)
         for key, policy in _scripted_policies(self.cfg):

@@ -36,8 +36,8 @@ from ragen_pl.serving.server import AgentServer
 from ragen_pl.serving.session import Call, Event, EventKind, Session, SessionLimits
 
 Seconds: TypeAlias = Annotated[float, Gt(0)]
-# a program hears that its calls are used up, and may still report
-_GRACE_S = 30.0
+# a program hears that its calls are used up, so often, and may still report
+_GRACE_S, _GRACE_CALLS = 30.0, 100
 _MAX_ACTION = 1 << 28
 # until a program that is killed has ended
 _KILL_S = 10.0
@@ -122,7 +122,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         self._call: Call | None = None
         self._delivered: list[str] = []
         self._outcome: Mapping[str, Any] | None = None
-        self._left_s = 0.0
+        self._left_s, self._refused = 0.0, 0
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -201,7 +201,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         self._server.open(self._session)
         self._waiting.clear()
         self._call, self._outcome = None, None
-        self._delivered, self._left_s = [], self.program_s
+        self._delivered, self._left_s, self._refused = [], self.program_s, 0
         self._program = RunningProgram(
             self._server,
             self._session,
@@ -254,6 +254,11 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
                 if len(self._delivered) < self.max_calls:
                     self._call = call
                     return call
+                self._refused += 1
+                if self._refused > _GRACE_CALLS:
+                    raise RuntimeError(
+                        f"the program goes on calling after env.max_turns={self.max_calls} calls"
+                    )
                 self._left_s = min(self._left_s, _GRACE_S)
                 refused = f"the episode has had its {self.max_calls} calls"
                 self._session.answer(call, RequestError(400, refused, code="call_limit"))
