@@ -6,6 +6,8 @@ VLLM_VENV ?= .venv-vllm
 # Environment of `make test-environments`, and the extras in it.
 ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS := metaworld,minigrid,miniwob,miniworld,reasoning,textarena,textworld
+# Environment of `make test-agents`.
+AGENTS_VENV ?= .venv-agents
 ARGS ?=
 PYTEST_ARGS ?=
 # Processes of the test run; each uses one thread. One more than two cores, since tests wait for the processes they start.
@@ -16,10 +18,12 @@ UV ?= $(shell command -v uv)
 # Without byte-compilation: most modules are never imported.
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --disable-pip-version-check --no-compile) -c .ci/constraints.txt
 venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
+# Set in many containers: every process would then compile all packages anew, which takes longer than their import.
+unexport PYTHONDONTWRITEBYTECODE
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help fit vllm test soak test-gpu test-vllm test-environments lint format constraints clean
+.PHONY: help fit vllm test soak test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -33,6 +37,12 @@ test: lint  ## Install, then run linters, the type checker and all tests, the sl
 soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes each, which `make test` leaves out
 	$(ONE_THREAD) $(PY) -m pytest -m soak $(PYTEST_ARGS)
 
+test-nodes: $(VENV)/.installed-dev  ## Install, then run torchrun over two network namespaces and kill its ranks; a quarter of an hour, as root
+	$(ONE_THREAD) $(PY) -m pytest -m machines tests/machines/test_two_nodes.py $(PYTEST_ARGS)
+
+test-slurm: $(VENV)/.installed-dev  ## Install, then run jobs on a SLURM of two nodes from unpacked Debian packages; minutes, as root
+	$(ONE_THREAD) $(PY) -m pytest -m machines tests/machines/test_slurm.py $(PYTEST_ARGS)
+
 test-gpu: $(VENV)/.installed-dev  ## Install, then run the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
@@ -44,6 +54,9 @@ test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environm
 
 test-environments: $(ENVIRONMENTS_VENV)/.installed  ## Install other libraries' environments into an environment of their own, then run the tests with them
 	$(ONE_THREAD) $(ENVIRONMENTS_VENV)/bin/python -m pytest -m environments tests/adapters tests/envs $(PYTEST_ARGS)
+
+test-agents: $(AGENTS_VENV)/.installed  ## Install the SDKs of agents into an environment of their own, then run the tests with them
+	$(ONE_THREAD) $(AGENTS_VENV)/bin/python -m pytest -m agents tests/agents $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .
@@ -60,7 +73,7 @@ constraints:  ## Renew the tested versions of all dependencies in .ci/constraint
 	mv .ci/constraints.new .ci/constraints.txt
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -85,4 +98,9 @@ $(VLLM_VENV)/.installed: pyproject.toml .ci/constraints.txt ragen_pl/install_vll
 $(ENVIRONMENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
 	$(call venv,$(ENVIRONMENTS_VENV))
 	$(call install,$(ENVIRONMENTS_VENV)/bin/python) -e '.[dev,$(ENVIRONMENTS)]'
+	@touch $@
+
+$(AGENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
+	$(call venv,$(AGENTS_VENV))
+	$(call install,$(AGENTS_VENV)/bin/python) -e '.[dev,agents]'
 	@touch $@

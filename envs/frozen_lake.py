@@ -90,6 +90,7 @@ class FrozenLake(Environment):
     - `step_cost`: at least 0.
     - `random_start`: whether start and goal are random.
     - `render`: "coordinates", "grid" or "directions".
+    - `plans`: whether `plan()` tells the moves of a shortest path, with which demonstrations then reason.
     - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 flag 3 0 pits 0 1`,
       and A . # F in the grid), to test whether a policy generalizes beyond the symbols.
 
@@ -115,6 +116,7 @@ class FrozenLake(Environment):
         max_distance: Count | None = None,
         step_cost: Reward = 0.0,
         random_start: bool = True,
+        plans: bool = False,
         render: FrozenLakeStyle = FrozenLakeStyle.COORDINATES,
         symbols: Symbols = Symbols.PLAIN,
         render_mode: str | None = None,
@@ -122,7 +124,7 @@ class FrozenLake(Environment):
         super().__init__(render_mode=render_mode)
         self.largest = size
         self.hole_share, self.slip_probability = hole_share, slip_probability
-        self.step_cost, self.random_start = step_cost, random_start
+        self.step_cost, self.random_start, self.plans = step_cost, random_start, plans
         self.style, self.signs = render, SIGNS[symbols]
         self.min_distance, self.max_distance = min_distance, max_distance
         self._resize(size)
@@ -194,6 +196,25 @@ class FrozenLake(Environment):
     def describe(self) -> str:
         """Return the player's cell, the goal and the moves into a hole: `me 1 2 goal 3 0 avoid Up Left`."""
         return describe_state(self.lake, cell=self.cell)
+
+    def plan(self) -> str | None:
+        """Return the moves of a shortest path to the goal, as without slips: `Down Down Left`."""
+        lake, cell = self.lake, self.cell
+        moves: list[str] = []
+        while self.plans and not self._final(cell):
+            ways = [
+                walk_distance(self.size, start=after, goal=lake.goal, holes=lake.holes)
+                if after != cell and not lake.holes >> after & 1
+                else -1
+                for after in neighbors(self.size)[cell]
+            ]
+            open_ways = [distance for distance in ways if distance >= 0]
+            if not open_ways:
+                return None
+            move = ways.index(min(open_ways))
+            moves.append(MOVES[move])
+            cell = neighbors(self.size)[cell][move]
+        return " ".join(moves) or None
 
     def relations(self) -> list[tuple[str, int, int]]:
         """Return the relative positions (name, rows down, columns right) of the goal and of adjacent holes."""

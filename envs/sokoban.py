@@ -82,6 +82,7 @@ class Sokoban(Environment):
     - `step_cost`, `box_reward`, `solved_reward`: at least 0.
     - `end_on_deadlock`: whether an unsolvable state ends the episode.
     - `render`: "coordinates" or "grid".
+    - `plans`: whether `plan()` tells the next push of a shortest solution, with which demonstrations then reason.
     - `symbols`: "plain", or "other" for different words and symbols (`walker 1 2 crate 2 3 mark 4 4 stones 2 2`, and
       W . * C in the grid), to test whether a policy generalizes beyond the symbols.
 
@@ -109,6 +110,7 @@ class Sokoban(Environment):
         box_reward: Reward = 0.0,
         solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
+        plans: bool = False,
         render: TextStyle = TextStyle.COORDINATES,
         symbols: Symbols = Symbols.PLAIN,
         render_mode: str | None = None,
@@ -116,7 +118,7 @@ class Sokoban(Environment):
         super().__init__(render_mode=render_mode)
         self.largest, self.boxes, self.walls = size, boxes, walls
         self.step_cost, self.box_reward, self.solved_reward = step_cost, box_reward, solved_reward
-        self.end_on_deadlock = end_on_deadlock
+        self.end_on_deadlock, self.plans = end_on_deadlock, plans
         self.style, self.signs = render, SIGNS[symbols]
         self._resize(size)
         self.min_pushes, self.max_pushes = self._pushes(min_pushes, max_pushes)
@@ -177,6 +179,17 @@ class Sokoban(Environment):
         """Return all cells and the adjacent walls: `me 1 2 box 2 3 target 4 4 walls Up`."""
         return describe_state(self.room, self.state)
 
+    def plan(self) -> str | None:
+        """Return where to stand and where to push next, `reach 2 2 push Right`; None without a solution."""
+        way, state = self._way(), self.state
+        while self.plans and (action := way.get(state)) is not None:
+            after = move(self.room, state, action=action)
+            if after.boxes != state.boxes:
+                row, column = divmod(state.player.bit_length() - 1, self.size)
+                return f"reach {row} {column} push {MOVES[action]}"
+            state = after
+        return None
+
     def relations(self) -> list[tuple[str, int, int]]:
         """Return the relative positions (name, rows down, columns right) of boxes and targets."""
         return relative_positions(self.room, self.state)
@@ -189,16 +202,20 @@ class Sokoban(Environment):
 
     def optimal_action(self, rng: np.random.Generator) -> int:
         """Return the next move of a shortest solution, or a random move if there is none."""
-        if self.state not in self._solution:
-            # a state without a solution is not searched again
-            self._solution[self.state] = None
-            self._solution |= dict(shortest_way(self.room, self.state))
-        action = self._solution.get(self.state)
+        action = self._way().get(self.state)
         return int(rng.integers(4)) if action is None else action
 
     def render(self) -> str:
         """Return the grid as text (`render_mode="ansi"`)."""
         return grid_text(self.room, self.state)
+
+    def _way(self) -> dict[State, int | None]:
+        """Return the next move of a shortest solution by state, from the present state on; None without a solution."""
+        if self.state not in self._solution:
+            # a state without a solution is not searched again
+            self._solution[self.state] = None
+            self._solution |= dict(shortest_way(self.room, self.state))
+        return self._solution
 
     def _observe(self) -> Observation:
         if self.style is TextStyle.GRID:

@@ -113,6 +113,12 @@ def errors_told(listener: Callable[[Exception], None]) -> Iterator[None]:
         _Errors.listener = None
 
 
+def tell_error(error: Exception) -> None:
+    """Call the function of `errors_told`, if there is one, with an error that ends this rank."""
+    if _Errors.listener is not None:
+        _Errors.listener(error)
+
+
 def all_ranks_do(work: Callable[[], T]) -> T:
     """Return a function's result; an error of one rank is raised on all. All ranks must call it.
 
@@ -123,9 +129,9 @@ def all_ranks_do(work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-        if _Errors.listener is not None and not isinstance(error, StopRequestedError):
+        if not isinstance(error, StopRequestedError):
             # other ranks may be busy for long
-            _Errors.listener(error)
+            tell_error(error)
     try:
         errors = gather_over_ranks(None if error is None else sendable(error))
     except Exception:

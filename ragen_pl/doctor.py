@@ -32,7 +32,6 @@ _OPTIONAL = {
     "peft": ("LoRA", "pip install 'ragen_pl[lora]'"),
     "gguf": ("ragen_pl.import_gguf", "pip install 'ragen_pl[gguf]'"),
     "openai": ("endpoint=openai", "pip install 'ragen_pl[openai]'"),
-    "deepspeed": ("trainer.strategy=deepspeed", "pip install deepspeed"),
     "minigrid": ("env=babyai", "pip install 'ragen_pl[minigrid]'"),
     "reasoning-gym": ("env=countdown", "pip install 'ragen_pl[reasoning]'"),
     "resvg-py": ("env=svg", "pip install 'ragen_pl[svg]'"),

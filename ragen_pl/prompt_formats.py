@@ -174,3 +174,21 @@ def both_tags(name: str) -> tuple[str, str]:
 def _tagged(name: str, text: str) -> str:
     opening, closing = both_tags(name)
     return f"{opening}{text}{closing}"
+
+
+_PLAN = " so "
+
+
+def with_plan(description: str | None, plan: str | None) -> str:
+    """Return the reasoning of a demonstration: a description of the state, and a plan where there is one.
+
+    >>> with_plan("me 1 2 box 2 2", "reach 1 2 push Down")
+    'me 1 2 box 2 2 so reach 1 2 push Down'
+    """
+    return (description or "") + (f"{_PLAN}{plan}" if plan else "")
+
+
+def without_plan(reasoning: str, description: str) -> str:
+    """Return reasoning without a plan that follows a description of this length."""
+    end = len(description)
+    return reasoning[:end] if reasoning[end:].startswith(_PLAN) else reasoning

@@ -50,6 +50,17 @@ class EpisodeStatus(StrEnum):
     FAILED = "failed"
 
 
+class FailureCause(StrEnum):
+    """What an error of an environment is blamed on.
+
+    `INFRASTRUCTURE` is a connection, a time limit, a process that ended or a service that is full: a fresh environment
+    may get on. `DATA` is all else: the same episode would fail again.
+    """
+
+    INFRASTRUCTURE = "infrastructure"
+    DATA = "data"
+
+
 REWARD_PART = "environment/"
 """Prefix of the reward terms that are named parts of the environment's reward."""
 
@@ -231,6 +242,9 @@ class Trajectory:
         success: whether the task was solved.
         difficulty: difficulty of the initial state, where the environment has one.
         error: the environment's error, for `EpisodeStatus.FAILED`.
+        cause: what that error is blamed on, where it is known.
+        failed_after: numbers of turns that earlier attempts at the episode had when they failed.
+        replayed_turns: number of turns that repeat those of an earlier attempt.
         system_prompt_length: number of tokens of the system prompt, with which each prompt begins.
         final_prompt_ids: prompt of the state after the last turn, to bootstrap from.
         final_images: images of that prompt.
@@ -245,10 +259,19 @@ class Trajectory:
     success: bool
     difficulty: int | None = None
     error: str | None = None
+    cause: FailureCause | None = None
+    failed_after: tuple[int, ...] = ()
+    replayed_turns: int = 0
     system_prompt_length: int = 0
     final_prompt_ids: np.ndarray | None = None
     final_images: list[np.ndarray] = field(default_factory=list)
     final_patches: list[np.ndarray] | None = None
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        # as in `Turn`
+        added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
+        for name, value in (added | state[1]).items():
+            setattr(self, name, value)
 
     @property
     def reward(self) -> float:

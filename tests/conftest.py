@@ -50,8 +50,8 @@ def vlm() -> ModelBundle:
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tracking store whose tables exist. MLflow needs seconds to create them."""
-    from mlflow.tracking import MlflowClient
+    from ragen_pl.run.mlflow_outbox import client_of_new_store
 
     file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
+    client_of_new_store(f"sqlite:///{file}").search_experiments()
     return file

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
+from ragen_pl.engines.vllm_server.plugin import BACKEND, Downloads, TransferError
 from ragen_pl.models.bundle import ModelBundle
 
 Fault = int | str | Callable[[dict], object]
@@ -47,11 +48,22 @@ class Server(ThreadingHTTPServer):
             "multimodal_config": None,
         }
         self.load_format = "auto"
+        self.transfer: dict | None = {"backend": BACKEND}
+        self.lora: dict | None = {"max_lora_rank": 16}
         self.chunked = False
         self.version = "default"
         self.paused = False
         self.weights: dict = {}
+        # whether it samples with other weights than its label says
+        self.is_stale = False
+        self.adapters: dict[str, Path] = {}
         self.pushes = 0
+        # transfers that have begun; where it downloads to, and by which proxy
+        self.is_updating = False
+        self.downloads: Downloads | None = None
+        self.proxy: str | None = None
+        # whether it is killed by a call with a path and a body
+        self.dies_at: Callable[[str, dict | None], bool] = lambda path, body: False
         self.shift = 0
         self.disabled: str | None = None
         self.loading = 0
@@ -104,6 +116,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.runs.wait()
         self.server.calls[path] += 1
         with suppress(OSError):  # the engine has gone
+            if not self.server.is_dead and self.server.dies_at(path, body):
+                self.server.die()
             if self.server.is_dead:
                 self.connection.shutdown(socket.SHUT_RDWR)
             elif path == self.server.disabled:
@@ -120,6 +134,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: object) -> None:
         data = b"" if body is None else json.dumps(body).encode()
+        if body == "text":
+            data = b"Success: no JSON"
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -134,11 +150,20 @@ class Handler(BaseHTTPRequestHandler):
             "load_config": {"load_format": self.server.load_format},
             "device_config": {"device": "cpu"},
             "scheduler_config": {"enable_chunked_prefill": self.server.chunked},
+            "weight_transfer_config": self.server.transfer,
+            "lora_config": self.server.lora,
         }
         return 200, {"vllm_config": config}
 
     def tokenize(self, body: dict) -> tuple[int, object]:
         tokenizer = self.server.bundle.tokenizer
+        name = body.get("model")
+        if name is not None and name not in self.server.adapters:
+            # by the plug-in's resolver
+            found = self.server.downloads and self.server.downloads.adapters(name)
+            if found is None:
+                return 404, {"error": {"message": f"The model `{name}` does not exist."}}
+            return self.v1_load_lora_adapter({"lora_name": name, "lora_path": found})[0], {}
         text = body.get("prompt")
         if text is None:
             text = self.server.bundle.renderer.apply_chat_template(
@@ -176,6 +201,47 @@ class Handler(BaseHTTPRequestHandler):
         self.server.pushes += 1
         return 200, {"results": [None]}
 
+    def start_weight_update(self, _: None) -> tuple[int, object]:
+        if self.server.is_updating:
+            return 500, {"error": {"message": "already active. Call finish_weight_update first."}}
+        self.server.is_updating = True
+        return 200, {"message": "started"}
+
+    def finish_weight_update(self, _: None) -> tuple[int, object]:
+        self.server.is_updating = False
+        return 200, {"message": "finished"}
+
+    def update_weights(self, body: dict) -> tuple[int, object]:
+        server, info = self.server, body["update_info"]
+        assert server.is_updating and server.downloads is not None
+        place, _, path = info["manifest"].partition("//")[2].partition("/")
+        try:
+            folder = server.downloads.folder(f"http://{server.proxy or place}/{path}")
+        except (TransferError, OSError) as error:
+            server.is_updating = False
+            return 500, {"error": {"message": str(error)}}
+        if info["load"]:
+            assert server.paused and server.version == "replacing"
+            server.weights = {}
+            for file in sorted(folder.glob("*.safetensors")):
+                server.weights |= load_file(file)
+            server.pushes += 1
+        return 200, {"message": "updated"}
+
+    def v1_load_lora_adapter(self, body: dict) -> tuple[int, object]:
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        if name in self.server.adapters:
+            return 400, {"error": {"message": f"{name} has already been loaded"}}
+        self.server.weights = load_file(folder / "adapter_model.safetensors")
+        self.server.adapters[name] = folder
+        self.server.pushes += 1
+        return 200, "text"
+
+    def v1_unload_lora_adapter(self, body: dict) -> tuple[int, object]:
+        if self.server.adapters.pop(body["lora_name"], None) is None:
+            return 404, {"error": {"message": "cannot be found"}}
+        return 200, "text"
+
     def reset_prefix_cache(self, _: None) -> tuple[int, object]:
         return 200, {"success": True}
 
@@ -185,7 +251,10 @@ class Handler(BaseHTTPRequestHandler):
     def inference_v1_generate(self, body: dict) -> tuple[int, object]:
         server = self.server
         parameters = body["sampling_params"]
-        rng = np.random.default_rng(parameters.get("seed"))
+        if body.get("model") is not None and body["model"] not in server.adapters:
+            return 404, {"error": {"message": f"{body['model']} does not exist"}}
+        is_stale = server.is_stale or server.version == "default"
+        rng = np.random.default_rng(parameters.get("seed") + 1000 * is_stale)
         ids = rng.integers(10, 50, parameters["max_tokens"]).tolist()
         choice = {
             "token_ids": ids,
@@ -233,6 +302,6 @@ class Handler(BaseHTTPRequestHandler):
         elif isinstance(fault, int):
             self.answer(fault, {"error": {"message": "not\nnow"}})
         else:
-            if fault is not None:
+            if fault is not None and status == 200:
                 fault(answer["choices"][0])
             self.answer(status, answer)

@@ -1,4 +1,7 @@
-"""`python -m MODULE` in processes that skip the import of the heavy packages, which takes longer than most runs."""
+"""`python -m MODULE`, scripts and ranks in processes that skip the import of the heavy packages.
+
+It takes longer than most runs.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,34 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch.multiprocessing as mp
+
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["ragen_pl.run.train", "ragen_pl.evaluation.evaluator", "mlflow"])
+# what runs import, also late
+FORKS.set_forkserver_preload(
+    [
+        "ragen_pl.run.train",
+        "ragen_pl.run.component_checks",
+        "ragen_pl.run.loggers",
+        "ragen_pl.run.mlflow_outbox",
+        "ragen_pl.evaluation.evaluator",
+        "ragen_pl.memory.report",
+        "ragen_pl.engines.in_process.engine",
+        "ragen_pl.models.small_vlm.vision",
+        "ragen_pl.callbacks.collapse",
+        "ragen_pl.callbacks.plots",
+        "ragen_pl.callbacks.trajectories",
+        # by MLflow for a local store, and for traces
+        "mlflow.store.tracking.sqlalchemy_store",
+        "mlflow.pyfunc.context",
+        "IPython",
+    ]
+)
 
 
 def start_module(
@@ -24,10 +48,10 @@ def start_module(
     paths: Sequence[Path] = (ROOT,),
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """Start `python -m NAME` in a fork of a process that has imported the heavy packages.
+    """Start `python -m NAME` or `python NAME.py` in a fork of a process that has imported the heavy packages.
 
     Args:
-        name: of the module.
+        name: of the module, or path of the script.
         arguments: of the command line.
         folder: working folder.
         output: file for all that is written to stdout and stderr.
@@ -45,28 +69,35 @@ def run_module(
     arguments: Sequence[str],
     *,
     folder: Path,
+    output: Path | None = None,
     paths: Sequence[Path] = (ROOT,),
     timeout: float,
 ) -> tuple[int | None, str]:
-    """Run `python -m NAME` in a fork of a process that has imported the heavy packages.
+    """Run `python -m NAME` or `python NAME.py` in a fork of a process that has imported the heavy packages.
 
     Args:
-        name: of the module.
+        name: of the module, or path of the script.
         arguments: of the command line.
-        folder: working folder, with the output in `output.txt`.
+        folder: working folder.
+        output: file for all that is written; default `output.txt` in the working folder.
         paths: put in front of `sys.path`.
         timeout: seconds after which the process is killed.
 
     Returns:
         The exit code, negative for a signal, and all that was written to stdout and stderr.
     """
-    output = folder / "output.txt"
+    output = output or folder / "output.txt"
     process = start_module(name, arguments, folder=folder, output=output, paths=paths)
     process.join(timeout)
     if process.is_alive():
         process.kill()
         process.join()
     return process.exitcode, output.read_text(errors="replace")
+
+
+def run_two_ranks(function: Callable[..., None], *arguments: object) -> None:
+    """Call `function(rank, *arguments)` in a fork for each of two ranks, and raise what one of them raises."""
+    mp.start_processes(function, args=arguments, nprocs=2, start_method="forkserver")
 
 
 def _become(
@@ -85,4 +116,9 @@ def _become(
     os.chdir(folder)
     sys.path[:0] = [str(folder), *map(str, paths)]
     sys.argv[1:] = arguments
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    if name.endswith(".py"):
+        script = folder / name
+        sys.argv[0], sys.path[0] = name, str(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)

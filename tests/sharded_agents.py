@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ CASES = {
     "importance masks": Case(agent={"masks": Masks(importance=Importance(loss=0.5))}),
     "adapters, frozen copy": Case(lora={"r": 2}, kl={"reference": FrozenCopy()}, copies=True),
 }
+
+
+# cases of hybrid sharding
+HYBRID = ("shared critic, checkpointed layers, minibatches by length", "bfloat16, moving average")
 
 
 class Fault(Exception):
@@ -186,7 +191,7 @@ def update(agent, batch, optimizer, case, *, iteration, results):
         minibatches=1,
         length_buckets=4,
         tokens_per_microbatch=case.tokens,
-        world_size=2,
+        world_size=dist.get_world_size(),
         sum_over_ranks=sum_over_ranks,
         max_over_ranks=max_over_ranks,
     )
@@ -214,7 +219,7 @@ def average(agent):
             own = torch.zeros_like(weight) if weight.grad is None else weight.grad
             weight.grad = None
             weight.grad_dtype = torch.float32
-            weight.grad = sum_over_ranks(own.float()).div(2)
+            weight.grad = sum_over_ranks(own.float()).div(dist.get_world_size())
 
 
 def difference(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -240,10 +245,23 @@ def run(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def learn(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """Return what both ways find on this rank."""
+def run_hybrid(rank: int, folder: str) -> None:
+    """Write what this one of four ranks finds, of which two share a copy of the state."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    torch.set_num_threads(1)
+    # the ranks of a copy have the same samples, and the copies others
+    found = learn(
+        rank // 2, init_device_mesh("cpu", (2, 2), mesh_dim_names=sharding.HYBRID), HYBRID
+    )
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def learn(rank: int, mesh: DeviceMesh, names: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what both ways find on this rank, in all cases unless some are named."""
     results = {}
-    for name, case in CASES.items():
+    for name in names or CASES:
+        case = CASES[name]
         expected = iterate(case, build(case), rank=rank)
         models: list[Any] = []
         agent = build(case, models)

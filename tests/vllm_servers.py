@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from ragen_pl.engines.vllm_server.process import guarded, is_healthy
@@ -30,10 +31,13 @@ class UserServer:
     Args:
         folder: Folder of the model.
         flags: Further arguments.
+        variables: Further variables of its environment.
     """
 
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.folder, self.flags = folder, flags
+    def __init__(
+        self, folder: Path, *flags: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder, self.flags, self.variables = folder, flags, variables or {}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -51,7 +55,7 @@ class UserServer:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 guarded([*command.split(), *self.flags]),
-                env=environment(),
+                env=environment() | self.variables,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

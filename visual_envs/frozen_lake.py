@@ -79,6 +79,7 @@ class FrozenLakeVisual(TileImages, FrozenLake):
         max_distance: Count | None = None,
         step_cost: Reward = 0.0,
         random_start: bool = True,
+        plans: bool = False,
         trail: bool = False,
         tiles: Theme = Theme.DAY,
         image_scale: Count = 1,
@@ -93,6 +94,7 @@ class FrozenLakeVisual(TileImages, FrozenLake):
             max_distance=max_distance,
             step_cost=step_cost,
             random_start=random_start,
+            plans=plans,
             render_mode=render_mode,
         )
         self._arrive()

@@ -74,6 +74,7 @@ class SokobanVisual(TileImages, Sokoban):
         box_reward: Reward = 0.0,
         solved_reward: Reward = 1.0,
         end_on_deadlock: bool = False,
+        plans: bool = False,
         tiles: Theme = Theme.DAY,
         image_scale: Count = 1,
         render_mode: str | None = None,
@@ -89,6 +90,7 @@ class SokobanVisual(TileImages, Sokoban):
             box_reward=box_reward,
             solved_reward=solved_reward,
             end_on_deadlock=end_on_deadlock,
+            plans=plans,
             render_mode=render_mode,
         )
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
+import gymnasium
 import numpy as np
 from annotated_types import Ge
 from gymnasium import spaces
 
-from envs.adapters.openenv_session import MAX_MESSAGE_MIB, Session, SessionLost
+from envs.adapters.openenv_episode import ServedEpisode
+from envs.adapters.openenv_members import Members, image_of
+from envs.adapters.openenv_session import MAX_MESSAGE_MIB, worded
 from envs.base import Count, Environment, Observation, checked_arguments
 
 # The server's words for an action that it does not take.
@@ -25,7 +26,7 @@ class RefusedAction(Exception):
 
 
 class OpenEnv(Environment):
-    """Play an environment on an OpenEnv server.
+    """Play an environment on OpenEnv servers.
 
     ## Description
     One environment holds one session, which answers the server's pings at all times. It speaks the WebSocket protocol
@@ -34,12 +35,17 @@ class OpenEnv(Environment):
     `{"type": "observation", "data": {"observation": {...}, "reward": 0.5, "done": false, "metadata": {...}}}`.
     The library's HTTP endpoints (0.10) make an environment for each request, and so hold no episode.
 
+    A session that is lost is replaced by one on the next server, where the episode is played again: the same seed, the
+    actions so far, and each answer is compared with the one before. Servers of `ragen_pl.serve_environment` number the
+    steps and take each once.
+
     ## Action Space
     `Text(max_action_length)`: text that the action holds in `action_field`, or a whole action as JSON where that is
-    null.
+    null. With `members` that of the environment on the server.
 
     ## Observation Space
-    `Text`: `observation_field` of the observation, or all of it as JSON where that is null.
+    `Text`: `observation_field` of the observation, or all of it as JSON where that is null. With `members` text, or
+    text with images.
 
     ## Starting State
     As the server draws it from the seed.
@@ -50,23 +56,33 @@ class OpenEnv(Environment):
     ## Information
     `success`: `success` in the server's metadata, otherwise a last reward of at least `success_reward`.
     `action_is_valid`: false for an action that the server's types do not allow. `reward_parts`: those of the metadata.
+    With `members` all that the environment's step returned. `replayed_steps`: steps that were played again before this
+    one, where there are any.
 
     ## Arguments
-    - `url`: address of the server, such as `http://127.0.0.1:8000`.
-    - `reset`: data of each reset beside the seed. `timeout_s`: longest wait for an answer.
+    - `urls`: addresses of servers with the same environment, such as `[http://127.0.0.1:8000]`.
+    - `members`: whether they are servers of `ragen_pl.serve_environment`, which tell the members of their environment:
+      action names, instructions, state keys and others are then those, and `rules`, `action_field`,
+      `observation_field`, `success_reward` and `max_action_length` have no effect.
+    - `reset`: data of each reset beside the seed. `timeout_s`: longest wait for an answer, after which a numbered step
+      is asked for once more. `connect_timeout_s`: longest wait for a connection.
+    - `search_s`: seconds in which a server is looked for where none answers or all are full.
     - `idle_limit_s`: seconds without a request after which the server gives a session up (`session_timeout` of the
-      library); null where it never does.
-    - `replay`: whether an episode whose session is lost goes on in a new one, where its actions are played again and
-      the answers compared; otherwise the episode fails.
+      library); null where it never does, or closes the socket.
+    - `replay`: whether an episode whose session is lost goes on in a new one; otherwise the episode fails.
     - `rules`: instructions in full sentences.
     - `example_actions`: actions from which a random policy chooses.
     """
+
+    relations: Callable[[], list[tuple[str, int, int]]]
+    """Positions of things relative to the player, where the server tells them."""
 
     @checked_arguments
     def __init__(
         self,
         *,
-        url: str,
+        urls: Sequence[str],
+        members: bool = False,
         rules: str = "",
         action_field: str | None = "message",
         observation_field: str | None = None,
@@ -74,29 +90,33 @@ class OpenEnv(Environment):
         reset: Mapping[str, Any] | None = None,
         success_reward: float = 1.0,
         timeout_s: Annotated[float, Ge(1e-3)] = 30.0,
+        connect_timeout_s: Annotated[float, Ge(1e-3)] = 10.0,
+        search_s: Annotated[float, Ge(0)] = 30.0,
         idle_limit_s: Annotated[float, Ge(1e-3)] | None = None,
         replay: bool = True,
         max_action_length: Count = 4000,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        scheme, found, place = url.rstrip("/").partition("://")
-        if not found or scheme not in ("http", "https", "ws", "wss"):
-            raise ValueError(
-                f"url: found {url!r}, expected an address such as http://127.0.0.1:8000"
-            )
-        self.url = f"{scheme.replace('http', 'ws')}://{place}/ws"
         self.instructions = rules
         self.action_field, self.observation_field = action_field, observation_field
         self.example_actions, self.reset_data = tuple(example_actions), dict(reset or {})
-        self.success_reward, self.timeout_s = success_reward, timeout_s
-        self.action_space = spaces.Text(max_action_length)
+        self.success_reward = success_reward
+        self.action_space: spaces.Space[Any] = spaces.Text(max_action_length)
         self.observation_space = spaces.Text(MAX_MESSAGE_MIB * _MIB)
-        self.idle_limit_s, self.replay = idle_limit_s, replay
-        self._session: Session | None = None
-        # messages since the reset, each with a digest of its answer
-        self._episode: list[tuple[Mapping[str, Any], bytes]] = []
+        self._episode = ServedEpisode(
+            urls,
+            name=json.dumps(self.reset_data, default=str),
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            search_s=search_s,
+            idle_limit_s=idle_limit_s,
+            replay=replay,
+        )
         self._shown, self._turn = "", 0
+        self._members: Members | None = None
+        if members:
+            self._take_members(Members(self._told_members()))
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -104,65 +124,116 @@ class OpenEnv(Environment):
         """Begin an episode.
 
         Raises:
-            ConnectionError: the server does not answer.
+            ConnectionError: no server answers.
             RuntimeError: it answers with an error.
         """
-        self._begin(seed=seed, options=options)
-        drawn = int(self.np_random.integers(2**31))
-        data = self._ask("reset", {**self.reset_data, "seed": drawn})
+        message = dict(self.reset_data)
+        if self._members is None:
+            self._begin(seed=seed, options=options)
+            message["seed"] = int(self.np_random.integers(2**31))
+        else:
+            gymnasium.Env.reset(self, seed=seed)
+            self._over, self.steps = False, 0
+            drawn = int(self.np_random.integers(2**31)) if seed is None else seed
+            message |= {"seed": drawn} | ({"options": dict(options)} if options else {})
+        data = self._ask("reset", message)
         self._turn, self._over = 0, bool(data.get("done"))
-        self._shown = self._text(data)
-        return self._shown, {}
+        return self._observed(data), {}
 
-    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int | str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Send an action.
 
         Raises:
-            ConnectionError: the server does not answer.
+            ConnectionError: no server answers, or none goes on with the episode.
             RuntimeError: it answers with an error that is not the action's.
         """
-        text = self._take_text(action)
+        text = self._text_of(action)
         self._turn += 1
+        replayed = self._episode.replayed_steps
         try:
             data = self._ask("step", self._action(text))
         except RefusedAction as error:
             return str(error), 0.0, False, False, {"success": False, "action_is_valid": False}
-        self._shown, self._over = self._text(data), bool(data.get("done"))
+        shown, self._over = self._observed(data), bool(data.get("done"))
         reward, metadata = float(data.get("reward") or 0.0), data.get("metadata") or {}
-        won = self._over and reward >= self.success_reward
-        info = {
-            "success": bool(metadata.get("success", won)),
-            "action_is_valid": bool(metadata.get("action_is_valid", True)),
-        }
-        if "reward_parts" in metadata:
-            info["reward_parts"] = metadata["reward_parts"]
-        return self._shown, reward, self._over, False, info
+        truncated = False
+        if self._members is not None:
+            info, truncated = dict(metadata.get("info") or {}), bool(metadata.get("truncated"))
+            terminated = bool(metadata.get("terminated"))
+        else:
+            terminated = self._over
+            won = terminated and reward >= self.success_reward
+            info = {
+                "success": bool(metadata.get("success", won)),
+                "action_is_valid": bool(metadata.get("action_is_valid", True)),
+            }
+            if "reward_parts" in metadata:
+                info["reward_parts"] = metadata["reward_parts"]
+        if self._episode.replayed_steps > replayed:
+            info["replayed_steps"] = self._episode.replayed_steps - replayed
+        return shown, reward, terminated, truncated, info
 
     def close(self) -> None:
         """End the session."""
-        self._disconnect()
+        self._episode.close()
 
     def state_key(self) -> str:
-        """Return the observation: the server's state is not known."""
-        return self._shown
+        """Return the observation where the server's state is not known, and otherwise its key."""
+        return self._shown if self._members is None else self._members.state("state_key")
 
     def describe(self) -> str:
-        """Return the number of this turn: `turn 2`."""
+        """Return the number of this turn (`turn 2`), with `members` the environment's description."""
+        if self._members is not None:
+            return self._members.state("description")
         return f"turn {self._turn + 1}"
 
     def difficulty(self) -> int:
-        """Return 1: the episodes of a server count as equally hard."""
-        return 1
+        """Return 1, since the episodes of a server count as equally hard; with `members` that of the environment."""
+        return 1 if self._members is None else self._members.state("difficulty")
 
-    def random_action(self, rng: np.random.Generator) -> str:
-        """Return one of `example_actions`."""
+    def random_action(self, rng: np.random.Generator) -> int | str:
+        """Return an action of a random policy; of texts one of `example_actions`."""
+        if self.action_names:
+            return int(rng.integers(len(self.action_names)))
         return self.example_actions[int(rng.integers(len(self.example_actions)))]
 
     def render(self) -> str:
         """Return the current observation (`render_mode="ansi"`)."""
         return self._shown
 
+    def _told_members(self) -> Mapping[str, Any]:
+        """Return the members of the environment on the servers.
+
+        Raises:
+            ConnectionError: no server answers.
+            ValueError: it tells no members.
+        """
+        told = self._episode.about().get("members")
+        if isinstance(told, Mapping):
+            return told
+        raise ValueError(
+            f"members=true: {self._episode.url} tells no members of its environment; set members=false, or serve it by "
+            "python -m ragen_pl.serve_environment"
+        )
+
+    def _take_members(self, members: Members) -> None:
+        self._members = members
+        self.instructions, self.rules = members.instructions, members.rules
+        self.tool_schemas, self.reward_range = members.tool_schemas, members.reward_range
+        self.relation_names, self.action_names = members.relation_names, members.action_names
+        self.action_space = members.action_space
+        if members.tells_relations:
+            # formats and checks ask whether there is such a method
+            self.relations = members.relations
+
+    def _text_of(self, action: int | str) -> str:
+        if isinstance(action, str):
+            return self._take_text(action)
+        return self.action_names[self._take(action)]
+
     def _action(self, text: str) -> dict[str, Any]:
+        if self._members is not None:
+            return {"message": text}
         if self.action_field is not None:
             return {self.action_field: text}
         try:
@@ -174,81 +245,35 @@ class OpenEnv(Environment):
             raise RefusedAction("error: expected a JSON object")
         return action
 
-    def _text(self, data: Mapping[str, Any]) -> str:
+    def _observed(self, data: Mapping[str, Any]) -> Observation:
+        """Return the observation of an answer, and keep its text and the state."""
         observation = data.get("observation")
+        if self._members is not None:
+            if not isinstance(observation, Mapping):
+                raise RuntimeError(f"found {observation!r}, expected an observation with text")
+            self._members.update((data.get("metadata") or {}).get("state") or {})
+            self._shown = str(observation.get("text"))
+            images = observation.get("images")
+            if images:
+                return {"text": self._shown, "images": [image_of(one) for one in images]}
+            return self._shown
         if self.observation_field is None:
-            return json.dumps(observation, ensure_ascii=False)
-        if not isinstance(observation, Mapping) or self.observation_field not in observation:
+            self._shown = json.dumps(observation, ensure_ascii=False)
+        elif isinstance(observation, Mapping) and self.observation_field in observation:
+            self._shown = str(observation[self.observation_field])
+        else:
             fields = sorted(observation) if isinstance(observation, Mapping) else observation
             raise RuntimeError(
-                f"{self.url}: observation_field={self.observation_field}: found {fields}; name one of these"
+                f"{self._episode.url}: observation_field={self.observation_field}: found {fields}; name one of these"
             )
-        return str(observation[self.observation_field])
+        return self._shown
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return the data of its answer; a lost session is replaced by a new one."""
-        message = {"type": kind, "data": dict(data)}
-        try:
-            answer = self._exchange(message)
-        except ConnectionError:
-            self._disconnect()
-            raise
-        self._episode.append((message, _digest(answer)))
+        """Send a message and return the data of its answer."""
+        answer = self._episode.ask(kind, data)
         found = answer.get("data") or {}
         if answer.get("type") != "error":
             return dict(found)
-        error, code = found.get("message", "unknown"), found.get("code", "UNKNOWN")
-        if kind == "step" and code in _REFUSALS:
-            raise RefusedAction(f"error: {error}")
-        raise RuntimeError(f"{self.url}: {error} ({code})")
-
-    def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        is_reset = message["type"] == "reset"
-        if is_reset:
-            self._episode = []
-            if self._session is None or self._session.is_lost:
-                self._connect()
-        if self._session is None:
-            raise ConnectionResetError(f"{self.url}: the server has ended the session")
-        try:
-            return self._session.ask(message)
-        except SessionLost as loss:
-            if not (self.replay or is_reset):
-                raise
-            self._connect()
-            self._replay(loss)
-            return self._session.ask(message)
-
-    def _replay(self, loss: SessionLost) -> None:
-        """Play the episode up to now in the new session.
-
-        Raises:
-            ConnectionError: it goes differently there.
-        """
-        assert self._session is not None
-        for number, (message, seen) in enumerate(self._episode):
-            if _digest(self._session.ask(message)) != seen:
-                raise ConnectionError(
-                    f"{loss}; a new session answered differently after {number} of the same actions, so the episode "
-                    "cannot go on"
-                )
-
-    def _connect(self) -> None:
-        self._disconnect()
-        self._session = Session(self.url, timeout_s=self.timeout_s, idle_limit_s=self.idle_limit_s)
-
-    def _disconnect(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            with suppress(ConnectionError):
-                session.close()
-
-
-def _digest(answer: Mapping[str, Any]) -> bytes:
-    """Return a digest of an answer's episode, without metadata, which may hold times and names of sessions."""
-    data = answer.get("data") or {}
-    content = [
-        answer.get("type"),
-        *(data.get(name) for name in ("observation", "reward", "done", "code")),
-    ]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+        if kind == "step" and found.get("code") in _REFUSALS:
+            raise RefusedAction(f"error: {found.get('message', 'unknown')}")
+        raise RuntimeError(f"{self._episode.url}: {worded(answer)}")

@@ -26,13 +26,13 @@ def relation_problems(cfg: DictConfig) -> Iterator[str]:
         _left_out_ahead,
         _native,
         _ranks,
+        _rollout_limit,
         _size,
         _float16,
         _flash_attention,
         _adapter_dropout,
         _reference,
         _critic,
-        _microbatches,
         _sharded_weights,
         _fsdp2,
     ):
@@ -85,6 +85,12 @@ def strategy_name(strategy: object) -> str:
 def is_fsdp2(strategy: object) -> bool:
     """Return whether `trainer.strategy` is FSDP2."""
     return strategy_name(strategy).startswith("fsdp2")
+
+
+def shard_size(strategy: object) -> int | None:
+    """Return the number of ranks that share a copy of the state under FSDP2; None for all."""
+    size = strategy.get("shard_size") if isinstance(strategy, DictConfig) else None
+    return size if isinstance(size, int) else None
 
 
 _Get = Callable[[str], object]
@@ -160,16 +166,6 @@ def _native(get: _Get) -> str | None:
     return None
 
 
-def _microbatches(get: _Get) -> str | None:
-    tokens, strategy = get("update.tokens_per_microbatch"), get("trainer.strategy")
-    if tokens is not None and strategy_name(strategy).startswith("deepspeed"):
-        return (
-            f"update.tokens_per_microbatch={tokens}: {_named(strategy)} accumulates a fixed number of microbatches; "
-            "set null and trainer.accumulate_grad_batches, or another trainer.strategy"
-        )
-    return None
-
-
 def _named(strategy: object) -> str:
     return str(strategy["_target_"] if isinstance(strategy, DictConfig) else strategy)
 
@@ -178,9 +174,12 @@ def _sharded_weights(get: _Get) -> str | None:
     """Strategies that gather weights in each forward pass, of which ranks run different numbers in a rollout."""
     strategy = get("trainer.strategy")
     name = strategy_name(strategy)
-    stage = strategy.get("stage") if isinstance(strategy, DictConfig) else None
-    deepspeed = name.startswith("deepspeed") and ("stage_3" in name or stage == 3)
-    if deepspeed or (name.startswith("fsdp") and not is_fsdp2(strategy)):
+    if name.startswith("deepspeed"):
+        return (
+            f"trainer.strategy={_named(strategy)}: DeepSpeed asks for the size of a batch before there is a rollout, "
+            "and clips and accumulates by itself; set trainer.strategy=fsdp2, which shards the same state"
+        )
+    if name.startswith("fsdp") and not is_fsdp2(strategy):
         return (
             f"trainer.strategy={_named(strategy)}: its ranks would wait for each other in a rollout, where they sample "
             "different numbers of tokens; set trainer.strategy=fsdp2, which gathers the weights once a rollout"
@@ -202,6 +201,15 @@ def _fsdp2(get: _Get) -> str | None:
         return (
             f"trainer.strategy=fsdp2: needs torch {'.'.join(map(str, _TORCH_OF_FSDP2))} and found {installed}; "
             "pip install -U torch, or set trainer.strategy=ddp"
+        )
+    size, ranks = (
+        shard_size(get("trainer.strategy")),
+        _rank_count(get("trainer.devices"), get("trainer.num_nodes")),
+    )
+    if size is not None and ranks % size and ranks > 1:
+        return (
+            f"trainer.strategy.shard_size={size}: expected a divisor of the {ranks} ranks; set the number of devices "
+            "of a machine"
         )
     if get("trainer.precision") in ("16-mixed", "16", 16):
         return (
@@ -236,6 +244,16 @@ def _ranks(get: _Get) -> str | None:
         return (
             f"warm_start.episodes={episodes}: fewer than the {ranks} ranks of trainer.devices={devices} "
             f"trainer.num_nodes={nodes}; set at least {ranks}"
+        )
+    return None
+
+
+def _rollout_limit(get: _Get) -> str | None:
+    rollout, longest = get("trainer.rollout_timeout_s"), get("trainer.timeout_s")
+    if isinstance(rollout, int | float) and isinstance(longest, int | float) and rollout > longest:
+        return (
+            f"trainer.rollout_timeout_s={rollout:g}: expected at most trainer.timeout_s={longest:g}, the limit of the "
+            "process group; raise that one"
         )
     return None
 

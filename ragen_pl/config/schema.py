@@ -156,9 +156,11 @@ class Rollout(TypedDict, total=False):
 
     Attributes:
         engine: engine that samples the responses.
+        failures: what follows the errors of environments.
     """
 
     engine: Component
+    failures: Annotated[dict[str, Any], Arguments("ragen_pl.rollout.settings.FailureSettings")]
 
 
 class Validation(TypedDict, total=False):
@@ -213,7 +215,7 @@ _Duration = Annotated[
 
 
 class Trainer(TypedDict, total=False):
-    """`trainer`: keyword arguments of `lightning.Trainer` (2.6), and `timeout_s`, the process group's.
+    """`trainer`: keyword arguments of `lightning.Trainer` (2.6), and limits of ranks and starts.
 
     Arguments that the run sets itself are left out: logger, callbacks, num_sanity_val_steps, enable_model_summary,
     log_every_n_steps, default_root_dir. The precisions leave out the true half precisions, which would round
@@ -225,6 +227,11 @@ class Trainer(TypedDict, total=False):
         num_nodes: number of machines.
         strategy: how ranks work together; `auto` for one device or DDP.
         timeout_s: longest wait of a rank for another one, which may roll out for longer.
+        rollout_timeout_s: longest wait at the end of a rollout, up to `timeout_s`; null for `timeout_s`.
+        stall_s: longest time of one of several ranks without a turn, minibatch or validation batch; it then prints its
+            stacks and ends the run; null for no limit.
+        shared_folder_s: time within which a file of the first rank has to appear in the run's folder on all machines.
+        max_starts: failed starts from one step, after which a run is not started again; null for any number.
         precision: precision of the forward passes.
         max_epochs: number of iterations; -1 for no limit.
         gradient_clip_val: largest norm of the gradient of the policy, and of the critic; null for no limit.
@@ -256,6 +263,10 @@ class Trainer(TypedDict, total=False):
         | Component
     )
     timeout_s: Annotated[float, Gt(0), Note("seconds")]
+    rollout_timeout_s: Annotated[float, Gt(0), Note("seconds")] | None
+    stall_s: Annotated[float, Gt(0), Note("seconds")] | None
+    shared_folder_s: Annotated[float, Ge(0), Note("seconds")]
+    max_starts: Count | None
     precision: Literal["32-true", "16-mixed", "bf16-mixed", "32", "16", "bf16", 16, 32] | None
     fast_dev_run: bool | CountOrZero
     max_epochs: Annotated[int, Ge(-1), Note("iterations")]
@@ -340,6 +351,9 @@ class _Settings(TypedDict, total=False):
     source: Source
     validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
     endpoint: Component | None
+
+    # serve_environment
+    server: Annotated[dict[str, Any], Arguments("ragen_pl.environments.serving.ServerSettings")]
 
     # sync and watch
     run: Annotated[str, ExistingPath(), Note("a run's folder")] | None

@@ -21,7 +21,15 @@ from ragen_pl.known_pickle import packed, unpacked
 from ragen_pl.rank_states import by_rank
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import Progress
-from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Statement, Trajectory, Turn
+from ragen_pl.trajectory import (
+    EpisodeStatus,
+    FailureCause,
+    Observation,
+    Span,
+    Statement,
+    Trajectory,
+    Turn,
+)
 
 log = logging.getLogger(__name__)
 # numpy's own pickles of arrays, which can break memory and are not read
@@ -48,7 +56,9 @@ class PlayedRollout:
         return self.iteration - self.weights_of
 
 
-_CLASSES = (PlayedRollout, Trajectory, Turn, Observation, Statement, EpisodeStatus, Span)
+_CLASSES = (
+    PlayedRollout, Trajectory, Turn, Observation, Statement, EpisodeStatus, FailureCause, Span,
+)  # fmt: skip
 
 
 def _unpacked(data: bytes) -> PlayedRollout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from ragen_pl.data.ahead import PlayedRollout, RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.data.failures import Remaining, remaining, too_few
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.rollout_module import AsyncRolloutModule, RolloutModule
@@ -27,19 +29,20 @@ from ragen_pl.distributed import (
     sum_over_ranks,
     world_size,
 )
-from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.protocol import RolloutEngine
+from ragen_pl.engines.protocol import RolloutEngine, resent_by
 from ragen_pl.environments.manager import EpisodeSpec
+from ragen_pl.metrics.failures import FailureStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rank_states import RankStatesError, by_rank
 from ragen_pl.rewards.shaping import RewardFunction, check_terms
 from ragen_pl.rollout.background import BackgroundRollout
-from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class RolloutDataModule(MinibatchDataModule):
@@ -92,6 +95,8 @@ class RolloutDataModule(MinibatchDataModule):
         self.buffer: TrajectoryBatch | None = None
         self.metrics: dict[str, float] = {}
         self._iteration = -1
+        self._engine: RolloutEngine | None = None
+        self._resent = 0
         self._ahead = RolloutAhead(ahead, self._reward)
 
     def setup(self, stage: str) -> None:
@@ -141,23 +146,26 @@ class RolloutDataModule(MinibatchDataModule):
         the rollout of the next iteration begins here, and goes on while this one trains.
 
         Raises:
-            RolloutError: more than `max_failed` of the episodes failed.
+            RolloutError: failures leave too few episodes, see `FailureSettings`.
         """
         played = self._ahead.played(iteration, progress=progress)
+        if played is not None and not self._is_enough(played.trajectories, iteration):
+            played = None
         trajectories: list[Trajectory] = []
         attempts = 0
         for rollout in self._rollouts(module, iteration, played=played, progress=progress):
             attempts += 1
             trajectories += rollout
-            self._measure(trajectories, iteration)
+            left = self._measure(trajectories, iteration)
             selection = select_groups(
-                trajectories,
+                left.trajectories,
                 self.group_filter,
                 returns=lambda trajectory: trajectory.reward,
                 limit=self.settings.groups,
             )
             if selection.groups >= self.settings.groups:
                 break
+        self.metrics["trained_fraction"] = selection.episodes / left.all
         if self.group_filter != GroupFilter():
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
         if self.curriculum is not None:
@@ -207,6 +215,8 @@ class RolloutDataModule(MinibatchDataModule):
             )
             # a rank whose rollout fails, or is stopped, does not leave the others waiting
             trajectories = all_ranks_do(play)
+            if not self._is_enough(trajectories, iteration):
+                trajectories = all_ranks_do(play)
             self._reward(trajectories)
             yield trajectories
 
@@ -262,6 +272,7 @@ class RolloutDataModule(MinibatchDataModule):
         return by_steps or by_iterations
 
     def _responder(self, engine: RolloutEngine, version: int) -> EngineResponder:
+        self._engine = engine
         return EngineResponder(engine=engine, context=self.proxy.context, version=version)
 
     def _seed_key(self, iteration: int) -> tuple[int | str, ...]:
@@ -286,22 +297,38 @@ class RolloutDataModule(MinibatchDataModule):
         super().teardown(stage)
         self._ahead.drop()
 
-    def _measure(self, trajectories: list[Trajectory], iteration: int) -> None:
-        statistics = RolloutStatistics()
+    def _is_enough(self, trajectories: Sequence[Trajectory], iteration: int) -> bool:
+        """Return whether failures leave enough of a rollout; the same on every rank."""
+        failures = self.proxy.failures
+        left = remaining(trajectories, failures, group_size=self.settings.group_size)
+        enough = left.is_enough(failures)
+        if not enough and rank() == 0:
+            log.warning(
+                "iteration %d: %d of %d episodes failed; it is played once more",
+                iteration + 1,
+                left.failed,
+                left.all,
+            )
+        return enough
+
+    def _measure(self, trajectories: list[Trajectory], iteration: int) -> Remaining:
+        """Set the metrics of an iteration and return what failures leave of it."""
+        failures = self.proxy.failures
+        left = remaining(trajectories, failures, group_size=self.settings.group_size)
+        if not left.is_enough(failures):
+            raise too_few(left, trajectories, failures, iteration=iteration)
+        statistics, failure_statistics = RolloutStatistics(), FailureStatistics()
         statistics.update(trajectories)
-        self.metrics = statistics.compute()
+        failure_statistics.update(trajectories)
+        self.metrics = statistics.compute() | failure_statistics.compute()
+        self.metrics["dropped_groups"] = float(left.dropped_groups)
+        resent = None if self._engine is None else resent_by(self._engine)
+        if resent is not None:
+            new, self._resent = resent - self._resent, resent
+            self.metrics["resent"] = float(sum_over_ranks(torch.tensor(float(new))))
         environments = self.proxy.environments
         self.metrics["redraws"] = environments.redraws / max(environments.resets, 1)
-        failed, played = self.metrics["failed_episodes"], self.metrics["episodes"]
-        # the same on every rank
-        if self.metrics["failed"] > self.settings.max_failed or not played:
-            errors = [
-                error for part in gather_over_ranks(errors_of(trajectories)) for error in part
-            ]
-            raise RolloutError(
-                f"iteration {iteration + 1}: {failed:.0f} of {failed + played:.0f} episodes failed, more than "
-                f"rollout.max_failed={self.settings.max_failed:g} allows; most with {most_common(errors)}"
-            )
+        return left
 
     def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle

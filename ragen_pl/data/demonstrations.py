@@ -116,11 +116,15 @@ class DemonstrationDataModule(MinibatchDataModule):
 
 
 def set_discounted_returns(batch: TrajectoryBatch, *, gamma: float) -> None:
-    """Set each sampled token's return to its turn's discounted return-to-go, Σ_k gamma^(k-t) r_k."""
+    """Set each sampled token's return to its turn's discounted return-to-go, Σ_k gamma^(k-t) r_k.
+
+    Turns that do not advance, such as summaries, are not counted in the exponent.
+    """
     rewards = batch.episodes.turn_rewards
+    discounts = torch.where(batch.episodes.advances, gamma, 1.0)
     returns = torch.zeros(rewards.shape[0], rewards.shape[1] + 1)
     for turn in reversed(range(rewards.shape[1])):
-        returns[:, turn] = rewards[:, turn] + gamma * returns[:, turn + 1]
+        returns[:, turn] = rewards[:, turn] + discounts[:, turn] * returns[:, turn + 1]
     samples = batch.samples
     sampled = samples.turn >= 0
     samples.returns = torch.where(

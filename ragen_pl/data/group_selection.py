@@ -30,6 +30,8 @@ class GroupSelection:
     """The same on every rank."""
     groups: int
     """Number of groups kept over all ranks."""
+    episodes: int
+    """Number of their episodes."""
     is_dummy: bool = False
     """This rank has no group of its own: its one trajectory must not count."""
 
@@ -63,9 +65,11 @@ def select_groups(
     if not kept:
         kept = [_widest_group(judged)]
         weight[kept[0]] = 1.0
-    own, is_dummy = _distribute(local, kept, owner)
+    target = _target_ranks(kept, owner, ranks=world_size())
+    own, is_dummy = _distribute(local, kept, owner, target)
     weights = [weight[trajectory.group] for trajectory in own]
-    return GroupSelection(own, weights, metrics, len(kept), is_dummy)
+    episodes = sum(number in target for number, _ in judged)
+    return GroupSelection(own, weights, metrics, len(kept), episodes, is_dummy)
 
 
 def _widest_group(judged: list[tuple[int, float]]) -> int:
@@ -78,18 +82,16 @@ def _widest_group(judged: list[tuple[int, float]]) -> int:
 
 
 def _distribute(
-    local: list[Trajectory], kept: list[int], owner: dict[int, int]
+    local: list[Trajectory], kept: list[int], owner: dict[int, int], target: dict[int, int]
 ) -> tuple[list[Trajectory], bool]:
     """Return this rank's trajectories and whether they are a dummy; the ranks differ by one group at most."""
-    ranks = world_size()
-    target = _target_ranks(kept, owner, ranks=ranks)
     own = [trajectory for trajectory in local if target.get(trajectory.group) == rank()]
     moving = [trajectory for trajectory in local if target.get(trajectory.group, rank()) != rank()]
     if any(target[group] != owner[group] for group in kept):
         arrived = [trajectory for part in gather_over_ranks(moving) for trajectory in part]
         own += [trajectory for trajectory in arrived if target[trajectory.group] == rank()]
         own.sort(key=lambda trajectory: (trajectory.group, trajectory.member))
-    if len(kept) >= ranks:
+    if len(kept) >= world_size():
         return own, False
     dummy = [trajectory for trajectory in own if trajectory.group == kept[0]][:1]
     dummy = next(part for part in gather_over_ranks(dummy) if part)

@@ -20,14 +20,12 @@ class IterationSettings:
     Attributes:
         groups: number of groups of an iteration over all ranks.
         group_size: number of episodes of a group, all from the same initial state.
-        max_failed: largest fraction of an iteration's episodes that may fail; more end the run.
         iterations_ahead: 1 to sample an iteration's rollout while the iteration before it trains, with weights one
             update older; 0 to sample it with present weights.
     """
 
     groups: Count = 128
     group_size: Count = 1
-    max_failed: Fraction = 0.9
     iterations_ahead: IterationsAhead = 0
 
 

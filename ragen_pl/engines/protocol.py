@@ -260,6 +260,21 @@ class HasReplicas(Protocol):
 
 
 @runtime_checkable
+class CountsResent(Protocol):
+    """Engine that sends requests again that a server has failed."""
+
+    @property
+    def resent(self) -> int:
+        """Number of such requests."""
+        ...
+
+
+def resent_by(engine: RolloutEngine) -> int | None:
+    """Return the number of requests that an engine has sent again, None where it counts none."""
+    return engine.resent if isinstance(engine, CountsResent) else None
+
+
+@runtime_checkable
 class SharedByRanks(Protocol):
     """Engine whose model several ranks may hold together. They answer the requests of each of them together."""
 
@@ -298,8 +313,10 @@ class EnginePolicy(Protocol):
         """Model, tokenizer and processor."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights under the names of their checkpoint, adapters merged.
+
+        With `adapters`, yield those of the adapters alone, under the names of a peft checkpoint.
 
         Sharded ones are gathered one layer at a time, with all ranks. Each rank takes them once in `load_weights`.
         """

@@ -95,6 +95,10 @@ class EnvironmentMembers:
         """Return a true description of the present state."""
         return self._call("describe", str)
 
+    def plan(self) -> str | None:
+        """Return the next part of a good way in words, for the reasoning of demonstrations."""
+        return self._call("plan", str)
+
     def difficulty(self) -> int | None:
         """Return how hard the present state is."""
         difficulty = self._call("difficulty", (int, np.integer))

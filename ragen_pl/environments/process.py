@@ -23,9 +23,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from ragen_pl.environments.causes import InfrastructureError, cause_of
 from ragen_pl.environments.classes import environment_class, is_gymnasium_id
+from ragen_pl.trajectory import FailureCause
 
 _END_S = 5.0
+# what a call returned; an error has its cause instead
+_OK = "ok"
 _MIB = 1024 * 1024
 
 
@@ -188,8 +192,11 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
                 code = self.process.wait()
                 raise RuntimeError(
                     f"the process of the environment ended with exit code {code}"
-                ) from error
-        if answer == "error":
+                ) from InfrastructureError(str(error))
+        # the errors that led to it stay in the other process
+        if answer == FailureCause.INFRASTRUCTURE:
+            raise result from InfrastructureError()
+        if answer == FailureCause.DATA:
             raise result
         if request[0] == "call":
             # the draws made there count here
@@ -264,9 +271,9 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = ("ok", getattr(served, name)(*arguments))
+            answer = (_OK, getattr(served, name)(*arguments))
         except Exception as error:
-            answer = ("error", error)
+            answer = (cause_of(error), error)
         _send(pipe, answer)
         if name == "close":
             return
@@ -278,8 +285,11 @@ def _send(pipe: Connection, answer: tuple[str, Any]) -> None:
     # what cannot be pickled, an exception among it
     except Exception as error:
         kind, value = answer
-        text = f"{type(value).__name__}: {value}" if kind == "error" else str(error)
-        pipe.send(("error", RuntimeError(text)))
+        if kind == _OK:
+            kind, text = FailureCause.DATA, str(error)
+        else:
+            text = f"{type(value).__name__}: {value}"
+        pipe.send((kind, RuntimeError(text)))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from typing import Any
 
 import gymnasium
 
+from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.workers import TimeLimitExceeded
-from ragen_pl.trajectory import EpisodeStatus, Observation, Relation, Statement
+from ragen_pl.trajectory import EpisodeStatus, FailureCause, Observation, Relation, Statement
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +86,7 @@ class EnvironmentSlot:
         difficulty: difficulty of the initial state.
         turn: number of turns played.
         error: the environment's error; a slot with an error is not used again.
+        cause: what that error is blamed on.
         hangs: whether that was the time limit.
     """
 
@@ -100,6 +102,7 @@ class EnvironmentSlot:
     difficulty: int | None = None
     turn: int = 0
     error: str | None = None
+    cause: FailureCause | None = None
     hangs: bool = False
 
     def action_text(self, action: int | str) -> str:
@@ -112,6 +115,7 @@ class EnvironmentSlot:
     def fail(self, error: BaseException) -> None:
         """Record the error of a reset or a turn."""
         self.error = f"{type(error).__name__}: {error}"
+        self.cause = cause_of(error)
         self.hangs = isinstance(error, TimeLimitExceeded)
 
     @property

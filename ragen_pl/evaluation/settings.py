@@ -208,7 +208,11 @@ def _apply_run(settings: Settings, trained: Settings, *, keep_env: bool) -> None
 
 def _of_episodes(rollout: Settings) -> Settings:
     """Return the keys of `rollout` that episodes are played with."""
-    return {key: rollout[key] for key in ("engine", *keys_of(EpisodeSettings)) if key in rollout}
+    return {
+        key: rollout[key]
+        for key in ("engine", "failures", *keys_of(EpisodeSettings))
+        if key in rollout
+    }
 
 
 def _shipped(overrides: list[str], *, args: argparse.Namespace) -> Settings:

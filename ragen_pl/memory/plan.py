@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from ragen_pl.config.errors import config_errors
-from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, strategy_name
+from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, shard_size
 from ragen_pl.engines.protocol import EngineMemory
 from ragen_pl.machine import free_host_memory, gpu_memory
 from ragen_pl.memory.abstract import FakeKernels, config_without_hub
@@ -109,9 +109,9 @@ class MemoryPlan:
 class Sharding:
     """Number of devices that share the state of training, by a strategy.
 
-    The stages 1 to 3 of ZeRO shard the optimizer's state, the gradients and the weights, each what the one before does
-    too (Rajbhandari et al., 2020, arXiv 1910.02054). FSDP is stage 3. DDP copies gradients into buckets that are
-    averaged (Li et al., 2020, arXiv 2006.15704).
+    FSDP shards weights, gradients and the optimizer's state over all ranks, or over each `shard_size` of them (Zhao et
+    al., 2023, arXiv 2304.11277). DDP copies gradients into buckets that are averaged (Li et al., 2020, arXiv
+    2006.15704).
     """
 
     weights: int = 1
@@ -124,12 +124,10 @@ class Sharding:
         """Return the sharding of `trainer.strategy` on this number of devices."""
         if ranks == 1:
             return cls()
-        name = strategy_name(strategy)
-        if is_fsdp2(strategy) or "stage_3" in name:
-            return cls(weights=ranks, gradients=ranks, optimizer=ranks)
-        if "deepspeed" in name and "stage_1" not in name:
-            return cls(gradients=ranks, optimizer=ranks)
-        return cls(optimizer=ranks) if "stage_1" in name else cls(buckets=True)
+        if not is_fsdp2(strategy):
+            return cls(buckets=True)
+        size = shard_size(strategy) or ranks
+        return cls(weights=size, gradients=size, optimizer=size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 from ragen_pl.distributed import gather_over_ranks
 from ragen_pl.finite import largest
 from ragen_pl.metrics.sums import NamedSums, ratio
+from ragen_pl.prompt_formats import without_plan
 from ragen_pl.trajectory import (
     DIFFERENCES,
     JOINED,
@@ -223,7 +224,12 @@ def _add_turn(sums: dict[str, float], turn: Turn) -> None:
             sums[f"not_joined_{turn.history}"] += 1
     if turn.state_description is not None:
         sums["described_states"] += 1
-        sums["correct_thoughts"] += turn.think == turn.state_description
+        sums["correct_thoughts"] += _describes(turn.think, turn.state_description)
+
+
+def _describes(thought: str | None, description: str) -> bool:
+    """Return whether a thought is a description of the state, or begins with it and goes on with a plan."""
+    return thought is not None and without_plan(thought, description) == description
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from ragen_pl.constraints import Count, Fraction, Positive
 from ragen_pl.models.vision_parts import VisionParts, weights_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
     from transformers import PreTrainedModel
 
@@ -148,6 +153,68 @@ def only_adapters_are_trained(model: PreTrainedModel) -> bool:
     return has_adapters(model) and all(
         "lora_" in name for name, weight in model.named_parameters() if weight.requires_grad
     )
+
+
+def largest_rank(model: PreTrainedModel) -> int:
+    """Return the largest rank of the model's adapters."""
+    settings = _settings(model)
+    return int(max([settings.r, *settings.rank_pattern.values()]))
+
+
+def unservable_adapters(model: PreTrainedModel) -> str | None:
+    """Return why a server with the model's frozen weights can't add its adapters to them; None where it can."""
+    if not has_adapters(model):
+        return "the policy has no adapters"
+    if not only_adapters_are_trained(model):
+        return "other weights than those of adapters are trained too"
+    if _settings(model).use_dora:
+        return "DoRA scales the weights under its adapters"
+    return None
+
+
+def adapter_weights(
+    model: PreTrainedModel, *, value: Callable[[str], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names in a peft checkpoint and the weights of the model's adapters.
+
+    Args:
+        model: Model with adapters.
+        value: Returns the weight of a name in the model's state, for a model whose own weights have no data; called
+            once for each.
+    """
+    (adapter,) = model.peft_config
+    for name, weight in model.state_dict().items():
+        if "lora_" in name:
+            saved = f"base_model.model.{name.replace(f'.{adapter}.', '.')}"
+            yield saved, weight if value is None else value(name)
+
+
+def write_adapters(
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], folder: Path
+) -> None:
+    """Write a peft checkpoint.
+
+    Args:
+        model: Model with adapters, for their settings.
+        weights: What `adapter_weights` yields.
+        folder: Folder, which is made.
+
+    Raises:
+        OSError: They can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {name: weight.contiguous().cpu() for name, weight in weights}
+    try:
+        save_file(saved, folder / "adapter_model.safetensors")
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    _settings(model).save_pretrained(folder)
+
+
+def _settings(model: PreTrainedModel) -> Any:
+    """Return the `LoraConfig` of the model's adapters."""
+    (settings,) = model.peft_config.values()
+    return settings
 
 
 def adapters_are_new(model: PreTrainedModel) -> bool:

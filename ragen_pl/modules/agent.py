@@ -36,7 +36,7 @@ from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import Scorer, prepare_batch
 from ragen_pl.modules.settings import OptimizationSettings
-from ragen_pl.modules.sharding import GatheredPolicy, is_sharded, load_engine
+from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
 from ragen_pl.optimizers import (
     MasterWeights,
     OptimizerFactory,
@@ -156,7 +156,7 @@ class AgentModule(GuardedModule):
         """Shard policy, critic and reference if the Trainer's strategy shards models."""
         if self.device_mesh is None or is_sharded(self.policy):
             return
-        mesh = self.device_mesh["data_parallel"]
+        mesh = data_mesh(self.device_mesh)
         self._gathered = GatheredPolicy(self.policy)
         if isinstance(self.reference, PolicyModule):
             # before the policy: they may share frozen weights

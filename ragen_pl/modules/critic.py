@@ -27,7 +27,7 @@ from ragen_pl.modules.forward import (
     shared_images,
 )
 from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
-from ragen_pl.modules.sharding import is_sharded, shard
+from ragen_pl.modules.sharding import data_mesh, is_sharded, shard
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer, module_groups
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CriticModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Shard the weights if the Trainer's strategy shards models."""
         if self.device_mesh is not None and not is_sharded(self):
-            self.shard(self.device_mesh["data_parallel"])
+            self.shard(data_mesh(self.device_mesh))
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Shard the weights over ranks."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.data.settings import UpdateSettings
+from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.vision_parts import vision_weights
@@ -29,7 +30,7 @@ from ragen_pl.modules.forward import (
     score_states,
     tokens_per_chunk,
 )
-from ragen_pl.modules.sharding import is_sharded, shard
+from ragen_pl.modules.sharding import data_mesh, is_sharded, shard
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer, module_groups
 from ragen_pl.trajectory import Span
 
@@ -99,7 +100,7 @@ class PolicyModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Shard the weights if the Trainer's strategy shards models."""
         if self.device_mesh is not None and not is_sharded(self):
-            self.shard(self.device_mesh["data_parallel"])
+            self.shard(data_mesh(self.device_mesh))
 
     def shard(self, mesh: DeviceMesh, *, keep_head: bool = False) -> None:
         """Shard the weights over ranks.
@@ -111,9 +112,9 @@ class PolicyModule(pl.LightningModule):
         kept = self.model.get_output_embeddings().parameters() if keep_head else ()
         shard(self, mesh, layers=self.bundle.layers, kept=kept)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the present weights under the names of their checkpoint, adapters merged."""
-        return checkpoint_weights(self.model)
+    def weights(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the present weights under the names of their checkpoint; see `EnginePolicy`."""
+        return adapter_weights(self.model) if adapters else checkpoint_weights(self.model)
 
     def compute(self, work: Callable[[ModelBundle], T]) -> T:
         """Return the result of a function of the present weights; all ranks must call it if they are sharded."""

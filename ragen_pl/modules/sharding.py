@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ragen_pl.distributed import all_ranks_do, whole
+from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 
 if TYPE_CHECKING:
@@ -26,10 +27,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+HYBRID = ("replicate", "shard")
+"""Dimensions of the mesh of hybrid sharding: copies of the state, and the ranks that share one."""
+
 
 def is_sharded(module: nn.Module | None) -> bool:
     """Return whether a module's weights are sharded over ranks."""
     return isinstance(module, FSDPModule)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of a strategy's mesh, each with samples of its own: one dimension, or those of `HYBRID`."""
+    return mesh if mesh.mesh_dim_names == HYBRID else mesh["data_parallel"]
 
 
 def shard(
@@ -43,7 +52,7 @@ def shard(
 
     Args:
         module: Module, changed in place.
-        mesh: Ranks, one dimension.
+        mesh: Ranks, one dimension, or those of `HYBRID`.
         layers: Parts that are gathered one at a time. All ranks have to run each of them equally often.
         kept: Frozen weights that stay whole on every rank.
     """
@@ -91,6 +100,8 @@ class GatheredPolicy:
     def __init__(self, policy: EnginePolicy) -> None:
         self._policy, bundle = policy, policy.bundle
         self._iterator: Iterator[tuple[str, Tensor]] | None = None
+        # what the engine takes in each load
+        self._only_adapters = False
         weights = bundle.model.parameters()
         model = copy.deepcopy(
             bundle.model, memo={id(weight): _without_data(weight) for weight in weights}
@@ -116,12 +127,12 @@ class GatheredPolicy:
         # the buffers
         nn.Module.to(self.bundle.model, self.bundle.device)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights, gathered one layer at a time; see `EnginePolicy`."""
         state = self._policy.bundle.model.state_dict()
-        self._iterator = checkpoint_weights(
-            self.bundle.model, value=lambda name: whole(state[name].detach())
-        )
+        self._only_adapters = adapters
+        yielded = adapter_weights if adapters else checkpoint_weights
+        self._iterator = yielded(self.bundle.model, value=lambda name: whole(state[name].detach()))
         return self._iterator
 
     @contextmanager
@@ -131,7 +142,7 @@ class GatheredPolicy:
         try:
             yield
         finally:
-            for _ in self._iterator or self.weights():
+            for _ in self._iterator or self.weights(adapters=self._only_adapters):
                 pass
             self._iterator = None
 

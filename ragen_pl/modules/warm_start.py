@@ -23,7 +23,7 @@ from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.sharding import is_sharded
+from ragen_pl.modules.sharding import data_mesh, is_sharded
 from ragen_pl.optimizers import OptimizerFactory, build_optimizer, parameter_groups
 
 
@@ -63,7 +63,7 @@ class WarmStartModule(GuardedModule):
         """Shard policy and critic if the Trainer's strategy shards models."""
         if self.device_mesh is None or is_sharded(self.policy):
             return
-        mesh = self.device_mesh["data_parallel"]
+        mesh = data_mesh(self.device_mesh)
         self.policy.shard(mesh)
         if self.critic is not None:
             self.critic.shard(mesh)

@@ -24,6 +24,7 @@ from ragen_pl.rollout.endpoint import EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy, OnTurn
 from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, TextResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.rollout.settings import FailureSettings
 from ragen_pl.run.build import (
     build_endpoint,
     build_engine,
@@ -91,7 +92,11 @@ def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
     """Play without a model: a person, or one of the config's scripted policies."""
     environments = build_environments(cfg)
     proxy = AgentProxy(
-        environments=environments, context=TextContext(), max_response_tokens=sys.maxsize
+        environments=environments,
+        context=TextContext(),
+        max_response_tokens=sys.maxsize,
+        # a person may think for long
+        failures=FailureSettings(stall_s=None),
     )
     responder: Responder
     is_human = cfg.policy == "human"

@@ -134,8 +134,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             options: `task`, another task.
 
         Raises:
-            RuntimeError: the program ended without a request.
-            TimeoutError: it took too long.
+            RuntimeError: the program ended without a request, or took too long.
         """
         self._end()
         super().reset(seed=seed)
@@ -154,8 +153,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             action: JSON of an answer or a refusal, see `ragen_pl.rollout.requests`.
 
         Raises:
-            RuntimeError: the program failed.
-            TimeoutError: it took too long.
+            RuntimeError: the program failed, or took too long.
             ValueError: its result is not valid.
         """
         assert self._session is not None and self._call is not None
@@ -275,7 +273,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             return self._session.events.get(timeout=self._left_s)
         except queue.Empty:
             self._end()
-            raise TimeoutError(
+            raise RuntimeError(
                 f"the program took longer than env.kwargs.program_s={self.program_s:g} s, without the time of its "
                 "requests"
             ) from None
@@ -341,8 +339,11 @@ def shared_launcher(function: str | None) -> ProgramLauncher:
 
 
 def _with_paths(command: Sequence[str]) -> list[str]:
-    """Return a command with the full paths of files, since it runs in another folder."""
-    return [str(Path(part).resolve()) if Path(part).is_file() else part for part in command]
+    """Return a command with the full paths of files, since it runs in another folder.
+
+    Links are kept: the interpreter of a virtual environment is one, and knows its packages by its own path.
+    """
+    return [os.path.abspath(part) if Path(part).is_file() else part for part in command]
 
 
 def _upstream(name: str, given: Mapping[str, str]) -> dict[str, str]:

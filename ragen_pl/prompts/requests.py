@@ -156,8 +156,10 @@ class RequestPrompts:
         place, end = first_end
         after = after[place + len(end) :]
         last = int(before.response_ids[-1])
-        # a response that was cut has no end; Gemma's ends another way after calls than after words
-        return after if last in self._ends and self._bundle.piece(last) == end else end + after
+        # a response that was cut has no end; Gemma's ends another way after calls than after words, and after words any
+        # of the model's ends will do, as in environments
+        ended = last in self._ends and (not calls or self._bundle.piece(last) == end)
+        return after if ended else end + after
 
     def _render(self, native: NativeFormat, messages: list[Message]) -> str:
         try:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from ragen_pl.checked import checked
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import Generation
@@ -24,19 +22,22 @@ from ragen_pl.environments.manager import (
 )
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import Context
-from ragen_pl.prompts.parsing import parse_response
 from ragen_pl.prompts.requests import RequestRefusedError, record
+from ragen_pl.rollout.attempts import Attempts, ReplayingResponder, opened
 from ragen_pl.rollout.failures import FailureLog
-from ragen_pl.rollout.requests import answer_request, refusal, too_long
+from ragen_pl.rollout.requests import refusal, too_long
 from ragen_pl.rollout.responders import Episode, Responder
-from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
+from ragen_pl.rollout.stall import StallWatch
 from ragen_pl.rollout.summaries import begin_summary, summary_turn
 from ragen_pl.rollout.turns import (
     Answer,
     end_episode,
     new_trajectory,
     played_turn,
+    read_answer,
     refused_answer,
+    sampled,
 )
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, add_terms
 
@@ -48,8 +49,8 @@ OnTurn = Callable[[Episode], None]
 
 ContextT = TypeVar("ContextT", bound=Context)
 
-# wait for environments while the engine has requests under way
-_SHORT_S = 0.001
+# waits for environments while the engine has requests under way, and otherwise
+_SHORT_S, _LONG_S = 0.001, 1.0
 
 
 def truncation_of(settings: EpisodeSettings) -> Truncation | None:
@@ -65,12 +66,14 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     Attributes:
         environments: creates, resets and steps the environments.
         context: turns observations and responses into prompts.
-        failures: logs the errors of failed episodes.
+        failures: attempts at episodes whose environment fails.
+        failure_log: logs the errors of those that are given up.
     """
 
     environments: EnvironmentManager
     context: ContextT
-    failures: FailureLog = field(default_factory=FailureLog)
+    failures: FailureSettings = field(default_factory=FailureSettings)
+    failure_log: FailureLog = field(default_factory=FailureLog)
 
     @property
     def truncation(self) -> Truncation | None:
@@ -88,6 +91,8 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     ) -> list[Trajectory]:
         """Play episodes and return their trajectories, in the order of the specs.
 
+        An episode that fails is played again in another environment, see `FailureSettings`.
+
         Args:
             responder: answers the turns.
             episode_specs: the episodes; `group` and `member` enter the sampling seeds.
@@ -95,21 +100,26 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             progress: called while episodes are playing, and once at the end with all of them done.
             on_turn: called after each turn.
         """
-        trajectories: list[Trajectory] = []
+        attempts = Attempts(episode_specs, self.failures)
+        replaying = ReplayingResponder(responder=responder)
         with responder.collective_rollout():
-            for first in range(0, len(episode_specs), self.num_envs):
-                specs = episode_specs[first : first + self.num_envs]
-                slots = self.environments.open(specs)
+            for batch in attempts.batches(self.num_envs):
+                slots = opened(self.environments, batch, self.failures)
+                replaying.attempts = batch
                 try:
-                    episodes = self._begin(slots, responder, seed_key)
-                    for playing in self._turns(episodes, responder, on_turn=on_turn):
-                        if progress is not None and playing:
-                            progress(first + len(episodes) - playing, len(episode_specs))
-                    responder.release()
+                    episodes = self._begin(slots, replaying, seed_key)
+                    with StallWatch(self.failures.stall_s) as watch:
+                        for playing in self._turns(
+                            episodes, replaying, watch=watch, on_turn=on_turn
+                        ):
+                            if progress is not None and playing:
+                                progress(attempts.ended + len(batch) - playing, len(episode_specs))
+                    replaying.release()
                 finally:
                     self.environments.close(slots)
-                trajectories.extend(episode.trajectory for episode in episodes)
-        self.failures.note(trajectories)
+                attempts.end(batch, episodes)
+        trajectories = attempts.trajectories
+        self.failure_log.note(trajectories)
         if progress is not None:
             progress(len(episode_specs), len(episode_specs))
         return trajectories
@@ -183,13 +193,19 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         return self.adaptive_temperature(self.temperature, episode.trajectory.turns)
 
     def _turns(
-        self, episodes: Sequence[Episode], responder: Responder, *, on_turn: OnTurn | None
+        self,
+        episodes: Sequence[Episode],
+        responder: Responder,
+        *,
+        watch: StallWatch,
+        on_turn: OnTurn | None,
     ) -> Iterator[int]:
         """Play episodes to their ends. An environment steps while other episodes wait for their responses.
 
         Args:
             episodes: Opened episodes.
             responder: Answers the turns.
+            watch: Notes turns that have ended.
             on_turn: Called after each turn.
 
         Yields:
@@ -199,6 +215,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         ready, asked = list(playing.values()), 0
         stepping: dict[int, Answer] = {}
         while playing:
+            watch.check()
             refused = [episode for episode in ready if episode.refusal is not None]
             stepping |= self._start([refused_answer(episode) for episode in refused])
             ready = [episode for episode in ready if episode.refusal is None]
@@ -218,13 +235,17 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 for number, response in responses
                 if response is not None
             ]
-            answers = [self._parse(*pair) for pair in answered if not pair[0].summarizes]
+            answers = [self._read(*pair) for pair in answered if not pair[0].summarizes]
             summarized = [
                 self._summarize(*pair, on_turn=on_turn) for pair in answered if pair[0].summarizes
             ]
             stepping |= self._start(answers)
             turned = self._finish(
-                stepping, all_of_them=not responder.continuous, wait=not asked, on_turn=on_turn
+                stepping,
+                all_of_them=not responder.continuous,
+                wait=not asked,
+                watch=watch,
+                on_turn=on_turn,
             )
             turned += summarized
             ready = [episode for episode in turned if not episode.done]
@@ -247,6 +268,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         *,
         all_of_them: bool,
         wait: bool,
+        watch: StallWatch,
         on_turn: OnTurn | None,
     ) -> list[Episode]:
         """Record the turns that have ended and return their episodes, in the order of the responses.
@@ -254,13 +276,16 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         Args:
             stepping: Responses under way by the numbers of their turns; those that ended are removed.
             all_of_them: Whether to wait for all. Otherwise the batches of a batch engine would depend on time.
-            wait: Whether to wait for the first one.
+            wait: Whether to wait for the first one, for a while.
+            watch: Notes turns that have ended.
             on_turn: Called after each turn.
         """
         results: dict[int, TurnResult] = {}
         while len(results) < len(stepping):
-            wait_s = None if wait or all_of_them else _SHORT_S
-            results.update(self.environments.finished(wait_s=wait_s))
+            wait_s = _LONG_S if wait or all_of_them else _SHORT_S
+            found = self.environments.finished(wait_s=wait_s)
+            watch.check(turn_ended=bool(found))
+            results.update(found)
             if not all_of_them:
                 break
         ended = [(stepping.pop(number), results[number]) for number in sorted(results)]
@@ -274,7 +299,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         self, episode: Episode, response: Generation | str, *, on_turn: OnTurn | None
     ) -> Episode:
         """Record a summary, and go on with the conversation that it begins."""
-        generation = self._encode(response) if isinstance(response, str) else response
+        generation = sampled(response, self.context)
         pieces = self.context.pieces(generation.ids)
         turn = summary_turn(self.context, episode, generation, pieces)
         episode.trajectory.turns.append(turn)
@@ -285,66 +310,23 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             on_turn(episode)
         return episode
 
-    def _parse(self, episode: Episode, response: Generation | str) -> Answer:
-        generation = self._encode(response) if isinstance(response, str) else response
-        pieces = self.context.pieces(generation.ids)
-        text = self.context.opening + "".join(pieces)
-        names, max_actions = episode.slot.action_names, self.environments.max_actions_per_turn
-        native, message = episode.conversation.native, None
-        if episode.request is not None:
-            assert native is not None
-            answer = answer_request(
-                episode.request,
-                generation,
-                native=native,
-                prompt_tokens=len(episode.prompt.ids),
-                turn=episode.slot.turn,
-                opening=self.context.opening,
-                pieces=pieces,
-            )
-            generation, parsed, message = answer.generation, answer.parsed, answer.message
-            pieces = pieces[: len(generation.ids)]
-        elif native is not None:
-            parsed = native.parse(text, names, max_actions=max_actions)
-        else:
-            parsed = parse_response(
-                text,
-                names,
-                max_actions=max_actions,
-                prompt_format=self.environments.prompt_format,
-                start=self.context.words_start(text),
-            )
-        # a response without its end is no answer, even where it looks like one
-        if generation.hit_length_limit and episode.request is None:
-            parsed.actions, parsed.calls = [], []
-        return Answer(
-            episode=episode,
-            generation=generation,
-            opening=self.context.opening,
-            pieces=pieces,
-            parsed=parsed,
-            state_description=episode.slot.state_description,
-            state_key=episode.slot.state_key,
-            request=episode.request,
-            message=message,
+    def _read(self, episode: Episode, response: Generation | str) -> Answer:
+        generation = sampled(response, self.context)
+        if isinstance(response, str) and episode.prompt_format.statements:
+            self._check_written(generation)
+        return read_answer(
+            episode,
+            generation,
+            context=self.context,
+            max_actions=self.environments.max_actions_per_turn,
         )
 
-    def _encode(self, text: str) -> Generation:
-        """Return a written response as the tokens of a model."""
-        ids = self.context.encode_response(text)
-        prompt_format = self.environments.prompt_format
-        if len(ids) > self.max_response_tokens and prompt_format.statements:
+    def _check_written(self, generation: Generation) -> None:
+        if len(generation.ids) > self.max_response_tokens:
             raise RolloutError(
                 f"rollout.max_response_tokens={self.max_response_tokens}: a scripted response in format "
-                f"{prompt_format} has {len(ids)} tokens; raise it"
+                f"{self.environments.prompt_format} has {len(generation.ids)} tokens; raise it"
             )
-        return Generation(
-            ids=ids,
-            logprobs=np.zeros(len(ids), np.float32),
-            entropy=0.0,
-            hit_length_limit=False,
-            version=0,
-        )
 
     def _continue(self, answer: Answer, result: TurnResult) -> bool:
         """Record a turn, and make the next prompt or end the episode; return whether there was a turn.

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 
 from ragen_pl.environments.members import EnvironmentMembers
-from ragen_pl.prompt_formats import BLOCKS, REASONING, format_response
+from ragen_pl.prompt_formats import BLOCKS, REASONING, format_response, with_plan
 from ragen_pl.prompts.spatial_relations import relations_text
 from ragen_pl.rollout.responders import Episode, TextResponder
 
@@ -30,9 +30,9 @@ class ScriptedPolicy(Protocol):
 class ScriptedResponder(TextResponder):
     """A scripted policy that writes responses as a model would.
 
-    Its reasoning is the environment's description of the present state. Its observation names the
-    relations of that state; its prediction names those after the action, by the environment's rules with
-    chance drawn anew.
+    Its reasoning is the environment's description of the present state, and its plan where it has one. Its
+    observation names the relations of that state; its prediction names those after the action, by the environment's
+    rules with chance drawn anew.
 
     Attributes:
         policy: chooses the actions.
@@ -57,12 +57,11 @@ class ScriptedResponder(TextResponder):
             return slot.state_description or ""
         rng = np.random.Generator(np.random.Philox(key=episode.seed))
         action = self.policy.act(slot.env, rng)
+        reasoning = with_plan(slot.state_description, slot.members.plan())
         native = episode.conversation.native
         if native is not None:
-            return native.response_text(
-                slot.action_text(action), reasoning=slot.state_description or ""
-            )
-        texts = {REASONING: slot.state_description or ""}
+            return native.response_text(slot.action_text(action), reasoning=reasoning)
+        texts = {REASONING: reasoning}
         for name in episode.prompt_format.statements:
             env = slot.env
             # an empty text is no action: nothing comes after it

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, FractionBelowOne, Positive, PositiveFraction
+from ragen_pl.constraints import Count, Fraction, FractionBelowOne, Positive, PositiveFraction
+from ragen_pl.trajectory import FailureCause
 
 if TYPE_CHECKING:
     from ragen_pl.rollout.temperature import AdaptiveTemperature
@@ -34,3 +35,30 @@ class EpisodeSettings:
     max_response_tokens: Count = 24
     num_envs: Count = 512
     adaptive_temperature: AdaptiveTemperature | None = None
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class FailureSettings:
+    """Keys of `rollout.failures`: what follows the errors of environments.
+
+    Attributes:
+        attempts: attempts at an episode whose errors are those of infrastructure (connections, time limits, processes
+            that end, services that are full): each has another environment and the same seeds.
+        data_attempts: attempts at an episode with any other error.
+        min_group_fraction: fraction of a group's episodes below which none of them is trained on.
+        min_fraction: fraction of an iteration's episodes that must be left to train on; with fewer the iteration is
+            played once more, and then the run ends.
+        stall_s: seconds without the end of any turn, after which the stacks of all threads are printed and the run
+            ends; None for no limit.
+    """
+
+    attempts: Count = 3
+    data_attempts: Count = 1
+    min_group_fraction: Fraction = 0.75
+    min_fraction: Fraction = 0.9
+    stall_s: Positive | None = 900.0
+
+    def attempts_after(self, cause: FailureCause | None) -> int:
+        """Return the number of attempts at an episode that has failed for a cause."""
+        return self.attempts if cause is FailureCause.INFRASTRUCTURE else self.data_attempts

@@ -10,8 +10,9 @@ import numpy as np
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import EnvironmentSlot, TurnResult
 from ragen_pl.models.messages import Message
-from ragen_pl.prompts.conversation import Conversation
-from ragen_pl.prompts.parsing import ParsedResponse, label_tokens
+from ragen_pl.prompts.conversation import Context, Conversation
+from ragen_pl.prompts.parsing import ParsedResponse, label_tokens, parse_response
+from ragen_pl.rollout.requests import answer_request
 from ragen_pl.rollout.responders import Episode
 from ragen_pl.trajectory import ChatRequest, EpisodeStatus, Trajectory, Turn
 
@@ -32,6 +33,73 @@ class Answer:
     state_key: str | None = None
     request: ChatRequest | None = None
     message: Message | None = None
+
+
+def sampled(response: Generation | str, context: Context) -> Generation:
+    """Return a response as a sampled one: a written response as the tokens of a model."""
+    if isinstance(response, Generation):
+        return response
+    ids = context.encode_response(response)
+    return Generation(
+        ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        entropy=0.0,
+        hit_length_limit=False,
+        version=0,
+    )
+
+
+def read_answer(
+    episode: Episode, generation: Generation, *, context: Context, max_actions: int
+) -> Answer:
+    """Read a response to the present turn of an episode.
+
+    Args:
+        episode: the episode.
+        generation: the response.
+        context: tells the text of its tokens.
+        max_actions: number of actions that are carried out.
+    """
+    pieces = context.pieces(generation.ids)
+    text = context.opening + "".join(pieces)
+    names, native, message = episode.slot.action_names, episode.conversation.native, None
+    if episode.request is not None:
+        assert native is not None
+        answer = answer_request(
+            episode.request,
+            generation,
+            native=native,
+            prompt_tokens=len(episode.prompt.ids),
+            turn=episode.slot.turn,
+            opening=context.opening,
+            pieces=pieces,
+        )
+        generation, parsed, message = answer.generation, answer.parsed, answer.message
+        pieces = pieces[: len(generation.ids)]
+    elif native is not None:
+        parsed = native.parse(text, names, max_actions=max_actions)
+    else:
+        parsed = parse_response(
+            text,
+            names,
+            max_actions=max_actions,
+            prompt_format=episode.prompt_format,
+            start=context.words_start(text),
+        )
+    # a response without its end is no answer, even where it looks like one
+    if generation.hit_length_limit and episode.request is None:
+        parsed.actions, parsed.calls = [], []
+    return Answer(
+        episode=episode,
+        generation=generation,
+        opening=context.opening,
+        pieces=pieces,
+        parsed=parsed,
+        state_description=episode.slot.state_description,
+        state_key=episode.slot.state_key,
+        request=episode.request,
+        message=message,
+    )
 
 
 def refused_answer(episode: Episode) -> Answer:

@@ -33,7 +33,7 @@ from ragen_pl.prompts.conversation import Context
 from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
-from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 from ragen_pl.run.start_check import checked_engine_factory, engine_class, engine_factory
 from ragen_pl.seeding import seeded
 
@@ -124,7 +124,10 @@ def build_proxy(
 ) -> AgentProxy[ContextT]:
     """Build the proxy that plays by the node `rollout`, with `changes` to its settings."""
     settings = replace(episode_settings(cfg), **changes)
-    return AgentProxy(environments=environments, context=context, **vars(settings))
+    failures = read_settings(FailureSettings, cfg.rollout.get("failures") or OmegaConf.create())
+    return AgentProxy(
+        environments=environments, context=context, failures=failures, **vars(settings)
+    )
 
 
 def episode_settings(cfg: DictConfig) -> EpisodeSettings:

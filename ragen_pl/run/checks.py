@@ -167,12 +167,18 @@ def check_new_folder(to: str | None, *, overwrite: bool) -> Path:
 
 
 def check_shared_folder(cfg: DictConfig) -> None:
-    """Check that all processes that torchrun or srun started know the run's folder.
+    """Check that all processes that torchrun, srun or a person on each machine started know the run's folder.
 
     Raises:
         ConfigError: each process would name its own.
     """
-    outside = outside_processes()
+    outside, nodes = outside_processes(), cfg.trainer.num_nodes
+    is_path = cfg.ckpt_path not in (None, "last", "auto")
+    if nodes > 1 and not (cfg.paths.run_dir or is_path or os.environ.get(RUN_DIR)):
+        raise ConfigError(
+            f"paths.run_dir=null: trainer.num_nodes={nodes} machines start the run, and each would name a folder of "
+            "its own; set paths.run_dir to a folder that all of them share"
+        )
     named = cfg.paths.run_dir or cfg.ckpt_path or os.environ.get(RUN_DIR)
     if outside > 1 and not named:
         raise ConfigError(

@@ -121,15 +121,20 @@ class RunLogger(MLFlowLogger):
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        from ragen_pl.run.mlflow_outbox import FOLDER, create_run, write_run_file
+        from ragen_pl.run.mlflow_outbox import (
+            FOLDER,
+            client_of_new_store,
+            create_run,
+            write_run_file,
+        )
 
         uri = self._tracking_uri
         check_reachable(uri)
-        artifacts = None
+        artifacts, is_new = None, False
         if uri.startswith("sqlite:///"):
-            store = Path(uri.removeprefix("sqlite:///")).parent
-            store.mkdir(parents=True, exist_ok=True)
-            artifacts = (store / "mlartifacts").as_uri()
+            store = Path(uri.removeprefix("sqlite:///"))
+            store.parent.mkdir(parents=True, exist_ok=True)
+            artifacts, is_new = (store.parent / "mlartifacts").as_uri(), not store.exists()
         start: dict[str, Any] = {
             "experiment": self._experiment_name,
             "name": "/".join(self.folder.parts[-2:]),
@@ -137,7 +142,8 @@ class RunLogger(MLFlowLogger):
             "artifacts": artifacts,
         }
         try:
-            run_id, _ = create_run(MlflowClient(uri), start)
+            client = client_of_new_store(uri) if is_new else MlflowClient(uri)
+            run_id, _ = create_run(client, start)
         except MlflowException as error:
             raise ConfigError(
                 f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "

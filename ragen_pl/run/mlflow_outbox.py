@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from uuid import uuid4
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from ragen_pl.files import atomic_write
 from ragen_pl.run.outbox import Call, Outbox, RefusedError, calls_in
@@ -256,6 +260,34 @@ class MlflowSender:
             run_id=self.run_id,
         )
         flush_traces()
+
+
+def client_of_new_store(uri: str) -> MlflowClient:
+    """Return the client of a store that does not exist yet, and create its tables.
+
+    MLflow creates them in hundreds of commits. None of them waits for the disk; later commits do.
+    """
+    with _quick_commits():
+        return MlflowClient(uri)
+
+
+@contextmanager
+def _quick_commits() -> Iterator[None]:
+    """Let commits not wait for the disk on the connections to sqlite that are opened in the block, until its end."""
+    opened: list[Any] = []
+
+    def hurry(connection: Any, _record: object) -> None:
+        connection.execute("PRAGMA synchronous=OFF")
+        opened.append(connection)
+
+    event.listen(Engine, "connect", hurry)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", hurry)
+        for connection in opened:
+            with suppress(sqlite3.ProgrammingError):  # closed meanwhile
+                connection.execute("PRAGMA synchronous=FULL")
 
 
 def create_run(client: Any, start: Call) -> tuple[str, str]:

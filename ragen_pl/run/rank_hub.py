@@ -1,7 +1,8 @@
 """The first rank's connections to all ranks of a run, and the messages on them: `ragen_pl.run.rank_watch`.
 
-rank -> hub: {"token", "rank", "host"} once, {"line", "code"} of an error, {"left"} before its end
-hub -> rank: {"welcome"} once, a `Failure` once, {"left"} before the end of the first rank
+rank -> hub: {"token", "rank", "host"} once, {"line", "code"} of an error, {"left"} before its end,
+             {"change"} at a change of phase, {"facts", "count"} for the comparison at the start
+hub -> rank: {"welcome"} once, a `Failure` once, {"left"} before the end of the first rank, what that rank tells all
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakSet
+
+from ragen_pl.run.rank_limits import Arrivals, Change
+from ragen_pl.run.same_run import differences
 
 CAUSE_S = 1.0
 """Seconds for the cause of an error to arrive before its consequence is reported."""
@@ -25,6 +30,14 @@ MEETING_S = 20.0
 
 RETRY_S = 0.2
 """Seconds between two looks for another rank."""
+
+NO_RANK = -1
+"""Number in a failure that is not one rank's own."""
+
+# seconds between two looks for late ranks
+_LATE_S = 0.5
+# bytes of a message
+LONGEST_MESSAGE = 2**22
 
 NO_WORD = "no error message; its process may have been killed, for example for want of memory"
 """Error of a rank that has closed its connection without a message."""
@@ -49,19 +62,28 @@ class Failure:
     """Error or signal that ended a rank.
 
     Attributes:
-        rank: Number of the rank.
+        rank: Number of the rank, or `NO_RANK`.
         host: Name of its machine.
         line: The error in one line.
         code: Exit code of the run.
+        late: Ranks that were waited for, which print what they are doing.
     """
 
     rank: int
     host: str
     line: str
     code: int
+    late: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if self.rank == NO_RANK:
+            return self.line
         return f"rank {self.rank} ({self.host}) failed: {self.line}"
+
+
+def failure_of(message: dict[str, Any]) -> Failure:
+    """Return the failure of a message of the hub."""
+    return Failure(**message | {"late": tuple(message["late"])})
 
 
 class Hub:
@@ -77,7 +99,12 @@ class Hub:
         self._failure: Failure | None = None
         self._server: asyncio.Server | None = None
         self._members: dict[int, asyncio.StreamWriter] = {}
-        self._seen: set[int] = set()
+        self._hosts: dict[int, str] = {}
+        self._ended: set[int] = set()
+        self._arrivals = Arrivals()
+        self._facts: dict[int, dict[str, Any]] = {}
+        # told to ranks that come later, too
+        self._told: dict[str, Any] = {}
 
     async def serve(self, *, host: str | None) -> int:
         """Accept connections, and return their port.
@@ -85,13 +112,18 @@ class Hub:
         Args:
             host: address that they come to; None for all of this machine's.
         """
-        self._server = await asyncio.start_server(self._serve, host, port=0, family=socket.AF_INET)
+        self._server = await asyncio.start_server(
+            self._serve, host, port=0, family=socket.AF_INET, limit=LONGEST_MESSAGE
+        )
+        # the loop itself keeps no reference to a task
+        self._looking = asyncio.get_running_loop().create_task(self._look_for_late_ranks())
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
         """Accept no more connections, and end those that there are."""
         if self._server is not None:
             self._server.close()
+            self._looking.cancel()
         for writer in self._members.values():
             writer.close()
 
@@ -106,20 +138,47 @@ class Hub:
             writer.close()
             return
         keep_alive(writer)
-        rank, host, left = int(hello["rank"]), str(hello["host"]), False
-        self._members[rank] = writer
-        self._seen.add(rank)
-        send(writer, {"welcome": rank} if self._failure is None else asdict(self._failure))
+        rank, host = int(hello["rank"]), str(hello["host"])
+        self._members[rank], self._hosts[rank] = writer, host
+        welcome = {"welcome": rank} | self._told
+        send(writer, welcome if self._failure is None else asdict(self._failure))
         while message := await received(reader):
-            left = left or "left" in message
-            if "line" in message:
-                self._decide(Failure(rank, host, message["line"], message["code"]))
+            self._note(rank, message)
         self._members.pop(rank, None)
         writer.close()
-        if not left:
+        if rank not in self._ended:
             # this process may be about to end too, by its own wish
             await asyncio.sleep(CAUSE_S)
             self._decide(Failure(rank, host, NO_WORD, 1))
+
+    def _note(self, rank: int, message: dict[str, Any]) -> None:
+        """Note what a rank says."""
+        if "left" in message:
+            self._ended.add(rank)
+        if "change" in message:
+            self._arrivals.note(rank, Change(**message["change"]), now=time.monotonic())
+        if "facts" in message:
+            self._facts[rank] = message["facts"]
+            if len(self._facts) == message["count"]:
+                self._compare()
+        if "line" in message:
+            self._decide(Failure(rank, self._hosts[rank], message["line"], message["code"]))
+
+    def _compare(self) -> None:
+        """Compare the facts of all ranks, and let these go on or end them."""
+        line = differences(self._facts, self._hosts)
+        if line is None:
+            self.tell({"agreed": True})
+        else:
+            self._decide(Failure(NO_RANK, "", line, 2))
+
+    async def _look_for_late_ranks(self) -> None:
+        while True:
+            await asyncio.sleep(_LATE_S)
+            if late := self._arrivals.late(now=time.monotonic(), ended=self._ended):
+                line = late.line(self._hosts)
+                self._decide(Failure(NO_RANK, "", line, 1, late.ranks))
+                return
 
     def _decide(self, failure: Failure) -> None:
         if self._failure is None:
@@ -128,14 +187,15 @@ class Hub:
             self._decided(failure)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message to all ranks."""
+        """Send a message to all ranks. Those that come later get what it says with their welcome."""
+        self._told |= message if self._failure is None else {}
         for writer in self._members.values():
             send(writer, message)
 
     async def emptied(self, count: int | None) -> None:
         """Wait until the other ranks have ended; of a known number also those that have yet to start."""
         for _ in range(int(MEETING_S / RETRY_S)):
-            if len(self._seen) >= (count or 1):
+            if len(self._hosts) >= (count or 1):
                 break
             await asyncio.sleep(RETRY_S)
         while self._members.keys() - {0}:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import FrameType
@@ -24,15 +25,20 @@ from typing import Any, Protocol
 from ragen_pl.config.errors import Ending
 from ragen_pl.run.rank_hub import (
     CAUSE_S,
+    LONGEST_MESSAGE,
     MEETING_S,
+    NO_RANK,
     NO_WORD,
     RETRY_S,
     Failure,
     Hub,
+    failure_of,
     keep_alive,
     received,
     send,
 )
+from ragen_pl.run.rank_limits import StallLimit, print_stacks
+from ragen_pl.run.rank_threads import in_thread, until_done
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # ignored by a process without a handler
@@ -84,6 +90,10 @@ class RankWatch:
         meeting: Where to find or leave the address otherwise; None in a first rank that launches the others.
         launched: Whether Lightning's launcher, in another rank, watches the exit code of this process.
         remedy: Returns what the first rank prints after another one's unexpected error.
+        shows: Whether this process prints an error that is not one rank's own; one on each machine does.
+
+    Attributes:
+        stall: Longest time in which nothing happens.
     """
 
     def __init__(
@@ -95,11 +105,15 @@ class RankWatch:
         meeting: Meeting | None = None,
         launched: bool = False,
         remedy: Callable[[], str] | None = None,
+        shows: bool = True,
     ) -> None:
+        self.stall = StallLimit()
         self.rank, self.count, self.host = rank, count, socket.gethostname()
         self.failure: Failure | None = None
         self._known, self._meeting, self._launched = address, meeting, launched
-        self._remedy = remedy
+        self._remedy, self._shows = remedy, shows
+        self._heard: dict[str, Any] = {}
+        self._news = threading.Condition()
         self._found = ""
         self._hub = Hub(self._decide) if rank == 0 else None
         self._own: Ending | None = None
@@ -147,6 +161,37 @@ class RankWatch:
         delay = 0.0 if ending.expected else CAUSE_S
         self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._say, message)
 
+    def tell_all(self, message: dict[str, Any]) -> None:
+        """Send a message to all ranks, of the first rank. `hear` waits for it."""
+        assert self._hub is not None
+        self._loop.call_soon_threadsafe(self._hub.tell, message)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Send a message to the hub; see `ragen_pl.run.rank_hub`."""
+        self._loop.call_soon_threadsafe(self._say, message)
+
+    def hear(self, key: str, *, limit_s: float) -> Any:
+        """Return what the hub says under a key, once it has said it.
+
+        Args:
+            key: The key of the message.
+            limit_s: Longest time to wait.
+
+        Raises:
+            RankFailedError: The run has failed.
+            TimeoutError: The hub has said nothing in time, which the first rank has in its own process.
+        """
+        end = time.monotonic() + limit_s
+        with self._news:
+            while key not in self._heard:
+                if self.failure is not None:
+                    self._ending = True
+                    raise RankFailedError(self.code)
+                if (left := end - time.monotonic()) <= 0:
+                    raise TimeoutError(f"no answer from the first rank for {limit_s:g} s")
+                self._news.wait(left)
+            return self._heard[key]
+
     def conclude(self, ending: Ending) -> bool:
         """Report this rank's error and wait for the one that ends the run. That of another rank is printed.
 
@@ -169,6 +214,8 @@ class RankWatch:
         first = (self.failure.rank, self.failure.host) == (0, self.host)
         if self._launched and first and self.failure.line != NO_WORD:
             # the rank that launched this one prints it, to the same output
+            return
+        if self.failure.rank == NO_RANK and not self._shows:
             return
         if self.failure.rank == self.rank:
             assert self._own is not None
@@ -217,7 +264,9 @@ class RankWatch:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         # the loop itself keeps no reference to a task, which would be collected
-        self._task = self._loop.create_task(self._watch())
+        self._tasks = [
+            self._loop.create_task(work) for work in (self._watch(), self._look_for_stall())
+        ]
         self._loop.run_forever()
         self._loop.run_until_complete(self._close())
         self._loop.close()
@@ -240,7 +289,7 @@ class RankWatch:
             self._known = f"127.0.0.1:{port}:{hub.token}"
             self._serving.set()
             if meeting is not None:
-                await _until_done(lambda: meeting.publish(port, hub.token))
+                await until_done(lambda: meeting.publish(port, hub.token))
         reader = await self._connected()
         self._joined.set()
         for unsent in self._unsent:
@@ -248,26 +297,43 @@ class RankWatch:
         while message := await received(reader):
             self._left = self._left or "left" in message
             if "line" in message:
-                self._decide(Failure(**message))
+                self._decide(failure_of(message))
+            else:
+                self._hear(message)
         # the first rank may have been ended on purpose, as this one will be
         await asyncio.sleep(CAUSE_S)
         self._decide(Failure(0, self._found, NO_WORD, 1))
+
+    async def _look_for_stall(self) -> None:
+        while (line := self.stall.expired) is None or self._left or self._own is not None:
+            await asyncio.sleep(RETRY_S)
+        print_stacks()
+        self._own = Ending(line, code=1)
+        self._say({"line": line, "code": 1})
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        with self._news:
+            self._heard |= message
+            self._news.notify_all()
 
     async def _connected(self) -> asyncio.StreamReader:
         """Return the stream from the hub, once the first rank has one."""
         launched, refused = self._known is not None, 0
         while True:
             try:
-                address = self._known or await _in_thread(self._ask)
+                address = self._known or await in_thread(self._ask)
                 self._found, port, token = address.rsplit(":", 2)
-                reader, writer = await asyncio.open_connection(self._found, int(port))
+                reader, writer = await asyncio.open_connection(
+                    self._found, int(port), limit=LONGEST_MESSAGE
+                )
                 keep_alive(writer)
                 send(writer, {"token": token, "rank": self.rank, "host": self.host})
                 answer = await received(reader)
                 if answer is not None:
                     self._writer = writer
                     if "line" in answer:
-                        self._decide(Failure(**answer))
+                        self._decide(failure_of(answer))
+                    self._hear(answer)
                     return reader
             except OSError:
                 refused += 1
@@ -287,6 +353,10 @@ class RankWatch:
             return
         self.failure = failure
         self._decided.set()
+        if self.rank in failure.late:
+            print_stacks()
+        with self._news:
+            self._news.notify_all()
         main = threading.main_thread().ident
         if self._in_main and not self._ending and main is not None:
             signal.pthread_kill(main, _INTERRUPT)
@@ -313,37 +383,3 @@ class RankWatch:
         if self._writer is not None:
             with suppress(OSError):
                 await self._writer.drain()
-
-
-async def _until_done(work: Callable[[], Any]) -> Any:
-    """Return the result of a function that is called again while it raises an OSError."""
-    while True:
-        with suppress(OSError):
-            return await _in_thread(work)
-        await asyncio.sleep(RETRY_S)
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """Return the result of a function that blocks. Unlike an executor's, its thread does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def run() -> None:
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(_settle, future, result, error)
-
-    threading.Thread(target=run, name="ranks meet", daemon=True).start()
-    return await future
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -12,16 +12,20 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ragen_pl.config.errors import ConfigError, Ending, ending_of
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.run.folder import is_launched
+from ragen_pl.run.folder import Run, is_launched
+from ragen_pl.run.rank_agreement import agree_with_others
+from ragen_pl.run.rank_limits import Change
 from ragen_pl.run.rank_watch import RankFailedError, RankWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
+    from omegaconf import DictConfig
 
 _ADDRESS = "RAGEN_PL_RANKS"
 # seconds that a look for the first rank's address takes at most; it is repeated
@@ -38,6 +42,10 @@ class _Process:
     remedy: Callable[[], str] | None = None
     # whether an error has been reported, or there was none
     concluded = False
+    # changes of phase that this rank has come to; the start is number 0
+    changes = 0
+    # of this start alone
+    store: Any = None
 
 
 def cluster_environment() -> ClusterEnvironment:
@@ -67,7 +75,7 @@ def ranks_end_together(*, devices: int = 1, nodes: int = 1) -> Iterator[None]:
         nodes: Number of machines.
     """
     _Process.devices, _Process.nodes, _Process.remedy = devices, nodes, None
-    _Process.concluded = False
+    _Process.concluded, _Process.changes = False, 0
     try:
         yield
     except BaseException as error:
@@ -128,6 +136,81 @@ def set_remedy(remedy: Callable[[], str]) -> None:
     _Process.remedy = remedy
 
 
+def agree(cfg: DictConfig, run: Run) -> None:
+    """Check that all ranks are of one run, before a model is loaded. Each that was started from outside must call it.
+
+    Ranks that another one has launched have its folder and its command.
+
+    Args:
+        cfg: The run's config.
+        run: The run as this rank has found it; its folder exists on the first rank.
+
+    Raises:
+        RankFailedError: They differ, or a rank is missing. The first process of each machine prints it in one line.
+        ConfigError: The first rank is missing.
+    """
+    watch, outside, devices = join(), outside_processes(), cfg.trainer.devices
+    given = devices * _Process.nodes if isinstance(devices, int) and devices > 0 else None
+    members, step = (outside, 1) if outside > 1 else (_Process.nodes, _Process.devices)
+    # where the launcher and the config do not fit together, Lightning says it
+    unfit = outside > 1 and given not in (None, outside)
+    if watch is None or members < 2 or unfit:
+        return
+    port = agree_with_others(
+        watch, cfg, run, members=members, step=step, store=_store_of_this_start
+    )
+    if port is not None:
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def _store_of_this_start() -> int | None:
+    """Serve a store for the process group, and return its port; None where the launcher starts no rank again.
+
+    The store of torchrun's agent outlives the ranks: one that is started again would find the addresses of ranks that
+    have ended, and fail to connect.
+    """
+    if not _agent_serves():
+        return None
+    from torch.distributed import TCPStore
+
+    _Process.store = TCPStore(
+        os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False, multi_tenant=True
+    )
+    return int(_Process.store.port)
+
+
+def reached(label: str, *, count: int, limit_s: float, stall_s: float) -> None:
+    """Say that this rank has come to a change of phase. All ranks must, one after the other or at once.
+
+    Args:
+        label: Name of the point in the run.
+        count: Number of ranks.
+        limit_s: Seconds that the first rank that comes waits for the last one.
+        stall_s: Seconds after these in which something else has to happen.
+    """
+    if (watch := _Process.watch) is not None:
+        _Process.changes += 1
+        watch.say({"change": asdict(Change(_Process.changes, label, limit_s, count))})
+        watch.stall.move(label, limit_s + stall_s)
+
+
+def moved(label: str, *, stall_s: float) -> None:
+    """Say that something has happened on this rank.
+
+    Args:
+        label: Where the run is.
+        stall_s: Seconds in which something else has to happen.
+    """
+    if (watch := _Process.watch) is not None:
+        watch.stall.move(label, stall_s)
+
+
+def unlimited() -> None:
+    """Let this rank take as long as it wants, as for what it does alone."""
+    if (watch := _Process.watch) is not None:
+        watch.stall.stop()
+
+
 def report(error: BaseException) -> None:
     """Report an error before it has reached the end of the run: closing objects on its way there may take long."""
     # torch is loaded by then
@@ -185,6 +268,7 @@ def _tell_torchrun(error: BaseException) -> None:
 
 def _close() -> None:
     if _Process.watch is not None:
+        _Process.watch.stall.stop()
         _Process.watch.close()
         _Process.watch = None
     os.environ.pop(_ADDRESS, None)
@@ -210,6 +294,7 @@ def _watch_from_outside() -> RankWatch | None:
         meeting=meeting,
         launched=is_launched(),
         remedy=_remedy,
+        shows=int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0,
     )
 
 
@@ -220,6 +305,11 @@ def _remedy() -> str:
 def outside_processes() -> int:
     """Return the number of processes that torchrun or srun started, 1 without them."""
     return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+
+
+def _agent_serves() -> bool:
+    """Return whether torchrun's agent serves the store of its ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class _Store:
@@ -233,9 +323,10 @@ class _Store:
 
     def __init__(self, rank: int, host: str, port: int) -> None:
         self.rank, self.host, self.port = rank, host, port
-        # torchrun's agent serves the store, and goes on to serve it when it starts all ranks again
-        self._agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._key = f"ragen_pl/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        # The agent's store outlives the ranks. The address of an earlier start is replaced, and its token is not the
+        # hub's. The number of the start is no part of the key: each machine's agent counts by itself.
+        self._agent_serves = _agent_serves()
+        self._key = "ragen_pl/ranks"
         self._store: Any = None
 
     @classmethod

@@ -13,10 +13,13 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from ragen_pl.constraints import Count
 from ragen_pl.distributed import on_first_rank, sharded_like
 from ragen_pl.modules.frozen import without_frozen
+from ragen_pl.modules.sharding import HYBRID
 from ragen_pl.rank_states import folder_of_states, resolved
 from ragen_pl.run.sharded_checkpoint import (
     SHARDS,
@@ -37,6 +40,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         sharded_checkpoints: Whether every rank writes its own part of a checkpoint (`ragen_pl.run.sharded_checkpoint`).
             Otherwise a checkpoint is a single file with whole tensors, gathered in the memory of the first rank's host.
+        shard_size: Number of neighboring ranks that share one copy of the state, such as the GPUs of a machine. It
+            divides the number of ranks, and gradients are averaged over the copies. None for one copy on all ranks.
         process_group_backend: Backend of torch.distributed; None for NCCL on GPUs and Gloo on CPUs.
         timeout: Longest wait for another rank.
     """
@@ -45,6 +50,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self,
         *,
         sharded_checkpoints: bool = False,
+        shard_size: Count | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -54,12 +60,34 @@ class FSDP2Strategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.sharded_checkpoints = sharded_checkpoints
+        self.sharded_checkpoints, self.shard_size = sharded_checkpoints, shard_size
 
     def setup_environment(self) -> None:
-        """Start the process group and its mesh of all ranks."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        """Start the process group and its mesh of all ranks.
+
+        Raises:
+            ValueError: The number of ranks is no multiple of `shard_size`.
+        """
+        ranks = self.num_nodes * self.num_processes
+        self._data_parallel_size = ranks
+        if self.shard_size is not None and ranks % self.shard_size:
+            raise ValueError(
+                f"trainer.strategy.shard_size={self.shard_size}: expected a divisor of the {ranks} ranks"
+            )
         super().setup_environment()
+        if self.shard_size is not None:
+            self._device_mesh = init_device_mesh(
+                self.root_device.type,
+                (ranks // self.shard_size, self.shard_size),
+                mesh_dim_names=HYBRID,
+            )
+            assert self.lightning_module is not None
+            self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each rank has data of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def lightning_restore_optimizer(self) -> bool:

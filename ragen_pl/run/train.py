@@ -58,9 +58,11 @@ from ragen_pl.run.checks import check_space
 from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
 from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
+from ragen_pl.run.same_run import beginning_of, config_digest
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.run.start_check import TrainerCheck
-from ragen_pl.run.trainer import build_trainer
+from ragen_pl.run.starts import counted_start
+from ragen_pl.run.trainer import LIMITS, build_trainer
 from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
@@ -113,6 +115,8 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
         ranks.set_remedy(lambda: how_to_go_on(run))
         try:
             quieten()
+            if not launched:
+                ranks.agree(cfg, run)
             report_accelerator(cfg.trainer.get("accelerator", "auto"))
             check_optimizer(cfg.optimizer, key="optimizer")
             if cfg.warm_start.enabled:
@@ -151,10 +155,10 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
 
 @contextmanager
 def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
-    """Create a run's folder, hold its lock in the block, and write the config into it.
+    """Create a run's folder, hold its lock in the block, write the config into it and note the start.
 
     Raises:
-        ConfigError: Another process trains in the folder.
+        ConfigError: Another process trains in the folder, or the run has failed at the same place again and again.
     """
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     with hold(run.folder):
@@ -165,7 +169,9 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
             write_settings(config, OmegaConf.to_yaml(cfg, resolve=True))
         if run.passed_over is not None:
             log.warning(f"{run.passed_over}; the run continues from {run.checkpoint}")
-        yield
+        start = {"begins": beginning_of(run), "config": config_digest(cfg)}
+        with counted_start(run.folder, **start, most=cfg.trainer.get("max_starts")):
+            yield
 
 
 def kept_checkpoints(callbacks: Sequence[pl.Callback]) -> int:
@@ -220,7 +226,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
     if resumed:
         check_resumable(checkpoint, module, trusted=cfg.trust)
     shared = (
-        "accelerator", "devices", "num_nodes", "strategy", "timeout_s", "precision", "gradient_clip_val",
+        "accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val", *LIMITS,
     )  # fmt: skip
     trainer = build_trainer(
         {name: value for name, value in plain(cfg.trainer).items() if name in shared},

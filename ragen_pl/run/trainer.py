@@ -24,8 +24,12 @@ from ragen_pl.config.errors import config_errors
 from ragen_pl.rank_states import rank_states_in
 from ragen_pl.run import ranks
 from ragen_pl.run.build import choose_accelerator
+from ragen_pl.run.phase_limits import PhaseLimits
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
 from ragen_pl.run.strategy import FSDP2Strategy
+
+LIMITS = ("timeout_s", "rollout_timeout_s", "stall_s", "shared_folder_s", "max_starts")
+"""Keys of the config's `trainer` that are no arguments of Lightning's Trainer."""
 
 # object collectives, and tensors on the host, stay in the host's memory
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
@@ -120,11 +124,23 @@ def build_trainer(
             "accelerator": accelerator,
             "strategy": strategy,
             "plugins": [CheckpointFiles(), ranks.cluster_environment()],
-            # it hears of an error first
-            "callbacks": [_ReportError(), *(callbacks or [])],
+            # they hear of an error, and of the end of a rollout, first
+            "callbacks": [_ReportError(), *_phase_limits(configured), *(callbacks or [])],
         }
-        given = {name: value for name, value in configured.items() if name != "timeout_s"}
+        given = {name: value for name, value in configured.items() if name not in LIMITS}
         return RunTrainer(**(given | changes), **settings)
+
+
+def _phase_limits(configured: dict[str, Any]) -> list[pl.Callback]:
+    if configured.get("timeout_s") is None:
+        return []
+    return [
+        PhaseLimits(
+            timeout_s=configured["timeout_s"],
+            rollout_timeout_s=configured.get("rollout_timeout_s"),
+            stall_s=configured.get("stall_s"),
+        )
+    ]
 
 
 def _rank_count(configured: dict[str, Any], *, accelerator: str) -> int:

@@ -16,12 +16,13 @@ from ragen_pl.config.keys import keys_of
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.keys import main, page
 from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
-from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 from ragen_pl.run.settings import MemorySettings, PathSettings, ValidationSettings
 
 ROOT = Path(__file__).parents[2]
 NODES = [
     (EpisodeSettings, "rollout"),
+    (FailureSettings, "rollout.failures"),
     (IterationSettings, "rollout"),
     (UpdateSettings, "update"),
     (WarmStartSettings, "warm_start"),
@@ -57,7 +58,9 @@ def test_every_key_is_listed_with_its_meaning_and_values(settings: DictConfig) -
 def test_yaml_and_settings_class_have_the_same_keys_and_defaults(
     settings: DictConfig, cls: type[Any], node: str
 ) -> None:
-    raw: Any = OmegaConf.to_container(settings[node] if node else settings, resolve=False)
+    raw: Any = OmegaConf.to_container(
+        OmegaConf.select(settings, node) if node else settings, resolve=False
+    )
     defaults = {field.name: field.default for field in fields(cls)}
     shown = {name: raw[name] for name in defaults}  # a key that YAML lacks cannot be set
     # a key that refers to another one has that one's value

@@ -20,6 +20,7 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
+from ragen_pl.data.demonstrations import set_discounted_returns
 from ragen_pl.known_pickle import packed, unpacked
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
@@ -316,3 +317,12 @@ def test_random_episodes(lm, played, data) -> None:
         expected = credit(batch, other, values)
         shuffled = replace(batch, samples=samples.select(order))
         assert torch.equal(credit(shuffled, other, values), expected)
+
+
+def test_returns_of_demonstrations_do_not_discount_summaries(lm):
+    first = call([1], [2])
+    summary = call(after(first, 3), [4], advances=False)
+    last = call(after(summary, 5), [6], reward=1.0)
+    batch = collate([episode(first, summary, last)], lm)
+    set_discounted_returns(batch, gamma=0.5)
+    assert by_token(batch, "returns").tolist() == [0.5, 1.0, 1.0]

@@ -20,6 +20,7 @@ from ragen_pl.engines.vllm_server.pool import ServerPool
 from ragen_pl.engines.vllm_server.requirements import Requirements
 from ragen_pl.engines.vllm_server.routing import Routing
 from ragen_pl.engines.vllm_server.server import (
+    GivenUp,
     InvalidAnswer,
     Server,
     ServerState,
@@ -151,6 +152,19 @@ def test_other_ranks_probe_while_they_wait_for_responses(fake, lm) -> None:
     run(fake, lm, work, rank=1)
 
 
+@pytest.mark.parametrize("steps", range(5))
+def test_a_watch_ends_at_the_moment_at_which_its_server_is_lost(fake, lm, steps) -> None:
+    async def work(pool: ServerPool, server: Server) -> None:
+        await asyncio.sleep(0.01)
+        pool.note_failure(server, Unavailable("closed"), losses=server.losses)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await pool.end()
+
+    run(fake, lm, work, rank=1)
+
+
 class Faulty(Requirements):
     """Raises what nobody expects."""
 
@@ -191,6 +205,65 @@ def test_a_request_that_a_server_has_failed_goes_to_another_that_is_ready(fake, 
         assert await pool.server_for(0, refusals={}, failed={server.url}) is server
 
     run(fake, lm, work, rank=0)
+
+
+# ---- time
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose waits take no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        select = self._selector.select
+
+        def jump(timeout: float | None) -> list:
+            events = select(0)
+            if not events and timeout:
+                # more than what a float of this size can lose
+                self.now += timeout + 1e-6
+            return events
+
+        self._selector.select = jump
+
+    def time(self) -> float:
+        return self.now
+
+
+class Silent(Server):
+    """Takes all calls and answers none, as a machine without power."""
+
+    async def call(self, method: str, path: str, body=None, *, timeout_s=None, **_: object):
+        await asyncio.sleep(timeout_s or 30.0)
+        raise Unavailable("no answer")
+
+
+def test_requests_to_a_machine_without_power_go_elsewhere_within_20_s(lm) -> None:
+    async def inside() -> float:
+        loop = asyncio.get_running_loop()
+        server = Silent("http://a", None, 300.0)
+        pool = ServerPool(
+            [server],
+            Requirements(lm, torch.float32, 256),
+            timeout_s=300.0,
+            retries=0,
+            probe_s=5.0,
+            probe_failures=3,
+        )
+        await pool.begin(PRESENT, [server.url])
+        begun = loop.time()
+        with pytest.raises(GivenUp):
+            await server.respond({}, timeout_s=300.0, most_bytes=2**20)
+        found = loop.time() - begun
+        await pool.end()
+        return found
+
+    loop = Clock()
+    try:
+        assert loop.run_until_complete(inside()) < 20.1
+    finally:
+        loop.close()
 
 
 # ---- routing

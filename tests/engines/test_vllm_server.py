@@ -11,106 +11,26 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fake_vllm import Server, wait
+from fake_vllm import wait
 from hydra import compose, initialize_config_dir
 from module_process import FORKS
+from server_engines import collected, expected, requests, sampled, seeds
 from tiny_models import TEXT
 
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
+from ragen_pl.engines.protocol import generate
 from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_engine
-
-
-@pytest.fixture
-def start(lm) -> Iterator:
-    """Return a function that starts a server."""
-    servers: list[Server] = []
-
-    def make(bundle: ModelBundle = lm, *, port: int = 0) -> Server:
-        servers.append(Server(bundle, port))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.die()
-
-
-@pytest.fixture
-def connect(lm) -> Iterator:
-    """Return a function that builds an engine on servers."""
-    engines: list[VLLMServerEngine] = []
-
-    def make(
-        *servers: Server | str, version: int | None = 0, bundle: ModelBundle = lm, **settings
-    ) -> VLLMServerEngine:
-        urls = [server if isinstance(server, str) else server.url for server in servers]
-        engine = VLLMServerEngine(
-            PolicyModule(bundle),
-            **({"urls": urls, "max_tokens": 256, "timeout_s": 60.0} | settings),
-        )
-        engines.append(engine)
-        if version is not None:
-            engine.load_weights(version)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def requests(
-    count: int = 8, *, tokens: int = 4, members: int | None = None
-) -> list[GenerationRequest]:
-    """Return requests with the session as seed, in groups of so many members."""
-    ids = np.array([11, 12, 13])
-    prompt = Prompt(ids=ids, unexpanded_ids=ids)
-    return [
-        GenerationRequest(
-            session=n,
-            prompt=prompt,
-            max_tokens=tokens,
-            temperature=1.0,
-            seed=n,
-            group=None if members is None else n // members,
-        )
-        for n in range(count)
-    ]
-
-
-def collected(engine: VLLMServerEngine, count: int) -> list[list[int]]:
-    """Return the responses to the sessions 0, 1, ... that have been submitted."""
-    found: dict[int, list[int]] = {}
-    while len(found) < count:
-        found |= {session: one.ids.tolist() for session, one in engine.collect()}
-    return [found[session] for session in range(count)]
-
-
-def seeds(server: Server) -> Counter[int]:
-    """Return how often each session has asked a server."""
-    return Counter(body["sampling_params"]["seed"] for body in server.asked)
-
-
-def sampled(engine: VLLMServerEngine, count: int = 8) -> list[list[int]]:
-    return [one.ids.tolist() for one in generate(engine, requests(count), keep=True)]
-
-
-def expected(count: int = 8) -> list[list[int]]:
-    return [np.random.default_rng(seed).integers(10, 50, 4).tolist() for seed in range(count)]
-
 
 # ---- what is sent
 
@@ -708,6 +628,43 @@ def check(*overrides: str) -> None:
         (
             ["rollout.engine.python=/no/where"],
             r"rollout\.engine\.python=/no/where: expected a path that exists",
+        ),
+        (
+            ["rollout.engine.router_url=http://a"],
+            r"rollout\.engine\.router_url: a router stands before servers of the user's; give their addresses",
+        ),
+        (
+            ["rollout.engine.transfer=pull"],
+            r"rollout\.engine\.transfer=pull: the server that the run starts sees the folder",
+        ),
+        (
+            ["rollout.engine.urls=[http://a]", "rollout.engine.transfer=push"],
+            r"rollout\.engine\.transfer=push: expected ",
+        ),
+        (
+            ["rollout.engine.urls=[http://a]", "rollout.engine.serve_address=10.0.0.1:9400"],
+            r"serve_address=10\.0\.0\.1:9400: weights are served with transfer=pull or adapters only",
+        ),
+        (
+            [
+                "rollout.engine.urls=[http://a]",
+                "rollout.engine.transfer=pull",
+                "rollout.engine.serve_address=10.0.0.1",
+            ],
+            r"rollout\.engine\.serve_address=10\.0\.0\.1: expected text such as 10\.0\.0\.1:9400",
+        ),
+        (
+            ["rollout.engine.urls=[http://a]", "rollout.engine.transfer=adapters"],
+            r"transfer=adapters: model\.build\.lora=null has no adapters; set model\.build\.lora",
+        ),
+        (
+            [
+                "rollout.engine.urls=[http://a]",
+                "rollout.engine.transfer=adapters",
+                "model=qwen2_5",
+                "model.build.lora={r: 4, use_dora: true}",
+            ],
+            r"transfer=adapters: vLLM serves no adapters of model\.build\.lora\.use_dora=True; leave",
         ),
         (
             ["rollout.engine.urls=[http://a]", "rollout.engine.weights_folder=/no/where"],

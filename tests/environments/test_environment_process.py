@@ -17,6 +17,8 @@ from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.rollout.settings import FailureSettings
+from ragen_pl.trajectory import FailureCause
 
 LAKE = "envs.frozen_lake.FrozenLake"
 
@@ -51,7 +53,7 @@ class Troubled(gymnasium.Env):
             class Local(Exception):
                 pass
 
-            raise Local("cannot be pickled")
+            raise Local("cannot be pickled") from TimeoutError()
         return "went", 1.0, True, False, {"success": True}
 
 
@@ -84,6 +86,9 @@ def test_troubles_cost_their_own_episode_and_environments_are_made_anew(manager,
     assert "exit code 7" in results[1].error
     assert "MemoryError" in results[2].error
     assert "Local: cannot be pickled" in results[4].error
+    causes = [slot.cause for slot in slots]
+    lost, data = FailureCause.INFRASTRUCTURE, FailureCause.DATA
+    assert causes == [None, lost, data, None, lost]
     assert capfd.readouterr().out == ""
     manager.close(slots)
     again = opened(manager, 0, 0, 0, 0)
@@ -101,13 +106,16 @@ def test_an_environment_that_hangs_is_killed(manager):
 
 
 def test_a_reset_that_hangs_or_dies_costs_its_own_episode(manager):
-    proxy = AgentProxy(environments=manager, context=TextContext(), max_response_tokens=100)
+    proxy = AgentProxy(
+        environments=manager, context=TextContext(), max_response_tokens=100, failures=FailureSettings(attempts=1)
+    )  # fmt: skip
     specs = [EpisodeSpec(group=n, member=0, seed=seed) for n, seed in enumerate((0, 6, 7))]
     sound, hangs, dies = proxy.rollout(
         ScriptedResponder(policy=RandomPolicy()), specs, seed_key=(0, "test")
     )
     assert sound.error is None and sound.success
     assert "took longer than" in hangs.error and "exit code 7" in dies.error
+    assert {hangs.cause, dies.cause} == {FailureCause.INFRASTRUCTURE}
     assert not hangs.turns and not dies.turns
 
 

@@ -353,3 +353,18 @@ def test_size_option_draws_a_smaller_lake() -> None:
     assert lake.state_key().startswith("6 ") and "6 rows" in lake.instructions
     with pytest.raises(ValueError, match="size: found 7, expected a whole number from 2 to 6"):
         lake.reset(seed=0, options={"size": 7})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_is_a_shortest_path(seed):
+    env = FrozenLake(plans=True)
+    env.reset(seed=seed)
+    moves = env.plan().split()
+    assert len(moves) == env.difficulty()
+    for number, move in enumerate(moves):
+        *_, info = env.step(env.action_names.index(move))
+        assert info["success"] == (number == len(moves) - 1)
+    assert env.plan() is None
+    env = FrozenLake()
+    env.reset(seed=seed)
+    assert env.plan() is None

@@ -137,7 +137,7 @@ def server() -> Iterator[GuessServer]:
 
 @pytest.fixture
 def env(server: GuessServer) -> Iterator[OpenEnv]:
-    made = OpenEnv(url=server.url, observation_field="text", reset={"level": 2}, timeout_s=60.0)
+    made = OpenEnv(urls=[server.url], observation_field="text", reset={"level": 2}, timeout_s=60.0)
     yield made
     made.close()
 
@@ -181,7 +181,7 @@ def test_refused_actions_are_invalid_and_the_episode_goes_on(env: OpenEnv) -> No
 
 
 def test_whole_action_is_json(server: GuessServer) -> None:
-    env = OpenEnv(url=server.url, action_field=None, timeout_s=60.0)
+    env = OpenEnv(urls=[server.url], action_field=None, timeout_s=60.0)
     assert env.reset(seed=0)[0] == '{"text": "guess"}'
     for text in ("[1]", "7", "{", "[" * 100_000, "9" * 5000):
         assert not env.step(text)[4]["action_is_valid"]
@@ -202,21 +202,21 @@ def test_errors_of_the_server_end_the_episode_only(env: OpenEnv) -> None:
 
 
 def test_time_limit_and_a_server_that_is_not_there(server: GuessServer) -> None:
-    slow = OpenEnv(url=server.url, timeout_s=1.0)
+    slow = OpenEnv(urls=[server.url], timeout_s=1.0)
     slow.reset(seed=0)
     with pytest.raises(ConnectionError, match="TimeoutError"):
         slow.step("wait")
     slow.close()
-    gone = OpenEnv(url="ws://127.0.0.1:9", timeout_s=1.0)
+    gone = OpenEnv(urls=["ws://127.0.0.1:9"], timeout_s=1.0, search_s=0.0)
     with pytest.raises(ConnectionError, match=r"ws://127\.0\.0\.1:9/ws"):
         gone.reset(seed=0)
     gone.close()
-    with pytest.raises(ValueError, match="url: found 'localhost', expected an address"):
-        OpenEnv(url="localhost")
+    with pytest.raises(ValueError, match="urls: found 'localhost', expected an address"):
+        OpenEnv(urls=["localhost"])
 
 
 def test_missing_field_is_named(server: GuessServer) -> None:
-    env = OpenEnv(url=server.url, observation_field="board", timeout_s=60.0)
+    env = OpenEnv(urls=[server.url], observation_field="board", timeout_s=60.0)
     with pytest.raises(RuntimeError, match=r"observation_field=board: found \['text'\]"):
         env.reset(seed=0)
     env.close()
@@ -262,7 +262,7 @@ def test_an_episode_goes_on_in_a_new_session_where_the_server_has_ended_its_own(
 def test_an_episode_that_cannot_be_played_again_fails(
     server: GuessServer, settings: dict, message: str
 ) -> None:
-    env = OpenEnv(url=server.url, observation_field="text", timeout_s=60.0, **settings)
+    env = OpenEnv(urls=[server.url], observation_field="text", timeout_s=60.0, **settings)
     env.reset(seed=0)
     server.goodbyes = 1
     env.step("last")
@@ -282,7 +282,7 @@ def test_a_session_that_the_server_has_given_up_after_a_pause_pays_nothing(
 
     def play(idle_limit_s: float | None) -> tuple[str, float]:
         env = OpenEnv(
-            url=server.url, observation_field="text", timeout_s=60.0, idle_limit_s=idle_limit_s
+            urls=[server.url], observation_field="text", timeout_s=60.0, idle_limit_s=idle_limit_s
         )
         env.reset(seed=2)
         server.given_up.add(server.episodes)
@@ -300,14 +300,14 @@ def test_a_session_that_the_server_has_given_up_after_a_pause_pays_nothing(
 
 def test_a_server_that_speaks_another_protocol_is_named(server: GuessServer) -> None:
     for answer, message in (("[1]", "expected a JSON object"), ("<html>", "JSONDecodeError")):
-        env = OpenEnv(url=server.url, reset={"answer": answer}, timeout_s=60.0)
+        env = OpenEnv(urls=[server.url], reset={"answer": answer}, timeout_s=60.0)
         with pytest.raises(ConnectionError, match=message):
             env.reset(seed=0)
         env.close()
 
 
 def test_all_environments_share_a_thread(server: GuessServer) -> None:
-    envs = [OpenEnv(url=server.url, timeout_s=60.0) for _ in range(16)]
+    envs = [OpenEnv(urls=[server.url], timeout_s=60.0) for _ in range(16)]
     for env in envs:
         env.reset(seed=0)
     assert sum(thread.name == "openenv" for thread in threading.enumerate()) == 1

@@ -249,3 +249,30 @@ def test_size_option_draws_a_smaller_room() -> None:
     assert not shown["image"][96:].any() and not shown["image"][:, 96:].any()
     with pytest.raises(ValueError, match="walls: found 2, expected a whole number from 0 to 1"):
         room.reset(seed=0, options={"size": 4})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_is_the_next_push_of_a_shortest_solution(seed):
+    env = Sokoban(plans=True)
+    env.reset(seed=seed)
+    rng = np.random.default_rng(0)
+    while not env._over:
+        words = env.plan().split()
+        assert (words[0], words[3]) == ("reach", "push")
+        boxes = env.state.boxes
+        while env.state.boxes == boxes:
+            row, column = divmod(env.state.player.bit_length() - 1, env.size)
+            action = env.optimal_action(rng)
+            env.step(action)
+        assert [str(row), str(column)] == words[1:3]
+        assert env.action_names[action] == words[4]
+
+
+def test_there_is_no_plan_without_a_solution_or_where_none_is_asked_for():
+    stuck = ["######", "#PX__#", "#____#", "#__O_#", "#____#", "######"]
+    env = Sokoban(plans=True)
+    env.reset(options={"layout": stuck})
+    assert env.plan() is None
+    env = Sokoban()
+    env.reset(seed=0)
+    assert env.plan() is None

@@ -145,7 +145,7 @@ CODE = [
     ("env", {"target": "envs.adapters.gym.Gym", "kwargs": {"id": "mine:Env-v0"}}, "env.kwargs.id=mine:Env-v0"),
     ("env", {"target": "envs.adapters.gym.Gym", "kwargs": {"id": " mine: x"}}, "env.kwargs.id= mine: x"),
     ("model.build.lora", {"megatron_core": "mine", "megatron_config": {}}, "model.build.lora.megatron_core=mine"),
-    ("env", {"target": "envs.adapters.openenv.OpenEnv", "kwargs": {"url": "http://far.away"}}, "env.kwargs.url=http"),
+    ("env", {"target": "envs.adapters.openenv.OpenEnv", "kwargs": {"urls": ["http://far.away"]}}, "env.kwargs.urls"),
     ("env.kwargs.size", "${oc.env:HOME}", "env.kwargs.size=${oc.env:HOME}: refers to another value"),
     ("model.build._target_", "mine.build", "model.build._target_=mine.build"),
     ("model.build._target_", "hydra.utils.instantiate", "model.build._target_=hydra.utils.instantiate"),

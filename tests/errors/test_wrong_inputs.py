@@ -121,13 +121,13 @@ OF_THE_COMMAND = [
     ),
     ("critic.detach=true algorithm.critic=own", "no trunk in common with the policy; set false"),
     (
-        "update.tokens_per_microbatch=4096 trainer.strategy=deepspeed_stage_2",
-        "tokens_per_microbatch=4096: .* set null and trainer.accumulate_grad_batches",
+        "trainer.strategy=deepspeed_stage_2",
+        "strategy=deepspeed_stage_2: DeepSpeed .* set trainer.strategy=fsdp2",
     ),
     ("trainer.strategy=fsdp", "strategy=fsdp: its ranks would wait .* set trainer.strategy=fsdp2"),
     (
         "trainer.strategy={_target_:lightning.pytorch.strategies.DeepSpeedStrategy,stage:3}",
-        "DeepSpeedStrategy: its ranks would wait .* set trainer.strategy=fsdp2",
+        "DeepSpeedStrategy: DeepSpeed .* set trainer.strategy=fsdp2",
     ),
     (
         "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}",
@@ -136,6 +136,14 @@ OF_THE_COMMAND = [
     (
         "trainer.strategy={_target_:ragen_pl.run.strategy.FSDP2Strategy,offload:true}",
         "unknown key trainer.strategy.offload: FSDP2Strategy takes no offload",
+    ),
+    (
+        "trainer.devices=2 trainer.strategy={_target_:ragen_pl.run.strategy.FSDP2Strategy,shard_size:4}",
+        "trainer.strategy.shard_size=4: expected a divisor of the 2 ranks",
+    ),
+    (
+        "trainer.timeout_s=60 trainer.rollout_timeout_s=90",
+        "rollout_timeout_s=90: .*at most trainer.timeout_s=60",
     ),
     (f"{SHARDED} trainer.precision=16-mixed", "takes no scaled loss; set .*bf16-mixed"),
     (f"{SHARDED} context.leave_out.patches=0.5", "leave_out: .* or trainer.strategy=ddp"),
@@ -148,7 +156,6 @@ OF_THE_COMMAND = [
         "can't step sharded weights|no package 'bitsandbytes'",
     ),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
-    ("trainer.strategy=deepspeed", "trainer: .*pip install -U deepspeed"),
     (
         "env.kwargs.size=40",
         "env.kwargs.size=40: expected a whole number, at least 2 and at most 16",
@@ -351,7 +358,8 @@ def test_failed_episodes_are_shown_in_lines_table_and_warnings(fit, tmp_path):
     done = fit(
         "env=custom", "env.target=broken_environments.SomeSeedsBreak", "logger=none", "trainer.max_epochs=2",
         "callbacks.trajectories=null", "callbacks.plots=null", "warm_start.steps=2", "warm_start.episodes=16",
-        "rollout.groups=16", "validation.episodes=16", "paths.run_dir=run", quick=False,
+        "rollout.groups=16", "validation.episodes=16", "paths.run_dir=run", "rollout.failures.min_fraction=0.0",
+        quick=False,
     )  # fmt: skip
     assert done.code == 0, done.stderr
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
@@ -373,14 +381,22 @@ def test_failed_episodes_are_shown_in_lines_table_and_warnings(fit, tmp_path):
 
 def test_a_run_ends_where_too_many_episodes_fail(fit):
     line = fit(
-        "env=custom", "env.target=broken_environments.SomeSeedsBreak", "rollout.max_failed=0.0", "rollout.groups=16",
-        "validation.episodes=16",
+        "env=custom", "env.target=broken_environments.SomeSeedsBreak", "rollout.failures.min_fraction=1.0",
+        "rollout.groups=16", "validation.episodes=16",
     ).refused()  # fmt: skip
     assert re.match(
-        r"iteration 1: \d+ of 16 episodes failed, more than rollout.max_failed=0 allows; most with "
+        r"iteration 1: (\d+) of 16 episodes failed and drop \1 groups; 0.\d+ of the iteration can be trained on, less "
+        r"than rollout.failures.min_fraction=1, after it was played twice; most failed with "
         r"ConnectionError: no simulator for seed \d+",
         line,
     )
+
+
+def test_an_environment_is_not_served_to_everybody(command, monkeypatch):
+    monkeypatch.delenv("RAGEN_PL_ENVIRONMENT_KEY", raising=False)
+    line = command("serve_environment", "env=frozenlake", "server.host=0.0.0.0").refused()
+    assert line.startswith("server.host=0.0.0.0: ") and "set RAGEN_PL_ENVIRONMENT_KEY" in line
+    assert "server.sessions=0" in command("serve_environment", "server.sessions=0").refused()
 
 
 def test_scripted_policies_that_an_environment_does_not_support_are_refused(fit):

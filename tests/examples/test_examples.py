@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from family_models import tiny
+from module_process import run_module
 from trajectories import responses
 from vllm_models import gap, play, request
 
@@ -22,6 +23,7 @@ from ragen_pl.modules.policy import PolicyModule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN_ENGINE = EXAMPLES / "own_engine"
+LIMIT_S = 240
 TINY = (
     "logger=none",
     "callbacks.progress=null",
@@ -44,8 +46,8 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch):
     return module
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def call(*command: str, cwd: Path) -> str:
+    done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
         text=True,
@@ -53,12 +55,15 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
         check=False,
     )
-
-
-def call(*command: str, cwd: Path) -> str:
-    done = run(*command, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def fit(*arguments: str, cwd: Path, run_dir: Path) -> tuple[int | None, str]:
+    """Run `python -m ragen_pl.fit` in a folder; return its exit code and output."""
+    output = run_dir.with_name("output.txt")
+    arguments = (*arguments, f"paths.run_dir={run_dir}")
+    return run_module("ragen_pl.fit", arguments, folder=cwd, output=output, timeout=LIMIT_S)
 
 
 def test_advantages_only_learns_without_lightning_and_transformers():
@@ -90,9 +95,10 @@ def test_own_module_learns(monkeypatch):
     [("own_environments", "guess"), ("own_environments", "bright_side"), ("invoice", "invoice")],
 )
 def test_own_environment_runs_from_its_own_folder(tmp_path, folder, env):
-    arguments = ("-m", "ragen_pl.fit", "--config-dir", "conf", f"env={env}", *TINY)
-    call(*arguments, f"paths.run_dir={tmp_path}", cwd=EXAMPLES / folder)
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    arguments = ("--config-dir", "conf", f"env={env}", *TINY)
+    code, output = fit(*arguments, cwd=EXAMPLES / folder, run_dir=tmp_path / "run")
+    assert code == 0, output
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["val/episodes"] == 4
     assert metrics["random_policy/failed"] == 0
 
@@ -141,8 +147,9 @@ def test_docs_show_the_own_engine():
 @pytest.mark.slow
 def test_own_engine_runs(tmp_path):
     own = ("--config-dir", "conf", "rollout/engine=own", "env=frozenlake")
-    call("-m", "ragen_pl.fit", *own, *NO_WARM_START, f"paths.run_dir={tmp_path}", cwd=OWN_ENGINE)
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    code, output = fit(*own, *NO_WARM_START, cwd=OWN_ENGINE, run_dir=tmp_path / "run")
+    assert code == 0, output
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["rollout/logprob_mismatch_max"] < 1e-4
     assert metrics["val/episodes"] == 4
 
@@ -154,12 +161,10 @@ def test_own_engine_with_logprobs_before_the_bans_is_refused(tmp_path):
     assert code.count("token, logprob, entropy)") == 1
     wrong = code.replace("token, logprob, entropy)", f"token, {raw}, entropy)")
     (tmp_path / "my_engine.py").write_text(wrong)
-    done = run(
-        "-m", "ragen_pl.fit", "--config-dir", str(OWN_ENGINE / "conf"), "rollout/engine=own",
-        "env=frozenlake", *NO_WARM_START, f"paths.run_dir={tmp_path}/run", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "rollout.engine: log-probs of the rollout engine differ by" in done.stderr
+    own = ("--config-dir", str(OWN_ENGINE / "conf"), "rollout/engine=own", "env=frozenlake")
+    code, output = fit(*own, *NO_WARM_START, cwd=tmp_path, run_dir=tmp_path / "run")
+    assert code == 2, output
+    assert "rollout.engine: log-probs of the rollout engine differ by" in output
 
 
 # ---- invoice

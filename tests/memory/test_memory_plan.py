@@ -11,6 +11,7 @@ import pytest
 import torch
 from composing import composed
 from family_models import tiny
+from omegaconf import DictConfig
 from rich.console import Console
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
@@ -422,15 +423,17 @@ def test_model_of_unknown_sizes_is_started_and_not_planned(caplog):
         show_plan(cfg)
 
 
+HYBRID = {"_target_": "ragen_pl.run.strategy.FSDP2Strategy"}
+
+
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
         ("auto", Sharding(buckets=True)),
         ("ddp", Sharding(buckets=True)),
-        ("deepspeed_stage_1", Sharding(optimizer=8)),
-        ("deepspeed_stage_2", Sharding(optimizer=8, gradients=8)),
-        ("deepspeed_stage_3", Sharding(optimizer=8, gradients=8, weights=8)),
         ("fsdp2", Sharding(optimizer=8, gradients=8, weights=8)),
+        (DictConfig({**HYBRID, "shard_size": 4}), Sharding(optimizer=4, gradients=4, weights=4)),
+        (DictConfig({**HYBRID, "shard_size": None}), Sharding(optimizer=8, gradients=8, weights=8)),
     ],
 )
 def test_strategies_share_the_state_of_training(strategy, expected):

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_process import run_two_ranks
 from trajectories import make_trajectory, make_turn
 
-from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.metrics.rollout import RolloutStatistics, rollout_metrics
 from ragen_pl.metrics.sums import NamedSums
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.trajectory import EpisodeStatus
@@ -112,7 +112,7 @@ def count_parts(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_with_different_parts_have_the_same_metrics(tmp_path):
-    mp.spawn(count_parts, args=(str(tmp_path),), nprocs=2)
+    run_two_ranks(count_parts, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second == pytest.approx(compute(PARTS))
 
@@ -194,3 +194,12 @@ def test_sums_survive_export_and_import_bit_for_bit():
 def test_undeclared_name_is_rejected():
     with pytest.raises(KeyError, match=r"NamedSums has no sums named \['c'\]"):
         NamedSums(["a", "b"]).update({"c": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("think", "right"),
+    [("a", 1.0), ("a so reach 1 2", 1.0), ("a reach", 0.0), ("b so a", 0.0), (None, 0.0)],
+)
+def test_a_plan_after_the_description_is_no_wrong_thought(think, right):
+    turn = make_turn(think=think, state_description="a")
+    assert rollout_metrics([make_trajectory(turn)])["think_accuracy"] == right

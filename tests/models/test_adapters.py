@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ragen_pl.models.adapters import (
+    adapter_weights,
     adapters_are_new,
     adapters_off,
     has_adapters,
     merge_adapters,
     only_adapters_are_trained,
+    write_adapters,
 )
 from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
 
@@ -173,3 +177,21 @@ def test_adapters_are_new_until_they_are_trained(folder, vlm_folder):
     assert not only_adapters_are_trained(load_pretrained(str(folder)).model)
     with_projector = load_pretrained(str(vlm_folder), lora=LORA, freeze_projector=False).model
     assert not only_adapters_are_trained(with_projector)
+
+
+def test_written_adapters_are_those_of_a_saved_model(folder, tmp_path):
+    bundle = load_pretrained(str(folder), lora=LORA)
+    trained(bundle.model)
+    write_adapters(bundle.model, adapter_weights(bundle.model), tmp_path / "own")
+    bundle.model.save_pretrained(tmp_path / "saved")
+    own, saved = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("own", "saved")
+    )
+    assert own.keys() == saved.keys() and all(own[name].equal(saved[name]) for name in saved)
+    settings = [
+        json.loads((tmp_path / name / "adapter_config.json").read_text())
+        for name in ("own", "saved")
+    ]
+    for one in settings:
+        one["target_modules"] = sorted(one["target_modules"])
+    assert settings[0] == settings[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import played_agents
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from module_process import run_two_ranks
 from omegaconf import OmegaConf
 
 from ragen_pl.config import ConfigError
@@ -95,14 +95,14 @@ def build_engine(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_one_rank_cannot_build_ends_all(tmp_path):
-    mp.spawn(build_engine, args=(str(tmp_path),), nprocs=2)
+    run_two_ranks(build_engine, str(tmp_path))
     errors = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert errors[0] == errors[1] and "memory is full" in errors[0]
 
 
 @pytest.mark.slow
 def test_ranks_run_as_many_forward_passes(tmp_path):
-    mp.spawn(count_forwards, args=(str(tmp_path),), nprocs=2)
+    run_two_ranks(count_forwards, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first.pop("rows") * 3 < second.pop("rows") * 2
     assert first == second

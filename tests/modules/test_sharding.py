@@ -7,8 +7,9 @@ import json
 import pytest
 import sharded_agents
 import torch
-import torch.multiprocessing as mp
+from module_process import run_two_ranks
 
+from ragen_pl.models.adapters import add_lora
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import GatheredPolicy, is_sharded
 
@@ -17,7 +18,7 @@ from ragen_pl.modules.sharding import GatheredPolicy, is_sharded
 def ranks(tmp_path_factory):
     """What both ranks find."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(sharded_agents.run, args=(str(folder),), nprocs=2)
+    run_two_ranks(sharded_agents.run, str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -29,6 +30,16 @@ def test_two_ranks_with_sharded_weights_learn_as_with_whole_ones(ranks):
     for name, case in sharded_agents.CASES.items():
         for ranks in results:
             check_case(ranks[name], rounds=case.dtype is not torch.float32)
+
+
+@pytest.mark.slow
+def test_four_ranks_with_two_copies_of_the_state_learn_as_with_whole_weights(tmp_path):
+    mp.spawn(sharded_agents.run_hybrid, args=(str(tmp_path),), nprocs=4)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for name in sharded_agents.HYBRID:
+        rounds = sharded_agents.CASES[name].dtype is not torch.float32
+        for found in ranks:
+            check_case(found[name], rounds=rounds)
 
 
 def check_case(figures, *, rounds: bool) -> None:
@@ -98,6 +109,24 @@ def test_a_gathered_copy_takes_over_present_weights(make):
     copy.gather()
     words = copy.bundle.model.get_input_embeddings().weight
     assert words.equal(bundle.model.get_input_embeddings().weight)
+
+
+def test_a_copy_without_weights_yields_the_present_adapters(make):
+    bundle = make.bundle()
+    add_lora(bundle.model, {"r": 2})
+    policy = PolicyModule(bundle)
+    copy = GatheredPolicy(policy)
+    with torch.no_grad():
+        for name, weight in bundle.model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    wanted, found = dict(policy.weights(adapters=True)), dict(copy.weights(adapters=True))
+    assert wanted.keys() == found.keys() and len(wanted) > 0
+    assert all(weight.equal(wanted[name]) for name, weight in found.items())
+    # a rank whose engine has failed gathers what the others do
+    with copy.exhausting_weights():
+        pass
+    assert copy._only_adapters
 
 
 def test_without_a_sharding_strategy_nothing_is_sharded(make):

@@ -102,18 +102,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
 def run(command: str, folder: Path, environment: dict[str, str]) -> None:
     """Run a command as a shell does and show its last lines where it fails."""
     command = command.replace("CHECKOUT", str(ROOT))
-    module = re.match(r"python -m (ragen_pl\.\w+) (?!.*[$|<>;&`])", command)
-    if module is None:
+    # a module of this package with arguments, or a script
+    started = re.match(r"python (?:-m (ragen_pl\.\w+) |([\w./-]+\.py)\b)(?!.*[$|<>;&`])", command)
+    if started is None:
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
             stdin=subprocess.DEVNULL, timeout=LIMIT_S,
         )  # fmt: skip
         code, output = done.returncode, done.stdout + done.stderr
     else:
+        arguments = shlex.split(command, comments=True)[3 if started[1] else 2 :]
         code, output = run_module(
-            module[1], shlex.split(command, comments=True)[3:],
-            folder=folder, timeout=LIMIT_S,
-        )  # fmt: skip
+            started[1] or started[2], arguments, folder=folder, timeout=LIMIT_S
+        )
     assert code == 0, f"{command}\nended with {code}:\n{output[-3000:]}"
 
 
@@ -123,6 +124,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
     [
         pytest.param(page, id=page.stem, marks=[pytest.mark.soak] if page.stem in LONG else [])
         for page in PAGES
+        if any(block.language == "bash" and not block.reason for block in blocks(page))
     ],
 )
 def test_documented_commands_succeed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -136,3 +137,12 @@ def test_make_help_names_the_targets() -> None:
     done = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT, check=True)
     for target in ("fit", "test", "lint", "clean"):
         assert f"make {target}" in done.stdout
+
+
+def test_make_lets_python_write_byte_code() -> None:
+    done = subprocess.run(
+        ["make", "--eval=variables: ; @env", "variables"],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert "PATH=" in done.stdout and "PYTHONDONTWRITEBYTECODE" not in done.stdout

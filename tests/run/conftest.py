@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from module_process import run_module
-from small_runs import SMALL
+from small_runs import SMALL, run_ranks
 
+from ragen_pl.run.rank_watch import RankWatch
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
 HERE = Path(__file__).parent
@@ -36,6 +38,7 @@ class Job:
         codes: tuple[int, ...] = (0,),
         signaled: bool = False,
         settings: tuple[str, ...] = SMALL,
+        launched: bool = True,
     ) -> str:
         """Run `python -m ragen_pl.fit` in this folder, check how it ended and return its output.
 
@@ -44,14 +47,21 @@ class Job:
             codes: expected exit codes.
             signaled: whether the callback of `killing.py` must have sent its signal.
             settings: overrides before these.
+            launched: whether the first of two ranks starts the other one, else both are started as torchrun does it.
         """
         overrides = (
             *(*settings, *overrides),
             f"paths.root={self.folder.parent}",
             f"paths.run_dir={self.folder}",
         )
-        start = _start_ranks if "trainer.devices=2" in overrides else _start
-        code, output = start(overrides, self.folder.parent)
+        if "trainer.devices=2" not in overrides:
+            code, output = _start(overrides, self.folder.parent)
+        elif launched:
+            code, output = _start_ranks(overrides, self.folder.parent)
+        else:
+            ended, other = run_ranks(self.folder.parent, overrides)
+            assert ended.code == other.code, ended.output[-3000:] + other.output[-3000:]
+            code, output = ended.code, ended.output + other.output
         assert self.note.exists() == signaled, output[-3000:]
         self.note.unlink(missing_ok=True)
         assert code in codes, output[-3000:]
@@ -144,3 +154,42 @@ def job(tmp_path_factory):
         return Job(tmp_path_factory.mktemp("run") / "here")
 
     return make
+
+
+class Store:
+    """The meeting place of ranks in one process."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.kept: str | None = None
+
+    def publish(self, port: int, token: str) -> None:
+        self.kept = f"127.0.0.1:{port}:{token}"
+
+    def address(self) -> str:
+        if self.kept is None:
+            raise OSError("not there yet")
+        return self.kept
+
+
+@pytest.fixture
+def watches():
+    """Return a function that makes the watches of ranks 0 to N - 1, which may exit."""
+    made: list[RankWatch] = []
+
+    def make(count: int, *, first: int = 0, **more: str | bool) -> list[RankWatch]:
+        settings = {"count": count, "meeting": Store(), **more}
+        # a rank may look for the first one before it is there
+        numbers = range(first + count - 1, first - 1, -1)
+        # the main thread of this process is not theirs
+        with ThreadPoolExecutor(1) as thread:
+            made.extend(thread.map(lambda number: RankWatch(number, **settings), numbers))
+        return sorted(made, key=lambda watch: watch.rank)
+
+    yield make
+    for watch in made:
+        watch.leave()
+    # the first rank waits for the others
+    for watch in sorted(made, key=lambda watch: -watch.rank):
+        watch.close()

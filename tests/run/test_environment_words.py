@@ -28,10 +28,12 @@ VOCABULARIES = {
     "code": (606, "19639d7a9ac44f92"),
     "invoice_check": (570, "f39745e5b217dba1"),
     "knowledge_base": (696, "3586055d491f16c8"),
+    "knowledge_base_compaction": (696, "3586055d491f16c8"),
     "metaworld": (535, "96f0cb1dc3c455c2"),
     "miniwob": (559, "c42e5df04724717e"),
     "miniworld": (525, "7ebf89ea4f24500b"),
     "pocket_cube": (538, "766fcf545f7cf5f8"),
+    "program": (514, "61e8984d50fdf041"),
     "support_desk": (658, "93852f5f0dd09d4d"),
     "svg": (540, "77a19e2336fa5a1c"),
     "textarena": (520, "ffaf32f30a70c390"),
@@ -68,7 +70,7 @@ def make_opposites() -> gymnasium.Env[Any, Any]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_ids_of_saved_models_stay_the_same(name: str) -> None:
     target = [f"env.target={__name__}.Wordless"] if name == "custom" else []
-    url = ["env.kwargs.url=http://localhost:1"] if name == "openenv" else []
+    url = ["env.kwargs.urls=[http://localhost:1]"] if name == "openenv" else []
     vocabulary = build_bundle(composed(f"env={name}", *target, *url)).tokenizer.get_vocab()
     in_order = sorted(vocabulary.items(), key=lambda item: item[1])
     digest = hashlib.sha256(json.dumps(in_order).encode()).hexdigest()[:16]

@@ -72,8 +72,8 @@ def test_copies_of_bfloat16_weights_and_a_moving_reference_are_resumed_exactly(j
 def test_a_sharded_checkpoint_holds_what_a_whole_one_does(job):
     whole, sharded = job(), job()
     settings = ("warm_start.enabled=false", "trainer.max_epochs=1", "callbacks.best=null")
-    whole.run(*FSDP2, *settings)
-    sharded.run(*SHARDED, *settings)
+    whole.run(*FSDP2, *settings, launched=False)
+    sharded.run(*SHARDED, *settings, launched=False)
     file = sharded.folder / "checkpoints" / "last.ckpt"
     alone = torch.load(file, weights_only=True)
     assert not alone["state_dict"] and (file.parent / alone["shards"]).is_dir()

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import sqlite3
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +15,13 @@ import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow.tracking import MlflowClient
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from torch.utils.data import DataLoader
 
 from ragen_pl.config import ConfigError
 from ragen_pl.run.loggers import RunCSVLogger, RunLogger
+from ragen_pl.run.mlflow_outbox import client_of_new_store
 from ragen_pl.run.tracking import check_reachable, tracking_uri, version_tags
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
@@ -164,6 +168,25 @@ def test_the_tracking_uri_of_the_environment_is_used(
     # a resumed run keeps its store
     first = stored(run)[1]
     assert RunLogger(run_dir=str(run)).run_id == first
+
+
+def test_only_the_tables_of_a_new_store_are_not_waited_for(tmp_path: Path) -> None:
+    modes: dict[str, set[int]] = {}
+
+    def note(connection: object, cursor: sqlite3.Cursor, statement: str, *_: object) -> None:
+        (mode,) = cursor.connection.execute("PRAGMA synchronous").fetchone()
+        modes.setdefault(" ".join(statement.split()[:2]), set()).add(mode)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        client = client_of_new_store(f"sqlite:///{tmp_path}/mlflow.db")
+        assert modes.pop("CREATE TABLE") == {0}
+        modes.clear()
+        client.create_experiment("after")
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    # sqlite's number of FULL
+    assert modes["INSERT INTO"] == {2}
 
 
 def test_an_unreachable_server_is_reported_in_one_line(run: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from small_runs import SMALL, Ended, run_ranks
@@ -158,45 +157,6 @@ def test_an_error_stays_its_own_where_the_other_ranks_have_ended(monkeypatch):
         all_ranks_do(lambda: {}["own"])
     with pytest.raises(RuntimeError, match="closed"):
         all_ranks_do(lambda: 3)
-
-
-class Store:
-    """The meeting place of ranks in one process."""
-
-    host = "127.0.0.1"
-
-    def __init__(self) -> None:
-        self.kept: str | None = None
-
-    def publish(self, port: int, token: str) -> None:
-        self.kept = f"127.0.0.1:{port}:{token}"
-
-    def address(self) -> str:
-        if self.kept is None:
-            raise OSError("not there yet")
-        return self.kept
-
-
-@pytest.fixture
-def watches():
-    """Return a function that makes the watches of ranks 0 to N - 1, which may exit."""
-    made: list[RankWatch] = []
-
-    def make(count: int, *, first: int = 0, **more: str | bool) -> list[RankWatch]:
-        settings = {"count": count, "meeting": Store(), **more}
-        # a rank may look for the first one before it is there
-        numbers = range(first + count - 1, first - 1, -1)
-        # the main thread of this process is not theirs
-        with ThreadPoolExecutor(1) as thread:
-            made.extend(thread.map(lambda number: RankWatch(number, **settings), numbers))
-        return sorted(made, key=lambda watch: watch.rank)
-
-    yield make
-    for watch in made:
-        watch.leave()
-    # the first rank waits for the others
-    for watch in sorted(made, key=lambda watch: -watch.rank):
-        watch.close()
 
 
 def concluded(watch: RankWatch, text: str) -> bool:

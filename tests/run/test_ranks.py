@@ -107,6 +107,7 @@ def test_an_image_encoder_that_no_step_uses_may_be_trained_under_ddp(job, tmp_pa
         "trainer.max_epochs=1",
         "logger=none",
         settings=(),
+        launched=False,
     )
     assert run.steps >= 2
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from module_process import run_module
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (
@@ -63,10 +64,10 @@ def test_a_stopped_run_saves_and_prints_the_command_that_resumes_it(
     assert f"the last checkpoint is {last}" in message
     assert "Traceback" not in stderr
 
-    overrides = [
-        word for word in shlex.split(command)[1:] if not word.startswith("trainer.max_epochs")
-    ]
+    python, dash_m, module, *overrides = shlex.split(command)
+    assert (python, dash_m) == ("python", "-m")
+    overrides = [word for word in overrides if not word.startswith("trainer.max_epochs")]
     epochs = torch.load(last, weights_only=True)["epoch"] + 1
-    resume = [sys.executable, *overrides, f"trainer.max_epochs={epochs}"]
-    resume.append(f"paths.run_dir={tmp_path}")
-    assert subprocess.run(resume, env=environment, check=False).returncode == 0
+    overrides += [f"trainer.max_epochs={epochs}", f"paths.run_dir={tmp_path}"]
+    code, output = run_module(module, overrides, folder=tmp_path, timeout=600)
+    assert code == 0, output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,22 +29,31 @@ if TYPE_CHECKING:
 FLOOR_BYTES, BYTES_PER_TOKEN, BYTES_PER_PROMPT_TOKEN = 2**20, 1024, 32
 """Largest response: a floor, and more for each token that is requested or shown. vLLM writes about 150 for a token."""
 
+# a bias after which a probability is 0 in float32
+_NEVER = -1e9
+
 
 class Exchange:
     """Request bodies and answers of a model.
 
     Args:
         bundle: Model.
+        finite: Whether requests have to be JSON by its standard, without infinity, as a router reads it.
     """
 
-    def __init__(self, bundle: ModelBundle) -> None:
+    def __init__(self, bundle: ModelBundle, *, finite: bool = False) -> None:
         self._family = bundle.facts.family
         self._check = GenerationCheck.of(bundle)
-        self._banned = dict.fromkeys(bundle.banned_token_ids, float("-inf"))
+        self._banned = dict.fromkeys(bundle.banned_token_ids, _NEVER if finite else -math.inf)
         self._ends = sorted(bundle.eos_token_ids)
 
-    def body(self, request: GenerationRequest) -> Json:
-        """Return the body of a request."""
+    def body(self, request: GenerationRequest, *, adapter: str | None = None) -> Json:
+        """Return the body of a request.
+
+        Args:
+            request: Request.
+            adapter: Name of the adapters that answer it; None for the model's own weights.
+        """
         prompt = request.prompt
         ids = prompt.unexpanded_ids if prompt.images else prompt.ids
         body: Json = {
@@ -51,6 +61,8 @@ class Exchange:
             "return_token_ids": True,
             "sampling_params": sampling_arguments(request, ends=self._ends, banned=self._banned),
         }
+        if adapter is not None:
+            body["model"] = adapter
         if prompt.images:
             body["content_parts"] = [
                 {"type": "image_url", "url": data_url(image)} for image in prompt.images

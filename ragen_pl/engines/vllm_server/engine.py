@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Contains, Count, CountOrZero, ExistingPath, Open, Positive
+from ragen_pl.constraints import Contains, Count, CountOrZero, ExistingPath, Matches, Open, Positive
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
@@ -29,12 +29,23 @@ from ragen_pl.engines.vllm_server.server import (
     Busy,
     Failed,
     Json,
+    Router,
     Server,
     Trouble,
+    Unavailable,
     address,
     pause,
 )
-from ragen_pl.engines.vllm_server.weights import WeightFolder, WrittenWeights
+from ragen_pl.engines.vllm_server.serving import serve
+from ragen_pl.engines.vllm_server.transfer import (
+    AdapterFolder,
+    ServedAdapterFolder,
+    ServedFolder,
+    TransferName,
+    WeightFolder,
+)
+from ragen_pl.engines.vllm_server.weights import WrittenWeights
+from ragen_pl.models.adapters import unservable_adapters
 
 
 class VLLMServerEngine(VLLMServerRules):
@@ -45,7 +56,7 @@ class VLLMServerEngine(VLLMServerRules):
 
     Where torch.distributed is initialized, all ranks have to build the engine and load weights together: the first rank
     writes the weights and hands them to the servers. Requests of all ranks go to all servers. Adapters are merged into
-    the weights.
+    the weights unless they travel alone.
 
     Args:
         policy: Policy whose weights are handed over by `load_weights`.
@@ -60,8 +71,14 @@ class VLLMServerEngine(VLLMServerRules):
         probe_failures: Probes without an answer, one after the other, after which a server is lost and its requests
             are sent elsewhere.
         concurrency: Requests of this process under way at once.
-        weights_folder: Folder in which weights are handed over, which the servers see under the same path; None for
-            shared memory with enough room, else the folder of temporary files.
+        transfer: How servers get the weights: `folder`, from a folder that they see under the same path; `pull`, by
+            HTTP from the first rank; `adapters`, the adapters alone, in one of these ways.
+        weights_folder: Folder in which weights are written, which the servers see under the same path unless they pull;
+            None for shared memory with enough room, else the folder of temporary files.
+        serve_address: `HOST:PORT` of the first rank's machine from which servers download. With `pull`, None is the
+            address by which it reaches the first server, with a free port. With `adapters`, None is the folder.
+        router_url: Address of a router that gets the requests for responses; `urls` are still asked for all else. None
+            sends them to the servers.
         settings: Other arguments of a server that the engine starts, such as `{"max_num_seqs": 512}`.
         python: Python of an environment with vLLM that runs this server; None for the one of this process.
 
@@ -84,17 +101,26 @@ class VLLMServerEngine(VLLMServerRules):
         probe_s: Positive = 5.0,
         probe_failures: Count = 3,
         concurrency: Count = 256,
+        transfer: TransferName = "folder",
         weights_folder: Annotated[str, ExistingPath()] | None = None,
+        serve_address: Annotated[str, Matches(r".+:\d{1,5}", "10.0.0.1:9400")] | None = None,
+        router_url: Annotated[str, Contains("://")] | None = None,
         settings: Annotated[dict[str, Any], Open()] | None = None,
         python: Annotated[str, ExistingPath()] | None = None,
     ) -> None:
         self.bundle, self._policy = policy.bundle, policy
         check_weights(self.bundle, engine="vllm_server")
+        self._adapters = transfer == "adapters"
+        problem = unservable_adapters(self.bundle.model) if self._adapters else None
+        if problem is not None:
+            raise ValueError(
+                f"rollout.engine.transfer=adapters: {problem}; set transfer=folder or pull, which merge adapters"
+            )
         self.max_tokens, self.retries, self.timeout_s = max_tokens, retries, timeout_s
         self.dtype = self.bundle.model.dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
         self.sampled_tokens = self.resent = 0
-        self.exchange = Exchange(self.bundle)
+        self.exchange = Exchange(self.bundle, finite=router_url is not None)
         self._folder: WeightFolder | None = None
         self._thread: RequestThread[int, Generation] = RequestThread(concurrency)
         self._resources = ExitStack()
@@ -102,16 +128,27 @@ class VLLMServerEngine(VLLMServerRules):
         try:
             weights = iter(()) if urls else policy.weights()
             self.urls, self.key = self._first_rank_does(
-                lambda: self._start(urls, weights, weights_folder, settings, python), weights
+                lambda: self._start(urls, weights, settings, python), weights
             )
             self._thread.call(self._open())
+            self._first_rank_does(
+                lambda: self._make_folder(transfer, weights_folder, serve_address), iter(())
+            )
+            router = router_url and Router(address(router_url), self._session, timeout_s)
             self._pool = ServerPool(
                 [Server(url, self._session, timeout_s) for url in self.urls],
-                Requirements(self.bundle, self.dtype, max_tokens),
+                Requirements(
+                    self.bundle,
+                    self.dtype,
+                    max_tokens,
+                    pulls=transfer == "pull" or serve_address is not None,
+                    adapters=self._adapters,
+                ),
                 timeout_s=timeout_s,
                 retries=retries,
                 probe_s=probe_s,
                 probe_failures=probe_failures,
+                router=router or None,
                 rank=rank(),
                 ranks=world_size(),
             )
@@ -127,13 +164,10 @@ class VLLMServerEngine(VLLMServerRules):
         self,
         urls: Sequence[str],
         weights: Iterator[tuple[str, Tensor]],
-        weights_folder: str | None,
         settings: Json | None,
         python: str | None,
     ) -> tuple[list[str], str | None]:
-        """Make the folder of weights on the first rank, and a server where there is none; return addresses and key."""
-        self._folder = WeightFolder(self.bundle, weights_folder)
-        self._resources.callback(self._folder.remove)
+        """Start a server on the first rank where there is none; return addresses and key."""
         if urls:
             return [address(url) for url in urls], os.environ.get("VLLM_API_KEY")
         process = ServerProcess(
@@ -147,6 +181,20 @@ class VLLMServerEngine(VLLMServerRules):
         )
         self._resources.callback(process.close)
         return [process.url], process.key
+
+    def _make_folder(
+        self, transfer: TransferName, place: str | None, serve_address: str | None
+    ) -> None:
+        """Make the folder of weights on the first rank, and serve it where servers pull."""
+        if transfer == "pull" or serve_address is not None:
+            server = self._thread.call(serve(serve_address, self.urls[0]))
+            self._resources.callback(lambda: self._thread.call(server.close()))
+            served = ServedAdapterFolder if self._adapters else ServedFolder
+            self._folder = served(self.bundle, place, server)
+        else:
+            written = AdapterFolder if self._adapters else WeightFolder
+            self._folder = written(self.bundle, place)
+        self._resources.callback(self._folder.remove)
 
     async def _open(self) -> None:
         headers = {"Accept-Encoding": "identity"}
@@ -189,11 +237,11 @@ class VLLMServerEngine(VLLMServerRules):
         Raises:
             RolloutError: No server could load them.
         """
+        weights = self._policy.weights(adapters=self._adapters)
         self.release()
         self._thread.call(self._pool.end())
         # no rank samples any more
         gather_over_ranks(None)
-        weights = self._policy.weights()
         written, ready = self._first_rank_does(lambda: self._hand_over(version, weights), weights)
         self.version = version
         self._thread.call(self._pool.begin(written, ready))
@@ -277,7 +325,8 @@ class VLLMServerEngine(VLLMServerRules):
         Raises:
             RolloutError: It was refused, or failed too often.
         """
-        body, most_bytes = self.exchange.body(request), self.exchange.most_bytes(request)
+        body = self.exchange.body(request, adapter=self._pool.weights.adapter)
+        most_bytes, session = self.exchange.most_bytes(request), f"{rank()}-{request.session}"
         budget = Budget(self.retries, self.timeout_s)
         refusals: dict[str, str] = {}
         failed: set[str] = set()
@@ -285,15 +334,19 @@ class VLLMServerEngine(VLLMServerRules):
             server = await self._pool.server_for(request.session, refusals=refusals, failed=failed)
             losses = server.losses
             try:
-                answer = await server.respond(body, timeout_s=self.timeout_s, most_bytes=most_bytes)
+                answer = await server.respond(
+                    body, timeout_s=self.timeout_s, most_bytes=most_bytes, session=session
+                )
                 generation = self.exchange.generation(
                     answer, request, label=self._pool.weights.label, version=self.version
                 )
             except Trouble as error:
-                trouble = error
+                trouble: Trouble = error
             else:
                 self._pool.note_response(server)
                 return generation
+            if isinstance(trouble, Failed) and trouble.status == 404 and "model" in body:
+                trouble = Unavailable("it has lost the adapters")
             self._pool.note_failure(server, trouble, losses=losses)
             self.resent += 1
             if isinstance(trouble, Failed) and trouble.refuses:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NoReturn
+from urllib.parse import urlencode
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server.requirements import Requirements
@@ -22,6 +23,7 @@ from ragen_pl.engines.vllm_server.server import (
     Failed,
     InvalidAnswer,
     Refused,
+    Router,
     Server,
     ServerState,
     Trouble,
@@ -49,6 +51,7 @@ class ServerPool:
         retries: Attempts after the first to reach a server at the start.
         probe_s: Seconds between two probes of a server, and the longest wait for the answer to one.
         probe_failures: Probes without an answer, one after the other, that lose a server.
+        router: Router that gets the requests for responses; None to send them to the servers.
         rank: Number of this process.
         ranks: Number of processes.
     """
@@ -62,6 +65,7 @@ class ServerPool:
         retries: int,
         probe_s: float,
         probe_failures: int,
+        router: Router | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -69,6 +73,7 @@ class ServerPool:
         self._timeout_s, self._retries = timeout_s, retries
         self._probe_s, self._probe_failures = probe_s, probe_failures
         self._rank, self._ranks = rank, ranks
+        self.router = router
         self.routing = Routing(servers, rank=rank, ranks=ranks)
         self.weights = WrittenWeights()
         self.only: str | None = None
@@ -179,13 +184,20 @@ class ServerPool:
         """Note a request that a server has failed.
 
         Args:
-            server: Server, which is lost unless it is only busy.
+            server: Server, which is lost unless it is only busy, or a router.
             trouble: Failure.
             losses: `server.losses` when the request was sent.
         """
-        if not isinstance(trouble, Busy):
-            is_damaged = isinstance(trouble, InvalidAnswer)
+        if isinstance(trouble, Busy):
+            return
+        is_damaged = isinstance(trouble, InvalidAnswer)
+        if server is not self.router:
             self._lose(server, str(trouble), losses=losses, must_reload=is_damaged)
+        elif is_damaged and server.losses == losses:
+            # which one it was is unknown
+            server.losses += 1
+            for one in self.servers:
+                self._lose(one, str(trouble), must_reload=True)
 
     def _lose(
         self, server: Server, trouble: str, *, losses: int | None = None, must_reload: bool = False
@@ -215,24 +227,42 @@ class ServerPool:
                 if server.is_ready:
                     await self._probe_until_lost(server)
                 else:
+                    await self._tell_router("remove", server)
                     await self._bring_back(server)
+                    await self._tell_router("add", server)
                     self._notify()
         except Exception as error:
             self._error = error
             self._notify()
             raise
 
+    async def _tell_router(self, change: str, server: Server) -> None:
+        """Have a router remove or add a server; one that can't finds out by its own probes."""
+        if self.router is not None and self._rank == 0:
+            place = urlencode({"url": server.url})
+            with suppress(Trouble):
+                await self.router.call("POST", f"/{change}_worker?{place}", is_json=False)
+
     async def _probe_until_lost(self, server: Server) -> None:
         """Return when a server is lost. The first rank probes it always, others while they wait for its responses."""
         failed = 0
-        while not await server.lost_within(self._probe_s):
-            if self._rank > 0 and not server.responses:
+        left = self._probe_s
+        while not await server.lost_within(left):
+            left = self._probe_s
+            if self._rank > 0 and not self._target(server).responses:
                 continue
+            begun = asyncio.get_running_loop().time()
             trouble = await self._probe(server)
+            # a probe without an answer has taken its time already
+            left = max(left - (asyncio.get_running_loop().time() - begun), 0.0)
             failed = 0 if trouble is None else failed + 1
             if trouble is not None and failed >= self._probe_failures:
                 self._lose(server, f"{failed} probes have failed: {trouble}")
-                server.cancel_responses()
+                self._target(server).cancel_responses()
+
+    def _target(self, server: Server) -> Server:
+        """Return what gets the requests for a server."""
+        return server if self.router is None else self.router
 
     async def _probe(self, server: Server) -> str | None:
         """Return why a server does not answer, None where it does. One with other weights is lost at once."""
@@ -316,25 +346,30 @@ class ServerPool:
             Exception: What has ended the watch of a server.
         """
         wanted = [server for server in self.servers if self.only in (None, server.url)]
+        router = self.router if self.only is None else None
         begun = time.monotonic()
         while True:
             if self._error is not None:
                 raise self._error
             ready = {server for server in wanted if server.is_ready}
             usable = {server for server in ready if server.url not in refusals}
-            if usable:
+            if usable and router is not None and router.url not in refusals:
+                return router
+            if usable and router is None:
                 others = {server for server in usable if server.url not in failed}
                 return self.routing.server_of(session, among=others or usable)
             now = time.monotonic()
             if ready:
                 self._ready_at = now
             left = (begun if refusals else self._ready_at) + self._timeout_s - now
-            if refusals and (len(refusals) >= len(wanted) or left <= 0):
+            asked = len(wanted) if router is None else 1
+            if refusals and (len(refusals) >= asked or left <= 0):
                 raise _refusal(refusals)
             if left <= 0:
                 raise self._none_answers()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), timeout=min(left, 1.0))
+                async with asyncio.timeout(min(left, 1.0)):
+                    await self._changed.wait()
 
     def _none_answers(self) -> RolloutError:
         troubles = "; ".join(f"{server.url}: {server.trouble}" for server in self.servers)

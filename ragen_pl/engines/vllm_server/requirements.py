@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragen_pl.engines.vllm.model import CPU_BATCH_TOKENS
+from ragen_pl.engines.vllm_server.plugin import BACKEND
 from ragen_pl.engines.vllm_server.server import Failed, Json, Refused, Server, ServerState
+from ragen_pl.models.adapters import largest_rank
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -31,11 +33,15 @@ class Requirements:
         bundle: Model of the policy.
         dtype: Type that the servers compute in.
         max_tokens: Longest prompt plus response.
+        pulls: Whether they download weights by HTTP.
+        adapters: Whether adapters are handed over alone.
     """
 
     bundle: ModelBundle
     dtype: torch.dtype
     max_tokens: int
+    pulls: bool = False
+    adapters: bool = False
 
     async def check(self, server: Server) -> None:
         """Check a server, which is CHECKED then.
@@ -85,8 +91,22 @@ class Requirements:
             tokens = max(self.max_tokens, CPU_BATCH_TOKENS)
             flags = f"--no-enable-chunked-prefill --max-num-batched-tokens {tokens}"
             yield "--enable-chunked-prefill, which CPUs have no seeds for", flags
+        if self.pulls:
+            backend = (config.get("weight_transfer_config") or {}).get("backend")
+            if backend != BACKEND:
+                wanted = json.dumps({"backend": BACKEND})
+                yield f"weight transfer {backend}", f"--weight-transfer-config '{wanted}'"
+        if self.adapters:
+            yield from self._adapter_differences(config.get("lora_config"))
         if self.bundle.processor is not None:
             yield from self._image_differences(model["multimodal_config"])
+
+    def _adapter_differences(self, found: Json | None) -> Iterator[tuple[str, str]]:
+        rank = largest_rank(self.bundle.model)
+        if found is None:
+            yield "no adapters", f"--enable-lora --max-lora-rank {rank}"
+        elif found["max_lora_rank"] < rank:
+            yield f"--max-lora-rank {found['max_lora_rank']}", f"--max-lora-rank {rank}"
 
     def _image_differences(self, images: Json | None) -> Iterator[tuple[str, str]]:
         if images is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -108,6 +109,8 @@ class Server:
         """Whether its weights, keys and values can't be trusted."""
         self.has_had_weights = False
         """Whether it has ever had weights of this run."""
+        self.adapter: str | None = None
+        """Name of the adapters that it was given last; None for none."""
         self.responses: set[asyncio.Task[Any]] = set()
         """Calls under way for responses."""
         self._lost = asyncio.Event()
@@ -146,8 +149,10 @@ class Server:
 
     async def lost_within(self, seconds: float) -> bool:
         """Wait until it is lost; return False after some seconds."""
+        # `wait_for` would lose a cancellation that comes with the event
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._lost.wait(), timeout=seconds)
+            async with asyncio.timeout(seconds):
+                await self._lost.wait()
         return not self.is_ready
 
     async def call(
@@ -158,6 +163,8 @@ class Server:
         *,
         timeout_s: float | None = None,
         most_bytes: int = CONTROL_BYTES,
+        is_json: bool = True,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
         """Return the JSON of an answer, None for an empty one.
 
@@ -167,6 +174,8 @@ class Server:
             body: JSON that is sent.
             timeout_s: Longest wait, in seconds.
             most_bytes: Largest answer.
+            is_json: Whether the answer is JSON; another is not returned.
+            headers: More headers.
 
         Raises:
             Unavailable: There is none, it is no JSON or too long.
@@ -181,7 +190,7 @@ class Server:
                 method,
                 self.url + path,
                 data=None if body is None else json.dumps(body),
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json", **(headers or {})},
                 timeout=limits,
             ) as response:
                 is_error = response.status >= 400
@@ -200,12 +209,20 @@ class Server:
         if not is_whole:
             raise Unavailable(f"an answer of more than {most_bytes} bytes")
         try:
-            return json.loads(data) if data else None
+            return json.loads(data) if data and is_json else None
         except (ValueError, RecursionError) as error:
             raise Unavailable("an answer that is no JSON") from error
 
-    async def respond(self, body: Json, *, timeout_s: float, most_bytes: int) -> Any:
+    async def respond(
+        self, body: Json, *, timeout_s: float, most_bytes: int, session: str = ""
+    ) -> Any:
         """Return the JSON of a response; see `call`.
+
+        Args:
+            body: Request.
+            timeout_s: Longest wait, in seconds.
+            most_bytes: Largest answer.
+            session: Name of its session, by which a router sends all of its requests to one server.
 
         Raises:
             GivenUp: `cancel_responses` was called.
@@ -213,7 +230,12 @@ class Server:
         """
         call = asyncio.ensure_future(
             self.call(
-                "POST", "/inference/v1/generate", body, timeout_s=timeout_s, most_bytes=most_bytes
+                "POST",
+                "/inference/v1/generate",
+                body,
+                timeout_s=timeout_s,
+                most_bytes=most_bytes,
+                headers={"X-Session-ID": session},
             )
         )
         self.responses.add(call)
@@ -231,6 +253,10 @@ class Server:
         """Give up the responses under way; their requests are to be sent elsewhere."""
         for call in self.responses:
             call.cancel()
+
+
+class Router(Server):
+    """Router that sends requests for responses on to servers. It has no weights, and is never lost itself."""
 
 
 async def pause(attempt: int, *key: int | str, timeout_s: float) -> None:

@@ -1,25 +1,12 @@
-"""Weights on their way to vLLM servers: the folder they are written to, their label, and the calls that load them."""
+"""Weights that were written for vLLM servers: their label, and the calls by which a server takes them over."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from torch import Tensor
-
-from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.vllm_server.plugin import ADAPTERS, folder_name
 from ragen_pl.engines.vllm_server.server import Failed, Refused, Server, Unavailable
-from ragen_pl.files import OwnFolder
-from ragen_pl.models.checkpoint_weights import write_weights
-
-if TYPE_CHECKING:
-    from ragen_pl.models.bundle import ModelBundle
 
 REPLACING = "replacing"
 """Label of a server while its weights are replaced, or while they have to be."""
@@ -27,7 +14,7 @@ REPLACING = "replacing"
 
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """Weights that servers can load.
+    """Weights in a folder that servers see under the same path.
 
     Attributes:
         folder: Their folder.
@@ -37,51 +24,125 @@ class WrittenWeights:
     folder: str = ""
     label: str = ""
 
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapters that requests ask for; None for the model's own weights."""
+        return None
+
     def is_of_another_run(self, label: str) -> bool:
         """Return whether a label is one of a run, and not of this one."""
         return label.count("/") == 2 and label.partition("/")[0] != self.label.partition("/")[0]
 
-
-class WeightFolder:
-    """Folder through which the first rank hands weights to the servers.
-
-    Args:
-        bundle: Model, for the size of its weights.
-        place: Folder that it is made in; None for shared memory with enough room, else that of temporary files.
-    """
-
-    def __init__(self, bundle: ModelBundle, place: str | None) -> None:
-        chosen = Path(place or _room_for(bundle)).expanduser().absolute()
-        # not world-readable: the servers are run by the same user
-        self._folder = OwnFolder("ragen_weights_", place=chosen)
-        self._run, self._loads = uuid.uuid4().hex[:12], 0
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder."""
-        return self._folder.path
-
-    def write(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> WrittenWeights:
-        """Write weights and remove those before them.
+    async def fetch(self, server: Server, *, timeout_s: float) -> None:
+        """Have a server get what it needs, while it still has the weights before.
 
         Raises:
-            RolloutError: They can't be written.
+            Trouble: It failed.
         """
-        folder = self.path / str(self._loads)
-        shutil.rmtree(self.path / str(self._loads - 1), ignore_errors=True)
-        self._loads += 1
-        try:
-            write_weights(weights, folder)
-        except OSError as error:
-            raise RolloutError(
-                f"rollout.engine.weights_folder: weights can't be written to {folder} ({error}); set another folder, "
-                "which the servers see under the same path"
-            ) from error
-        return WrittenWeights(str(folder), f"{self._run}/{self._loads}/{version}")
 
-    def remove(self) -> None:
-        """Remove the folder."""
-        self._folder.remove()
+    async def replace(self, server: Server, *, timeout_s: float) -> None:
+        """Have a paused server replace its weights by these.
+
+        Raises:
+            Trouble: It failed.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": self.folder}}
+        await server.call("POST", "/collective_rpc", body, timeout_s=timeout_s)
+
+    @property
+    def remedy(self) -> str:
+        """What lets a server load the weights that it can't load."""
+        return "it has to see rollout.engine.weights_folder under the same path"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights(WrittenWeights):
+    """Weights that servers download; see `plugin`.
+
+    Attributes:
+        url: Address of their manifest.
+    """
+
+    url: str = ""
+
+    async def fetch(self, server: Server, *, timeout_s: float) -> None:
+        """Have a server download the files."""
+        await self._update(server, load=False, timeout_s=timeout_s)
+
+    async def replace(self, server: Server, *, timeout_s: float) -> None:
+        """Have a server load what it has downloaded."""
+        await self._update(server, load=True, timeout_s=timeout_s)
+
+    async def _update(self, server: Server, *, load: bool, timeout_s: float) -> None:
+        body: dict[str, Any] = {"update_info": {"manifest": self.url, "load": load}}
+        try:
+            await server.call("POST", "/start_weight_update")
+        except Failed:
+            # one that was not finished, of a run that was killed
+            await _quietly(server, "/finish_weight_update", {})
+            await server.call("POST", "/start_weight_update")
+        await server.call("POST", "/update_weights", body, timeout_s=timeout_s)
+        await server.call("POST", "/finish_weight_update", {})
+
+    @property
+    def remedy(self) -> str:
+        """What lets a server load the weights that it can't load."""
+        return "its log has the reason"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenAdapters(WrittenWeights):
+    """Adapters in a folder that servers see under the same path.
+
+    Each version has a name of its own: keys and values are kept by that name.
+    """
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapters that requests ask for."""
+        return _adapter_name(self.label)
+
+    async def replace(self, server: Server, *, timeout_s: float) -> None:
+        """Have a server load the adapters, and drop those before."""
+        await _drop_adapters(server, self.adapter)
+        body = {"lora_name": self.adapter, "lora_path": self.folder}
+        await server.call("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s, is_json=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapters(ServedWeights):
+    """Adapters that servers download; as `WrittenAdapters`."""
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapters that requests ask for."""
+        return _adapter_name(self.label)
+
+    async def replace(self, server: Server, *, timeout_s: float) -> None:
+        """Have a server load the adapters that it has downloaded, and drop those before."""
+        await _drop_adapters(server, self.adapter)
+        # a request with a new name loads its adapters
+        body = {"model": self.adapter, "prompt": "", "add_special_tokens": False}
+        await server.call("POST", "/tokenize", body, timeout_s=timeout_s)
+
+
+def _adapter_name(label: str) -> str:
+    return f"{ADAPTERS}{folder_name(label)}"
+
+
+async def _drop_adapters(server: Server, name: str) -> None:
+    """Have a server drop the adapters that it was given last, and older ones of a name that it will get."""
+    for dropped in {server.adapter, name} - {None}:
+        await _quietly(server, "/v1/unload_lora_adapter", {"lora_name": dropped})
+    server.adapter = name
+
+
+async def _quietly(server: Server, path: str, body: dict[str, Any]) -> None:
+    """Make a call that a server refuses where there is nothing to do."""
+    try:
+        await server.call("POST", path, body, is_json=False)
+    except Failed:
+        return
 
 
 async def load(server: Server, weights: WrittenWeights, *, timeout_s: float) -> None:
@@ -90,24 +151,24 @@ async def load(server: Server, weights: WrittenWeights, *, timeout_s: float) -> 
     Args:
         server: Server that is known to be able to serve the policy.
         weights: Weights.
-        timeout_s: Longest wait for the load, in seconds.
+        timeout_s: Longest wait for each of fetching and loading them, in seconds.
 
     Raises:
         Refused: It can't load them.
         Trouble: It failed.
     """
+    await weights.fetch(server, timeout_s=timeout_s)
     # requests that nobody waits for any more
     await server.call("POST", "/pause?mode=abort")
     await server.call("POST", "/update_weight_version", {"new_version": REPLACING})
-    body = {"method": "reload_weights", "kwargs": {"weights_path": weights.folder}}
     try:
-        await server.call("POST", "/collective_rpc", body, timeout_s=timeout_s)
+        await weights.replace(server, timeout_s=timeout_s)
     except Failed as error:
         if server.has_had_weights:
             raise
         raise Refused(
             f"rollout.engine.urls: {server.url} can't load the weights in {weights.folder} ({error}); start it "
-            "again with the trainer's model; it has to see rollout.engine.weights_folder under the same path"
+            f"again with the trainer's model; {weights.remedy}"
         ) from error
     reset = await server.call("POST", "/reset_prefix_cache")
     if reset != {"success": True}:
@@ -142,12 +203,3 @@ async def distrust(server: Server) -> None:
         Trouble: It failed.
     """
     await server.call("POST", "/update_weight_version", {"new_version": REPLACING})
-
-
-def _room_for(bundle: ModelBundle) -> str:
-    """Return shared memory if a model's weights fit there, else the folder of temporary files."""
-    size = sum(weight.numel() * weight.element_size() for weight in bundle.model.parameters())
-    memory = Path("/dev/shm")
-    if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.5 * size:
-        return str(memory)
-    return tempfile.gettempdir()

@@ -1,0 +1,324 @@
+"""A server on which others play environments, by the WebSocket messages of OpenEnv (0.10).
+
+connection -> place of a session (CAPACITY_REACHED, FACTORY_ERROR) -> requests and answers in turn -> closed:
+by the client; by the server with 1001 after a pause, where its episode is over and all places are taken,
+and at the server's end; with 1011 where infrastructure has failed under its environment
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from ragen_pl.checked import checked
+from ragen_pl.constraints import Count, CountOrZero, Positive
+from ragen_pl.environments.hosted import (
+    HostedEnvironment,
+    Maker,
+    Message,
+    SessionBroken,
+    error_message,
+)
+
+log = logging.getLogger(__name__)
+KEY = "RAGEN_PL_ENVIRONMENT_KEY"
+"""Variable of the environment with the key that clients have to send."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MIB = 1024 * 1024
+# seconds between two pings, and for the other side to close a socket
+_HEARTBEAT_S = 20.0
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Keys of `server`.
+
+    Attributes:
+        host: address that it listens at. Other ones than that of this machine itself need a key in
+            RAGEN_PL_ENVIRONMENT_KEY.
+        port: port that it listens at; 0 for any free one.
+        sessions: sessions at once, each with an environment.
+        idle_s: seconds without a request after which a session is closed.
+        message_mib: longest message of a client in MiB.
+    """
+
+    host: str = "127.0.0.1"
+    port: CountOrZero = 8000
+    sessions: Count = 64
+    idle_s: Positive = 600.0
+    message_mib: Count = 4
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Session:
+    """A socket, the requests that wait, and its environment while it has one."""
+
+    socket: web.WebSocketResponse
+    requests: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
+    environment: HostedEnvironment | None = None
+    # it has had an answer, and waits for none
+    is_idle: bool = False
+    last: float = field(default_factory=time.monotonic)
+
+    @property
+    def can_go(self) -> bool:
+        """Whether the client has played its episode to the end and asks for nothing."""
+        is_over = self.environment is not None and self.environment.is_over
+        return is_over and self.is_idle and self.requests.empty()
+
+
+class EnvironmentServer:
+    """Sessions with environments.
+
+    Args:
+        make: makes an environment.
+        name: name of the environment.
+        target: its gymnasium id or class path.
+        timeout_s: longest time of a reset or a step; None for no limit.
+        settings: limits.
+        key: key that clients have to send as a bearer token; None for none.
+
+    Attributes:
+        counts: number of sessions, episodes, steps and refusals since the start.
+    """
+
+    def __init__(
+        self,
+        make: Maker,
+        *,
+        name: str,
+        target: str,
+        timeout_s: float | None,
+        settings: ServerSettings,
+        key: str | None = None,
+    ) -> None:
+        self.settings, self.name, self._key = settings, name, key
+        self._make = partial(HostedEnvironment, make, target=target, timeout_s=timeout_s)
+        self._open: set[_Session] = set()
+        self._idle: list[HostedEnvironment] = []
+        self._threads = ThreadPoolExecutor(settings.sessions + 1, "environments")
+        self.counts: Counter[str] = Counter()
+        self._members: Message = {}
+
+    def prepare(self) -> None:
+        """Make the first environment.
+
+        Raises:
+            Exception: it cannot be made.
+        """
+        first = self._make()
+        self._members = first.described()
+        self._idle.append(first)
+
+    def app(self) -> web.Application:
+        """Return the application; `prepare` comes before it."""
+        app = web.Application(client_max_size=self.settings.message_mib * _MIB)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metadata", self._metadata)
+        app.router.add_get("/schema", self._schema)
+        app.router.add_get("/ws", self._serve)
+        app.on_shutdown.append(self._shut_down)
+        app.on_cleanup.append(self._clean_up)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        counts = ("sessions", "episodes", "steps", "repeated_steps", "full", "idle", "broken")
+        return web.json_response(
+            {
+                "status": "healthy",
+                "open": len(self._open),
+                "capacity": self.settings.sessions,
+                **{name: self.counts[name] for name in counts},
+            }
+        )
+
+    async def _metadata(self, request: web.Request) -> web.Response:
+        self._check(request)
+        about = {"name": self.name, "description": self._members["instructions"]}
+        return web.json_response(about | {"members": self._members})
+
+    async def _schema(self, request: web.Request) -> web.Response:
+        self._check(request)
+        message: Message = {"type": "string"}
+        if self._members["action_names"] is not None:
+            message["enum"] = self._members["action_names"]
+        texts = {"type": "array", "items": {"type": "string"}}
+        return web.json_response(
+            {
+                "action": {
+                    "type": "object",
+                    "properties": {"message": message, "metadata": {"type": "object"}},
+                    "required": ["message"],
+                },
+                "observation": {
+                    "type": "object",
+                    "properties": {"text": {"type": "string"}, "images": texts},
+                },
+                "state": {
+                    "type": "object",
+                    "properties": {
+                        "episode_id": {"type": "string"},
+                        "step_count": {"type": "integer"},
+                    },
+                },
+            }
+        )
+
+    def _check(self, request: web.Request) -> None:
+        """Refuse a request without the key."""
+        given = request.headers.get("Authorization", "")
+        if self._key is not None and not hmac.compare_digest(
+            given.encode(), f"Bearer {self._key}".encode()
+        ):
+            raise web.HTTPUnauthorized(text=f"send the server's {KEY} as a bearer token")
+
+    async def _serve(self, request: web.Request) -> web.WebSocketResponse:
+        self._check(request)
+        socket = web.WebSocketResponse(
+            heartbeat=_HEARTBEAT_S, max_msg_size=self.settings.message_mib * _MIB
+        )
+        await socket.prepare(request)
+        if len(self._open) >= self.settings.sessions:
+            await self._make_room()
+        if len(self._open) >= self.settings.sessions:
+            self.counts["full"] += 1
+            await socket.send_json(
+                error_message(
+                    "CAPACITY_REACHED", f"all {self.settings.sessions} sessions are taken"
+                )
+            )
+            await socket.close(code=WSCloseCode.TRY_AGAIN_LATER)
+            return socket
+        session = _Session(socket=socket)
+        self._open.add(session)
+        self.counts["sessions"] += 1
+        work = asyncio.create_task(self._work(session))
+        try:
+            # read at all times, which answers pings while a step is under way
+            async for message in socket:
+                if message.type is WSMsgType.TEXT:
+                    session.requests.put_nowait(message.data)
+                elif message.type is WSMsgType.BINARY:
+                    session.requests.put_nowait("")
+        finally:
+            session.requests.put_nowait(None)
+            # an environment under way is not another session's
+            await asyncio.shield(work)
+        return socket
+
+    async def _work(self, session: _Session) -> None:
+        """Answer the requests of a session until it is closed, and give its environment back."""
+        try:
+            session.environment = await self._environment()
+            await self._answer_all(session)
+        except SessionBroken as error:
+            self.counts["broken"] += 1
+            await self._say(session, error_message("SESSION_ERROR", str(error)))
+            await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
+        except Exception as error:  # of a constructor
+            log.warning("an environment cannot be made: %s: %s", type(error).__name__, error)
+            text = f"{type(error).__name__}: {error}"
+            await self._say(session, error_message("FACTORY_ERROR", text))
+            await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
+        finally:
+            self._open.discard(session)
+            self._give_back(session.environment)
+            session.environment = None
+
+    async def _environment(self) -> HostedEnvironment:
+        return self._idle.pop() if self._idle else await self._in_thread(self._make)
+
+    async def _answer_all(self, session: _Session) -> None:
+        environment = session.environment
+        assert environment is not None
+        while True:
+            try:
+                text = await asyncio.wait_for(session.requests.get(), self.settings.idle_s)
+            except TimeoutError:
+                self.counts["idle"] += 1
+                pause = f"no request for {self.settings.idle_s:g} s"
+                await session.socket.close(code=WSCloseCode.GOING_AWAY, message=pause.encode())
+                return
+            request = _request(text)
+            if text is None or request.get("type") == "close":
+                await session.socket.close()
+                return
+            session.is_idle = False
+            if not environment.is_usable:
+                # after an error of its own
+                self._give_back(environment)
+                session.environment = environment = await self._in_thread(self._make)
+            steps, repeated = environment.steps, environment.repeated
+            answer = await self._in_thread(partial(_answer, environment, request))
+            self.counts["steps"] += environment.steps - steps
+            self.counts["repeated_steps"] += environment.repeated - repeated
+            self.counts["episodes"] += request.get("type") == "reset"
+            await self._say(session, answer)
+            session.is_idle, session.last = True, time.monotonic()
+
+    async def _make_room(self) -> None:
+        """Close the session whose episode has been over for longest."""
+        over = [session for session in self._open if session.can_go]
+        if over:
+            session = min(over, key=lambda one: one.last)
+            self._open.discard(session)
+            message = b"the episode is over, and another session wants the place"
+            await session.socket.close(code=WSCloseCode.GOING_AWAY, message=message)
+
+    def _give_back(self, environment: HostedEnvironment | None) -> None:
+        if environment is None:
+            return
+        if environment.is_usable:
+            self._idle.append(environment)
+        else:
+            self._threads.submit(environment.close)
+
+    async def _in_thread(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _say(self, session: _Session, message: Message) -> None:
+        # a client that has gone asks again elsewhere
+        if not session.socket.closed:
+            try:
+                await session.socket.send_json(message)
+            except (ConnectionError, RuntimeError):
+                log.debug("a client has gone before its answer")
+
+    async def _shut_down(self, app: web.Application) -> None:
+        closing = [
+            session.socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server ends")
+            for session in self._open
+        ]
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _clean_up(self, app: web.Application) -> None:
+        for environment in self._idle:
+            environment.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _request(text: str | None) -> Message:
+    """Return a message; one of no type where it is no JSON object."""
+    try:
+        found = json.loads(text or "null")
+    # deep nesting, numbers of many digits
+    except (ValueError, RecursionError):
+        return {"invalid": True}
+    return found if isinstance(found, dict) else {"invalid": True}
+
+
+def _answer(environment: HostedEnvironment, request: Message) -> Message:
+    if "invalid" in request:
+        return error_message("INVALID_JSON", "expected a JSON object")
+    return environment.answer(request)

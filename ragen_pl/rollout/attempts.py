@@ -1,0 +1,215 @@
+"""Attempts at episodes whose environment fails: other environments, the same seeds, the same responses.
+
+The seeds of an episode do not depend on the attempt. So a new attempt is a replay, and adds no bias to what is trained
+on: the responses that an earlier attempt had to the same prompts are given again, without the policy, up to the turn at
+which it failed. Where the environment shows something else, the policy answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ragen_pl.engines.protocol import Generation, Prompt
+from ragen_pl.environments.causes import cause_of
+from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
+from ragen_pl.rollout.responders import Episode, Responder, Response
+from ragen_pl.rollout.settings import FailureSettings
+from ragen_pl.trajectory import EpisodeStatus, FailureCause, Trajectory
+
+log = logging.getLogger(__name__)
+# seconds before a second attempt where all environments fail; twice as many before each one after it
+_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenResponse:
+    """A response, with the ids and images of the prompt that it was given to."""
+
+    ids: np.ndarray
+    images: list[np.ndarray]
+    response: Generation | str
+
+    def answers(self, prompt: Prompt) -> bool:
+        """Return whether a prompt is the one that the response was given to."""
+        return (
+            prompt.patches is None
+            and np.array_equal(self.ids, prompt.ids)
+            and len(self.images) == len(prompt.images)
+            and all(map(np.array_equal, self.images, prompt.images))
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """An attempt at an episode.
+
+    Attributes:
+        number: index of the episode in the rollout.
+        spec: the episode.
+        failed_after: turns of each earlier attempt when it failed.
+        known: responses of earlier attempts by turn; None for one that cannot be given again.
+        given: those of this attempt.
+        replayed: number of turns that had a known response.
+    """
+
+    number: int
+    spec: EpisodeSpec
+    failed_after: tuple[int, ...] = ()
+    known: list[GivenResponse | None] = field(default_factory=list)
+    given: list[GivenResponse | None] = field(default_factory=list)
+    replayed: int = 0
+
+    def next(self, trajectory: Trajectory) -> Attempt:
+        """Return the attempt that follows this one, which has failed."""
+        return Attempt(
+            number=self.number,
+            spec=self.spec,
+            failed_after=(*self.failed_after, len(trajectory.turns)),
+            known=[*self.given, *self.known[len(self.given) :]],
+        )
+
+
+class Attempts:
+    """The episodes of a rollout: those that wait for an attempt, and the trajectories of the others.
+
+    Args:
+        specs: the episodes.
+        settings: number of attempts.
+    """
+
+    def __init__(self, specs: Sequence[EpisodeSpec], settings: FailureSettings) -> None:
+        self._settings = settings
+        self._waiting = deque(Attempt(number=n, spec=spec) for n, spec in enumerate(specs))
+        self._ended: dict[int, Trajectory] = {}
+        self._pauses = 0
+
+    @property
+    def ended(self) -> int:
+        """Number of episodes without a further attempt."""
+        return len(self._ended)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories in the order of the specs, once all episodes have ended."""
+        return [self._ended[number] for number in range(len(self._ended))]
+
+    def batches(self, size: int) -> Iterator[list[Attempt]]:
+        """Yield attempts until all episodes have ended, at most `size` at once; `end` has to follow each time."""
+        while self._waiting:
+            if self._pauses:
+                pause(self._pauses)
+            yield [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+
+    def end(self, attempts: Sequence[Attempt], episodes: Sequence[Episode]) -> None:
+        """Note how attempts have ended. Episodes that may have another one wait for it, behind the others."""
+        broken = 0
+        for attempt, episode in zip(attempts, episodes, strict=True):
+            trajectory = episode.trajectory
+            trajectory.cause = episode.slot.cause
+            fails = trajectory.status is EpisodeStatus.FAILED
+            broken += fails and trajectory.cause is FailureCause.INFRASTRUCTURE
+            made = 1 + len(attempt.failed_after)
+            if fails and made < self._settings.attempts_after(trajectory.cause):
+                self._waiting.append(attempt.next(trajectory))
+                continue
+            trajectory.failed_after = attempt.failed_after
+            trajectory.replayed_turns = attempt.replayed
+            self._ended[attempt.number] = trajectory
+        # what they all need may be on its way back
+        self._pauses = self._pauses + 1 if broken == len(attempts) else 0
+
+
+def opened(
+    environments: EnvironmentManager, attempts: Sequence[Attempt], settings: FailureSettings
+) -> list[EnvironmentSlot]:
+    """Return the slots of attempts.
+
+    Raises:
+        Exception: an environment cannot be made. Where that may be the fault of infrastructure, it is tried again.
+    """
+    for made in range(1, settings.attempts):
+        try:
+            return environments.open([attempt.spec for attempt in attempts])
+        except Exception as error:
+            if cause_of(error) is FailureCause.DATA:
+                raise
+            log.warning("an environment cannot be made (%s); this is tried again", error)
+            pause(made)
+    return environments.open([attempt.spec for attempt in attempts])
+
+
+def pause(number: int) -> None:
+    """Wait for something that is broken: longer with each pause, and so long that not all return at once."""
+    time.sleep(_PAUSE_S * 2 ** (number - 1) * random.SystemRandom().uniform(0.5, 1.0))
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplayingResponder:
+    """Responder that gives the known responses of attempts again, and leaves the others to another responder.
+
+    Attributes:
+        responder: the other one.
+        attempts: attempts under way by the numbers of their episodes.
+    """
+
+    responder: Responder
+    attempts: Sequence[Attempt] = ()
+    _repeated: list[tuple[int, Response]] = field(init=False, default_factory=list)
+    _asked: dict[int, tuple[Episode, Prompt]] = field(init=False, default_factory=dict)
+
+    @property
+    def samples(self) -> bool:
+        """As the other responder."""
+        return self.responder.samples
+
+    @property
+    def continuous(self) -> bool:
+        """As the other responder."""
+        return self.responder.continuous
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        """Give known responses to the present turns again, and ask for the others."""
+        unknown = []
+        for episode in episodes:
+            attempt, turn = self.attempts[episode.number], len(episode.trajectory.turns)
+            known = attempt.known[turn] if turn < len(attempt.known) else None
+            if known is not None and known.answers(episode.prompt):
+                attempt.given.append(known)
+                attempt.replayed += 1
+                self._repeated.append((episode.number, known.response))
+            else:
+                unknown.append(episode)
+                self._asked[episode.number] = (episode, episode.prompt)
+        if unknown:
+            self.responder.submit(unknown)
+
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
+        """Return the responses since the last call, each with its episode's number."""
+        repeated, self._repeated = self._repeated, []
+        found = self.responder.collect(wait=wait and not repeated) if self._asked else []
+        for number, response in found:
+            episode, prompt = self._asked.pop(number)
+            given = None
+            # a prompt that the responder has shortened depends on more than the conversation
+            if response is not None and episode.prompt is prompt:
+                given = GivenResponse(ids=prompt.ids, images=prompt.images, response=response)
+            self.attempts[number].given.append(given)
+        return [*repeated, *found]
+
+    def release(self) -> None:
+        """Free the state of the episodes submitted so far."""
+        self._repeated.clear()
+        self._asked.clear()
+        self.responder.release()
+
+    def collective_rollout(self) -> AbstractContextManager[None]:
+        """As the other responder."""
+        return self.responder.collective_rollout()

@@ -1,0 +1,63 @@
+"""The ranks' agreement that they are of one run, over the connection to the first one: `ragen_pl.run.same_run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+
+from omegaconf import DictConfig
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.run.folder import Run
+from ragen_pl.run.rank_limits import Change
+from ragen_pl.run.rank_watch import RankWatch
+from ragen_pl.run.same_run import facts_of, token_file
+
+
+def agree_with_others(
+    watch: RankWatch,
+    cfg: DictConfig,
+    run: Run,
+    *,
+    members: int,
+    step: int = 1,
+    store: Callable[[], int | None] = lambda: None,
+) -> int | None:
+    """Compare this rank's run with that of the others. All members must call it.
+
+    Args:
+        watch: This rank's connection.
+        cfg: The run's config, with the limits in `trainer`.
+        run: The run as this rank has found it; its folder exists on the first rank.
+        members: Number of ranks that compare.
+        step: Distance of their numbers.
+        store: Opens a store on the first rank, and returns its port; None if there is none.
+
+    Returns:
+        The store's port.
+
+    Raises:
+        RankFailedError: They differ, or a rank is missing.
+        ConfigError: The first rank is missing.
+    """
+    limit_s, within_s = cfg.trainer.timeout_s, cfg.trainer.shared_folder_s
+    change = Change(0, "start of the ranks", limit_s, members * step, step)
+    watch.say({"change": asdict(change)})
+    patience = limit_s + within_s
+    try:
+        with token_file(run.folder) if watch.rank == 0 else nullcontext() as made:
+            if watch.rank == 0:
+                watch.tell_all({"token": made, "store": store()})
+            token = watch.hear("token", limit_s=patience)
+            watch.say(
+                {"facts": facts_of(cfg, run, token=token, within_s=within_s), "count": members}
+            )
+            watch.hear("agreed", limit_s=patience)
+        port: int | None = watch.hear("store", limit_s=patience)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"start of the ranks: {error}; start all ranks within trainer.timeout_s={limit_s:g}, on machines that can "
+            "connect to the first one"
+        ) from error
+    return port

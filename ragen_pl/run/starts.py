@@ -1,0 +1,91 @@
+"""Starts of a run, in `starts.jsonl` in its folder: one that comes no further in several of them ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.finite import NonFiniteError
+
+FILE = "starts.jsonl"
+# exit codes after a signal or Ctrl-C, and of another rank that has refused a setting
+_STOPPED = (130, 143, 2)
+
+
+@contextmanager
+def counted_start(folder: Path, *, begins: str, config: str, most: int | None) -> Iterator[None]:
+    """Note a start of a run, and in the end of the block that it was no failure: an end, a signal, a refused setting.
+
+    Args:
+        folder: The run's folder.
+        begins: The place that the run continues from.
+        config: Digest of its config. Another one is counted anew.
+        most: Failed starts from one place, after which there is no further one; None for any number.
+
+    Raises:
+        ConfigError: There were as many.
+    """
+    file, start = folder / FILE, {"begins": begins, "config": config}
+    failed = failures_at_the_end(_read(file), start)
+    if most is not None and failed >= most:
+        raise ConfigError(
+            f"{file}: {failed} starts from {begins} have failed without progress, and trainer.max_starts={most}; "
+            "see the errors of these starts; once their cause is gone, delete the file or set trainer.max_starts=null"
+        )
+    _append(file, start | {"host": socket.gethostname(), "time": _now()})
+    try:
+        yield
+    except BaseException as error:
+        if _is_no_failure(error):
+            _append(file, {"ended": "stopped", "time": _now()})
+        raise
+    else:
+        _append(file, {"ended": "finished", "time": _now()})
+
+
+def _is_no_failure(error: BaseException) -> bool:
+    """Return whether an error is the user's or the machine's wish, or a setting that is refused."""
+    if isinstance(error, ConfigError):
+        return not isinstance(error.__cause__, RolloutError | NonFiniteError)
+    is_stop = isinstance(error, SystemExit) and error.code in _STOPPED
+    return is_stop or isinstance(error, KeyboardInterrupt)
+
+
+def failures_at_the_end(lines: list[dict[str, Any]], start: dict[str, str]) -> int:
+    """Return the number of the last starts, all from one place with one config, that ended without a word.
+
+    >>> here = {"begins": "step 8", "config": "a"}
+    >>> failures_at_the_end([here, {"ended": "finished"}, here, here], here)
+    2
+    """
+    count = 0
+    for line in reversed(lines):
+        if {name: line.get(name) for name in start} != start:
+            break
+        count += 1
+    return count
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    lines = []
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            with suppress(ValueError):  # it was being written when the machine stopped
+                lines.append(json.loads(line))
+    return lines
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def _now() -> str:
+    return datetime.now().isoformat(sep=" ", timespec="seconds")
