@@ -6,10 +6,9 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
-from ragen_pl.constraints import options, problem, shown
+from ragen_pl.constraints import shown, validated
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -64,10 +63,12 @@ def _checked_call(
     def call(*arguments: Any, **settings: Any) -> Any:
         bound = signature.bind(*arguments, **settings)
         for key, value in bound.arguments.items():
-            annotation = annotations().get(key, Any)
-            if (expected := problem(annotation, value, components=False)) is not None:
-                raise ValueError(f"{name}: {key}={shown(value)}: {expected}")
-            bound.arguments[key] = _member(annotation, value)
+            try:
+                found = validated(annotations().get(key, Any), value, components=False)
+            except ValueError as error:
+                raise ValueError(f"{name}: {key}={shown(value)}: {error}") from None
+            if isinstance(value, str):
+                bound.arguments[key] = found
         return function(*bound.args, **bound.kwargs)
 
     return call  # type: ignore[return-value]
@@ -80,16 +81,3 @@ def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
         return eval(annotation, scope)
     except NameError:  # imported for type checking only
         return Any
-
-
-def _member(annotation: Any, value: Any) -> Any:
-    """Return the member of a `StrEnum` annotation for its text, any other value as it is."""
-    if type(value) is not str:
-        return value
-    for option in options(annotation):
-        if inspect.isclass(option) and issubclass(option, StrEnum):
-            return option(value)
-        for word in get_args(option) if get_origin(option) is Literal else ():
-            if word == value:
-                return word
-    return value

@@ -1,8 +1,8 @@
 """Types and bounds of settings, as annotations of constructors; read without torch.
 
 A range is `Annotated[int, Ge(1)]` with the metadata of `annotated_types`, a closed set of words is a
-`Literal` or a `StrEnum`. `ragen_pl.checked` enforces the annotations of a constructor at run time;
-`ragen_pl.config` reads the same annotations from the source for the command line.
+`Literal` or a `StrEnum`. Pydantic checks the values. `ragen_pl.checked` enforces the annotations of a constructor at
+run time; `ragen_pl.config` reads the same annotations from the source for the command line.
 """
 
 from __future__ import annotations
@@ -10,139 +10,93 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import math
-import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    Protocol,
-    Union,
-    get_args,
-    get_origin,
-    runtime_checkable,
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import (
+    BaseMetadata,
+    Ge,
+    GroupedMetadata,
+    Gt,
+    Interval,
+    Le,
+    Lt,
+    Predicate,
 )
 
-from annotated_types import Ge, Gt, Interval, Le, Lt
-
-
-@runtime_checkable
-class TextConstraint(Protocol):
-    """Metadata that decides which texts are accepted."""
-
-    @property
-    def expected(self) -> str:
-        """Return the constraint in words."""
-        ...
-
-    def accepts(self, value: str) -> bool:
-        """Return whether the text is accepted."""
-        ...
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True)
-class ExistingPath:
-    """Metadata of a text that names an existing file or folder."""
+class Text(Predicate):
+    """Metadata of a text that a function accepts.
 
-    expected = "a path that exists"
+    Args:
+        expected: the constraint in words.
+        names: returns names for suggestions.
+        outside: whether other texts are possible outside a configuration.
+    """
 
-    def accepts(self, value: str) -> bool:
-        """Return whether something exists at the path."""
-        return os.path.exists(os.path.expanduser(value))
-
-
-@dataclass(frozen=True)
-class Contains:
-    """Metadata of a text that holds another text."""
-
-    part: str
-
-    @property
-    def expected(self) -> str:
-        """Return the constraint in words."""
-        return f"text with {self.part} in it"
-
-    def accepts(self, value: str) -> bool:
-        """Return whether the text holds the part."""
-        return self.part in value
+    expected: str = "text"
+    names: Callable[[], tuple[str, ...]] = tuple
+    outside: bool = False
 
 
-@dataclass(frozen=True)
-class Matches:
-    """Metadata of a text that a regular expression matches as a whole.
+def containing(part: str) -> Text:
+    """Return the metadata of a text that holds another text."""
+    return Text(lambda text: part in text, f"text with {part} in it")
+
+
+def matching(pattern: str, example: str) -> Text:
+    """Return the metadata of a text that matches a regular expression as a whole.
 
     Args:
         pattern: the expression.
-        example: such a text in words.
+        example: such a text, for messages.
     """
-
-    pattern: str
-    example: str
-
-    @property
-    def expected(self) -> str:
-        """Return the constraint in words."""
-        return f"text such as {self.example}"
-
-    def accepts(self, value: str) -> bool:
-        """Return whether the expression matches."""
-        return re.fullmatch(self.pattern, value) is not None
+    return Text(lambda text: re.fullmatch(pattern, text) is not None, f"text such as {example}")
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Metadata of a word that one of these packages has to be installed for.
+def needing(word: str, packages: tuple[str, ...], install: str) -> Text:
+    """Return the metadata of a word that one of these packages has to be installed for.
 
     Args:
         word: the word.
         packages: names to import, any of which serves.
         install: name of the first one for pip.
     """
-
-    word: str
-    packages: tuple[str, ...]
-    install: str
-
-    @property
-    def expected(self) -> str:
-        """Return the constraint in words."""
-        return f"{self.word} with {self.packages[0]} installed (pip install {self.install})"
-
-    def accepts(self, value: str) -> bool:
-        """Return whether a package is installed."""
-        return any(find_spec(package) is not None for package in self.packages)
+    expected = f"{word} with {packages[0]} installed (pip install {install})"
+    return Text(lambda _: any(find_spec(package) is not None for package in packages), expected)
 
 
-@dataclass(frozen=True)
-class Declared:
-    """Metadata of a text in a configuration that is one of the names in the constants of this name.
+def declared(constant: str, prefix: str = "") -> Text:
+    """Return the metadata of a text in a configuration that is one of the names in the constants of this name.
 
-    The modules of `metrics` and `callbacks` declare them. Other names are possible outside a configuration.
+    The modules of `metrics` and `callbacks` declare them; some are patterns, such as `action/*`. Other names are
+    possible outside a configuration.
     """
 
-    constant: str
-    prefix: str = ""
-    expected = "a name that the run measures (docs/diagnostics.md)"
+    def names() -> tuple[str, ...]:
+        return tuple(f"{prefix}{name}" for name in declared_names(constant))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names; some are patterns, such as `action/*`."""
-        return tuple(f"{self.prefix}{name}" for name in declared_names(self.constant))
-
-    def accepts(self, value: str) -> bool:
-        """Return whether the text is one of the names."""
-        return any(fnmatchcase(value, name) for name in self.names)
+    return Text(
+        lambda text: any(fnmatchcase(text, name) for name in names()),
+        "a name that the run measures (docs/diagnostics.md)",
+        names,
+        outside=True,
+    )
 
 
 @functools.cache
@@ -191,6 +145,33 @@ class Built:
 
 
 @dataclass(frozen=True)
+class Arguments:
+    """Metadata of a group of settings whose keys are the keyword-only arguments of the constructor `target`."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Metadata of a group of settings that the class `target` has rules on, besides other nodes."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class ArgumentsOf:
+    """Metadata of a group of settings whose keys are arguments of the class that another setting names.
+
+    Args:
+        sibling: setting in the same parent that names the class.
+        default: full name of the setting that names the class if there is no such sibling.
+    """
+
+    sibling: str
+    default: str = ""
+
+
+@dataclass(frozen=True)
 class TextOnly:
     """Metadata of the return annotation of a function that builds a model without images."""
 
@@ -203,16 +184,16 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
 FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
-TurnTemplate = Annotated[str, Contains("{observation}")]
+TurnTemplate = Annotated[str, containing("{observation}")]
+ExistingPath = Annotated[
+    str, Text(lambda path: os.path.exists(os.path.expanduser(path)), "a path that exists")
+]
+Duration = Annotated[
+    str, matching(r"\d+:\d+:\d+:\d+", "00:12:00:00 (days, hours, minutes, seconds)")
+]
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-# field of the limit, words for it, and the comparison of a value with it
-_BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
-    Ge: ("ge", "at least", operator.ge),
-    Gt: ("gt", "above", operator.gt),
-    Le: ("le", "at most", operator.le),
-    Lt: ("lt", "below", operator.lt),
-}
+_BOUNDS: dict[type, str] = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
 
 def options(annotation: Any) -> Iterator[Any]:
@@ -224,27 +205,85 @@ def options(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def problem(annotation: Any, value: object, *, components: bool = True) -> str | None:
-    """Return the expectation of an annotation that a value misses, None if it fits.
-
-    Args:
-        annotation: the annotation of a parameter; `Any` and what is unknown accept everything.
-        value: plain values as YAML has them, or arguments of a constructor.
-        components: whether a class annotation refuses plain values, as in a configuration.
+def problem(annotation: Any, value: object) -> str | None:
+    """Return the expectation of an annotation that a value of a configuration misses, None if it fits.
 
     >>> problem(Literal["all"] | Count, 0)
     'expected all or a whole number, at least 1'
     >>> problem(Literal["turn", "end"], "ed")
     'expected one of turn, end; did you mean end?'
     """
+    try:
+        validated(annotation, value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def validated(annotation: Any, value: Any, *, components: bool = True) -> Any:
+    """Return a value as its annotation has it: a member of a `StrEnum` for its text.
+
+    Args:
+        annotation: the annotation of a parameter; `Any` and what is unknown accept everything.
+        value: plain values as YAML has them, or arguments of a constructor.
+        components: whether a class annotation refuses plain values, as in a configuration.
+
+    Raises:
+        ValueError: what was expected, and the nearest word.
+    """
+    # numbers of numpy
+    if isinstance(value, Real) and value is not True and value is not False:
+        value = int(value) if isinstance(value, Integral) else float(value)
+    with suppress(ValueError):  # pydantic's
+        checkable = _checkable(annotation, components=components)
+        found = _adapter(checkable).validate_python(value)
+        # in a `Literal`, pydantic takes true and 1.0 for 1
+        if not isinstance(found, int) or type(found) is type(value):
+            return found
     parts = list(options(annotation))
-    if any(accepts(part, value, components=components) for part in parts):
-        return None
-    words = [word for part in parts if part is not None for word in _suggestions(part)]
-    words = [word for word in words if word != value]
-    expected = expectation(annotation)
-    close = get_close_matches(str(value), words, n=1)
-    return f"expected {expected}" + (f"; did you mean {close[0]}?" if close else "")
+    words = [word for part in parts for word in _suggestions(part) if word != value]
+    raise ValueError(f"expected {expectation(annotation)}{did_you_mean(value, words)}")
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return the nearest of some names as the end of a message, nothing if none is near."""
+    close = get_close_matches(str(name), list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    # `--help` and `--cfg` check no values
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
+def _checkable(annotation: Any, *, components: bool) -> Any:
+    """Return an annotation of plain values; a class accepts a group of settings, or everything once it is built."""
+    parts = tuple(_checkable_part(part, components=components) for part in options(annotation))
+    return Union[parts]  # noqa: UP007 (of a tuple)
+
+
+def _checkable_part(annotation: Any, *, components: bool) -> Any:
+    base, metadata = unwrapped(annotation)
+    origin = get_origin(base) or base
+    if origin in (list, tuple, Sequence):
+        item = _checkable((get_args(base) or (Any,))[0], components=components)
+        return Sequence[item]  # type: ignore[valid-type]
+    if origin in (dict, Mapping):
+        return Mapping
+    if words_of(base):
+        base = Literal[words_of(base)] if inspect.isclass(base) else base  # members of a StrEnum
+    elif base not in (*_KINDS, None, types.NoneType):
+        return Mapping if components and base not in (Any, object) else Any
+    checks = [
+        item
+        for item in metadata
+        if isinstance(item, BaseMetadata | GroupedMetadata)
+        and (components or not (isinstance(item, Text) and item.outside))
+    ]
+    return Annotated[(base, *checks)] if checks else base
 
 
 def expectation(annotation: Any) -> str:
@@ -257,67 +296,13 @@ def expectation(annotation: Any) -> str:
 
 
 def _suggestions(annotation: Any) -> tuple[str, ...]:
-    names = [item.names for item in unwrapped(annotation)[1] if isinstance(item, Declared)]
-    return names[0] if names else words_of(annotation)
+    names = [item.names() for item in unwrapped(annotation)[1] if isinstance(item, Text)]
+    return names[0] if any(names) else words_of(annotation)
 
 
-def accepts(annotation: Any, value: object, *, components: bool = True) -> bool:
-    """Return whether one annotation, no union, accepts a value."""
-    base, metadata = unwrapped(annotation)
-    if get_origin(base) is Literal:
-        is_word = any(
-            value == word and (type(value) is type(word) or isinstance(word, StrEnum))
-            for word in get_args(base)
-        )
-        return is_word and all(_holds(constraint, value) for constraint in metadata)
-    if words := words_of(base):
-        return isinstance(value, str) and value in words
-    match base:
-        case None | types.NoneType:
-            return value is None
-        case _ if base is bool:
-            return isinstance(value, bool)
-        case _ if base is int:
-            fits = isinstance(value, Integral) and not isinstance(value, bool)
-        case _ if base is float:
-            fits = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-        case _ if base is str:
-            fits = isinstance(value, str)
-        case _:
-            return _accepts_container(base, value, components=components)
-    return fits and all(
-        _holds(constraint, value)
-        for constraint in metadata
-        if components or not isinstance(constraint, Declared)
-    )
-
-
-def _accepts_container(base: Any, value: object, *, components: bool) -> bool:
-    origin = get_origin(base) or base
-    if origin in (list, tuple, Sequence):
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            return False
-        item = (get_args(base) or (Any,))[0]
-        return all(problem(item, member, components=components) is None for member in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, Mapping)
-    if base is Any or base is object or not components:
-        return True
-    return isinstance(value, Mapping)
-
-
-def _holds(constraint: Any, value: Any) -> bool:
-    if isinstance(constraint, TextConstraint):
-        return constraint.accepts(value)
-    return all(compare(value, limit) for _, compare, limit in _bounds(constraint))
-
-
-def _bounds(constraint: Any) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
-    """Yield words, comparison and limit of each bound in a constraint on numbers."""
-    for bound in constraint if isinstance(constraint, Interval) else (constraint,):
-        if type(bound) in _BOUNDS:
-            name, words, compare = _BOUNDS[type(bound)]
-            yield words, compare, getattr(bound, name)
+def takes_group(annotation: Any) -> bool:
+    """Return whether an annotation, no union, accepts a group of settings."""
+    return _checkable_part(annotation, components=True) in (Mapping, Any)
 
 
 def unwrapped(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -348,16 +333,18 @@ def _expectation(annotation: Any) -> str:
         text = "a list" + ("" if item is Any else f", each item {expectation(item)}")
     else:
         text = _KINDS.get(base, "a group of settings")
-    bounds = [
-        f"{words} {limit}" for constraint in metadata for words, _, limit in _bounds(constraint)
+    flat: list[Any] = [
+        part
+        for item in metadata
+        for part in (item if isinstance(item, GroupedMetadata) else [item])
     ]
+    bounds = [f"{_BOUNDS[type(part)]} {astuple(part)[0]}" for part in flat if type(part) in _BOUNDS]
     if bounds:
         text += f", {' and '.join(bounds)}"
     for constraint in metadata:
-        if isinstance(constraint, TextConstraint):
+        if isinstance(constraint, Text):
             text = constraint.expected
-    notes = [constraint.text for constraint in metadata if isinstance(constraint, Note)]
-    return text + "".join(f" ({note})" for note in notes)
+    return text + "".join(f" ({item.text})" for item in metadata if isinstance(item, Note))
 
 
 def shown(value: object) -> str:

@@ -97,7 +97,12 @@ def run_module(
 
 def run_two_ranks(function: Callable[..., None], *arguments: object) -> None:
     """Call `function(rank, *arguments)` in a fork for each of two ranks, and raise what one of them raises."""
-    mp.start_processes(function, args=arguments, nprocs=2, start_method="forkserver")
+    run_ranks(2, function, *arguments)
+
+
+def run_ranks(count: int, function: Callable[..., None], *arguments: object) -> None:
+    """Call `function(rank, *arguments)` in a fork for each rank, and raise what one of them raises."""
+    mp.start_processes(function, args=arguments, nprocs=count, start_method="forkserver")
 
 
 def _become(

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import CountOrZero, Declared, Positive
+from ragen_pl.constraints import CountOrZero, Positive, declared
 from ragen_pl.distributed import (
     StopRequestedError,
     any_over_ranks,
@@ -306,7 +306,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     @checked
     def __init__(
-        self, *, monitor: Annotated[str, Declared("METRICS", prefix="val/")] = "val/success"
+        self, *, monitor: Annotated[str, declared("METRICS", prefix="val/")] = "val/success"
     ) -> None:
         super().__init__(
             filename="best",

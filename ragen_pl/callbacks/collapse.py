@@ -18,7 +18,7 @@ from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero, Declared, Fraction, shown
+from ragen_pl.constraints import Count, CountOrZero, Fraction, declared, shown
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.files import atomic_write
 from ragen_pl.json_text import json_text
@@ -48,7 +48,7 @@ class Alarm:
         max_success: no alarm at a success rate of at least this: the responses of a successful run may become alike.
     """
 
-    reading: Annotated[str, Declared("DIAGNOSTICS")]
+    reading: Annotated[str, declared("DIAGNOSTICS")]
     below: float | None = None
     above: float | None = None
     patience: Count = 1

@@ -6,8 +6,7 @@ import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -17,50 +16,37 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import relation_problems
-from ragen_pl.config.schema import Arguments, ArgumentsOf, Settings
 from ragen_pl.config.signatures import (
+    UNKNOWN,
+    Signature,
     SignatureError,
-    descriptions_of,
-    fields_of,
+    class_in_source,
     is_class,
     read_signature,
+    signature_of,
 )
 from ragen_pl.constraints import (
+    Arguments,
+    ArgumentsOf,
     Built,
     DivisorOf,
     Open,
+    Rules,
     TextOnly,
-    accepts,
+    did_you_mean,
     options,
     problem,
     shown,
+    takes_group,
     unwrapped,
 )
 
+Settings = class_in_source("ragen_pl.config.schema.Settings")
 _HYDRA = {
     "_partial_": bool,
     "_recursive_": bool,
     "_convert_": Literal["none", "partial", "object", "all"],
 }
-
-
-@dataclass
-class Fields:
-    """Keys of a node.
-
-    Attributes:
-        known: annotations of the values by key.
-        closed: whether no other keys are possible.
-        owner: class whose arguments the keys are; empty for other nodes.
-        summary: first sentence on the class.
-        descriptions: meanings of the keys.
-    """
-
-    known: dict[str, Any] = field(default_factory=dict)
-    closed: bool = True
-    owner: str = ""
-    summary: str = ""
-    descriptions: dict[str, str] = field(default_factory=dict)
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -75,7 +61,7 @@ def check_config(cfg: DictConfig) -> None:
     problems.sort(key=lambda item: _refers(cfg, item[0]))
     for _, message in problems:
         raise ConfigError(message)
-    for message in relation_problems(cfg):
+    for message in relation_problems(cfg, _classes(cfg)):
         raise ConfigError(message)
     _check_images(cfg)
 
@@ -113,6 +99,20 @@ def leaves(cfg: DictConfig | ListConfig, *, prefix: str = "") -> Iterator[tuple[
             yield key, value
 
 
+def _classes(cfg: DictConfig) -> dict[str, str]:
+    """Return the paths of the classes that the schema and a configuration name, each with what names it."""
+    named = {str(value): key for key, value in leaves(cfg) if key.endswith("._target_")}
+    return dict.fromkeys(_classes_in(Settings), "ragen_pl.config.schema") | named
+
+
+def _classes_in(annotation: Any) -> Iterator[str]:
+    for option in options(annotation):
+        base, metadata = unwrapped(option)
+        yield from (item.target for item in metadata if isinstance(item, Arguments | Rules))
+        for field in () if is_class(base) else signature_of(base).parameters.values():
+            yield from _classes_in(field)
+
+
 def _refers(cfg: DictConfig, key: str) -> bool:
     """Return whether a setting, or a node that it is in, refers to another one."""
     node: Any = cfg
@@ -140,27 +140,26 @@ def _problems(
 
 def _takes_group(annotation: Any) -> bool:
     return any(
-        accepts(option, {}) or fields_of(unwrapped(option)[0]) is not None
+        takes_group(option) or signature_of(unwrapped(option)[0]).parameters
         for option in options(annotation)
     )
 
 
 def _hint(annotation: Any, key: str) -> str:
     """Return the remedy for a plain value in place of a group."""
-    names = [
-        name for option in options(annotation) for name in fields_of(unwrapped(option)[0]) or ()
-    ]
+    groups = [signature_of(unwrapped(option)[0]) for option in options(annotation)]
+    names = [name for group in groups for name in group.parameters]
     return f"; set {key}.{names[0]}=… instead" if names else ""
 
 
 def _problems_of_list(
     value: ListConfig, annotation: Any, *, key: str, root: DictConfig
 ) -> Iterator[tuple[str, str]]:
-    items = [typing.get_args(option)[:1] for option in options(annotation) if accepts(option, [])]
-    if not items:
+    lists = [option for option in options(annotation) if problem(option, []) is None]
+    if not lists:
         yield key, f"{key}={shown(value)}: {problem(annotation, list(value))}"
         return
-    item = items[0][0] if items[0] else Any
+    item = (*typing.get_args(lists[0]), Any)[0]
     for index, member in enumerate(value):
         yield from _problems(member, item, key=f"{key}.{index}", root=root)
 
@@ -183,7 +182,7 @@ def _problems_of_group(
     except SignatureError as error:
         yield f"{key}._target_", f"{key}._target_={node._target_}: {error}"
         return
-    known = fields.known
+    known = fields.parameters
     values = {str(name): node[name] for name in node}
     for name, value in values.items():
         place = f"{key}.{name}".removeprefix(".")
@@ -192,7 +191,7 @@ def _problems_of_group(
         child = _HYDRA.get(name) or known.get(name)
         if child is None:
             if fields.closed:
-                yield place, unknown_key(place, known, owner=fields.owner)
+                yield place, unknown_key(place, known, owner=fields.name)
             child = Any
         yield from _problems(value, child, key=place, root=root)
         for constraint in unwrapped(child)[1]:
@@ -204,7 +203,7 @@ def _problems_of_group(
                 yield place, f"{place}={shown(value)}: {named}"
 
 
-def fields_of_node(node: DictConfig, annotation: Any, *, root: DictConfig) -> Fields:
+def fields_of_node(node: DictConfig, annotation: Any, *, root: DictConfig) -> Signature:
     """Return the keys of a node: arguments of its class, if it names one, and what its annotation describes.
 
     Raises:
@@ -213,25 +212,22 @@ def fields_of_node(node: DictConfig, annotation: Any, *, root: DictConfig) -> Fi
     described = _described(annotation, node, root=root)
     target = node.get("_target_")
     if target is None:
-        described.closed &= bool(described.known)
-        return described
-    fields = fields_of_target(str(target))
-    return Fields(
-        fields.known | described.known,
-        fields.closed,
-        fields.owner or described.owner,
-        fields.summary,
-        fields.descriptions | described.descriptions,
+        return replace(described, closed=described.closed and bool(described.parameters))
+    own = fields_of_target(str(target))
+    return replace(
+        own,
+        parameters=own.parameters | described.parameters,
+        descriptions=own.descriptions | described.descriptions,
     )
 
 
 def needs_class(annotation: Any) -> bool:
     """Return whether a group of settings for this annotation has to name its class."""
-    groups = [unwrapped(option) for option in options(annotation) if accepts(option, {})]
+    groups = [unwrapped(option) for option in options(annotation) if takes_group(option)]
     return bool(groups) and all(is_class(base) or Built() in metadata for base, metadata in groups)
 
 
-def fields_of_target(target: str) -> Fields:
+def fields_of_target(target: str) -> Signature:
     """Return the arguments of a class path.
 
     Raises:
@@ -240,68 +236,51 @@ def fields_of_target(target: str) -> Fields:
     package, _, rest = target.partition(".")
     # the cell of a notebook has no source to read
     if package == "__main__" and rest in vars(sys.modules["__main__"]):
-        return Fields(closed=False)
+        return UNKNOWN
     if not all(part.isidentifier() for part in target.split(".")):
         raise SignatureError("expected a class path such as package.module.Name")
     if not rest or find_spec(package) is None:
         raise SignatureError(
             f"there is no package {package!r}; install it (pip install {package}), or give package.module.Class"
         )
-    signature = read_signature(target)
-    if signature is None:
-        return Fields(closed=False)
-    return Fields(
-        signature.parameters,
-        signature.closed,
-        signature.name,
-        signature.summary,
-        signature.descriptions,
-    )
+    return read_signature(target)
 
 
 def _described(
     annotation: Any, node: DictConfig | Mapping[str, Any], *, root: DictConfig
-) -> Fields:
+) -> Signature:
     """Return the keys of a node as its annotation describes them."""
-    fields = Fields(closed=False)
+    fields = UNKNOWN
     for option in options(annotation):
         base, metadata = unwrapped(option)
-        keys = fields_of(base)
-        if keys is not None:
-            fields = Fields(dict(keys), descriptions=dict(descriptions_of(base)))
+        if signature_of(base).parameters:
+            fields = replace(signature_of(base), name="")
         elif typing.get_origin(base) in (dict, Mapping):
             item = typing.get_args(base)[1]
             # the fields of another option say more
             described = {str(name): item for name in node if item is not Any}
-            fields.known = described | fields.known
+            fields = replace(fields, parameters=described | fields.parameters)
         for constraint in metadata:
             if isinstance(constraint, Arguments):
-                _add_arguments(fields, constraint)
+                own = read_signature(constraint.target)
+                known = {name: own.parameters[name] for name in own.keywords} | fields.parameters
+                descriptions = own.descriptions | fields.descriptions
+                fields = Signature(parameters=known, descriptions=descriptions)
             elif isinstance(constraint, ArgumentsOf):
                 fields = _arguments_of(constraint, node, root=root)
             elif isinstance(constraint, Open):
-                fields.closed = False
+                fields = replace(fields, closed=False)
     return fields
 
 
-def _add_arguments(fields: Fields, arguments: Arguments) -> None:
-    signature = read_signature(arguments.target)
-    assert signature is not None
-    names = signature.keywords
-    fields.known = {name: signature.parameters[name] for name in names} | fields.known
-    fields.descriptions = signature.descriptions | fields.descriptions
-    fields.closed = True
-
-
-def _arguments_of(constraint: ArgumentsOf, node: Any, *, root: DictConfig) -> Fields:
+def _arguments_of(constraint: ArgumentsOf, node: Any, *, root: DictConfig) -> Signature:
     parent = node._get_parent() if isinstance(node, DictConfig) else None
     sibling = parent.get(constraint.sibling) if isinstance(parent, DictConfig) else None
     target = sibling or OmegaConf.select(root, constraint.default or "_")
     path = class_path(str(target)) if target else None
-    try:
-        return fields_of_target(path) if path else Fields(closed=False)
-    except SignatureError:  # reported at the setting that names the class
-        return Fields(closed=False)
+    with suppress(SignatureError):  # reported at the setting that names the class
+        return fields_of_target(path) if path else UNKNOWN
+    return UNKNOWN
 
 
 def class_path(target: str) -> str | None:
@@ -323,8 +302,7 @@ def _check_images(cfg: DictConfig) -> None:
     target = OmegaConf.select(cfg, "model.build._target_")
     if not target or not OmegaConf.select(cfg, "env.visual"):
         return
-    signature = read_signature(str(target))
-    if signature is not None and TextOnly() in unwrapped(signature.returns)[1]:
+    if TextOnly() in unwrapped(read_signature(str(target)).returns)[1]:
         raise ConfigError(
             "env.visual=true: the model takes no images; set model=small_vlm, or another environment"
         )
@@ -344,27 +322,24 @@ def unknown_key(
     parent, _, name = key.rpartition(".")
     names = [sibling for sibling in siblings if not sibling.startswith("_")]
     message = f"unknown key {key}" + (f": {owner} takes no {name}" if owner else "")
-    close = get_close_matches(name, names, n=1)
-    if close:
-        return f"{message}; did you mean {close[0] if owner else f'{parent}.{close[0]}'.removeprefix('.')}?"
-    if near := get_close_matches(key, list(keys), n=1):
-        return f"{message}; did you mean {near[0]}?"
+    prefix = f"{parent}." if parent and not owner else ""
+    near = did_you_mean(name, names).replace("mean ", f"mean {prefix}") or did_you_mean(key, keys)
+    if near:
+        return f"{message}{near}"
     if owner:
         return f"{message}; it takes {', '.join(names) or 'none'}"
-    return f"{message}; " + (
-        f"{parent} has {', '.join(sorted(names))}"
-        if parent and names
-        else "see --cfg job for all keys"
-    )
+    if parent and names:
+        return f"{message}; {parent} has {', '.join(sorted(names))}"
+    return f"{message}; see --cfg job for all keys"
 
 
-def fields_at(key: str) -> Fields:
+def fields_at(key: str) -> Signature:
     """Return the keys of a node in the schema, without those of its class."""
     annotation: Any = Settings
     empty = OmegaConf.create({})
     for name in key.split(".") if key else ():
         fields = _described(annotation, {name: None}, root=empty)
-        if name not in fields.known:
-            return Fields(closed=False)
-        annotation = fields.known[name]
+        if name not in fields.parameters:
+            return UNKNOWN
+        annotation = fields.parameters[name]
     return _described(annotation, {}, root=empty)

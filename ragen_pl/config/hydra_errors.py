@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 from ragen_pl.config.check import fields_at, unknown_key
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.constraints import did_you_mean
 
 
 def translated(error: Exception, *, keys: Iterable[str] = ()) -> str:
@@ -49,10 +49,10 @@ def _unknown_key(match: re.Match[str], keys: tuple[str, ...]) -> str:
         for other in keys
         if other.startswith(f"{parent}.")
     ]
-    if name in siblings or name in node.known:
+    if name in siblings or name in node.parameters:
         return f"unknown key {key} in the configuration that was chosen; see --cfg job for its keys"
     hint = "" if node.closed else f"; a new one needs +{key}=…"
-    return unknown_key(key, dict.fromkeys([*siblings, *node.known]), keys=keys) + hint
+    return unknown_key(key, dict.fromkeys([*siblings, *node.parameters]), keys=keys) + hint
 
 
 def _unknown_option(match: re.Match[str], _: tuple[str, ...]) -> str:
@@ -63,30 +63,26 @@ def _unknown_option(match: re.Match[str], _: tuple[str, ...]) -> str:
             "rollout/engine=openai: training needs the log-probs of the sampled ids, which a chat API does not give; "
             "evaluate and play take endpoint=openai"
         )
-    near = get_close_matches(option, options, n=1)
-    guess = f"did you mean {near[0]}? " if near else ""
+    guess = did_you_mean(option, options)
     offers = (
         f"{group} is one of {', '.join(options)}"
         if options
         else f"there is no {match['option']}.yaml"
     )
     return (
-        f"{group}={option}: no such option; {guess}{offers}"
+        f"{group}={option}: no such option{guess or ';'} {offers}"
         if group
         else f"no configuration {option}.yaml"
     )
 
 
 def _no_group(match: re.Match[str], keys: tuple[str, ...]) -> str:
-    close = get_close_matches(match["group"], {key.split(".")[0] for key in keys}, n=1)
-    return f"unknown group {match['group']}" + (f"; did you mean {close[0]}?" if close else "")
+    groups = {key.split(".")[0] for key in keys}
+    return f"unknown group {match['group']}{did_you_mean(match['group'], groups)}"
 
 
 def _delete(match: re.Match[str], keys: tuple[str, ...]) -> str:
-    close = get_close_matches(match["key"], keys, n=1)
-    return f"~{match['key']}: there is no such key" + (
-        f"; did you mean {close[0]}?" if close else ""
-    )
+    return f"~{match['key']}: there is no such key{did_you_mean(match['key'], keys)}"
 
 
 def _grammar(match: re.Match[str], _: tuple[str, ...]) -> str:

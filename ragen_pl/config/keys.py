@@ -9,8 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.check import fields_of_node
-from ragen_pl.config.schema import Settings
+from ragen_pl.config.check import Settings, fields_of_node
 from ragen_pl.constraints import expectation, options, shown
 
 # keys of Hydra itself
@@ -55,7 +54,7 @@ def _keys(node: DictConfig, annotation: Any, *, prefix: str, root: DictConfig) -
         if name == "_target_":
             yield Key(key, fields.summary or "class to build", "a class path", str(value))
             continue
-        child = fields.known.get(name, Any)
+        child = fields.parameters.get(name, Any)
         if isinstance(value, DictConfig) and len(value):
             yield from _keys(value, child, prefix=f"{key}.", root=root)
         else:

@@ -1,57 +1,34 @@
 """Types of the configuration: the keys of nodes without a class path, and their values.
 
-The signature of a constructor describes its arguments. `Arguments` names the constructors, and their signatures are
-read from source. A node with `_target_` is described by the signature of its class.
+This module is read from source, as the classes that it names are: `Arguments` names constructors, whose arguments are
+keys. A node with `_target_` is described by the signature of its class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le
 
 from ragen_pl.constraints import (
+    Arguments,
+    ArgumentsOf,
     Built,
     Count,
     CountOrZero,
+    Duration,
     ExistingPath,
     Fraction,
     FractionBelowOne,
-    Matches,
     NonNegative,
     Note,
     Open,
     Positive,
     PositiveFraction,
+    Rules,
     Seed,
 )
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Metadata of a node whose keys are arguments of a constructor.
-
-    Args:
-        target: the constructor's class path; its keyword-only arguments are keys.
-    """
-
-    target: str
-
-
-@dataclass(frozen=True)
-class ArgumentsOf:
-    """Metadata of a node whose keys are arguments of the class that another setting names.
-
-    Args:
-        sibling: setting in the same parent that names the class.
-        default: full name of the setting that names the class if there is no such sibling.
-    """
-
-    sibling: str
-    default: str = ""
-
 
 Component = Annotated[dict[str, Any], Open(), Built()]
 """A node with `_target_`, described by the signature of its class."""
@@ -209,9 +186,6 @@ class Source(TypedDict, total=False):
 
 # a share, or a count
 _Limit = Fraction | CountOrZero
-_Duration = Annotated[
-    str, Matches(r"\d+:\d+:\d+:\d+", "00:12:00:00 (days, hours, minutes, seconds)")
-]
 
 
 class Trainer(TypedDict, total=False):
@@ -273,7 +247,7 @@ class Trainer(TypedDict, total=False):
     min_epochs: CountOrZero | None
     max_steps: Annotated[int, Ge(-1)]
     min_steps: CountOrZero | None
-    max_time: _Duration | None
+    max_time: Duration | None
     limit_train_batches: _Limit | None
     limit_val_batches: _Limit | None
     limit_test_batches: _Limit | None
@@ -313,7 +287,7 @@ class _Settings(TypedDict, total=False):
     seed: Seed
     debug: bool
     trust: bool
-    ckpt_path: Annotated[str, ExistingPath()] | Literal["last", "auto"] | None
+    ckpt_path: ExistingPath | Literal["last", "auto"] | None
     experiment: dict[str, Any] | None
     paths: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.PathSettings")]
     env: Annotated[Environment, _MANAGER]
@@ -329,12 +303,12 @@ class _Settings(TypedDict, total=False):
     memory: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.MemorySettings")]
     curriculum: Component | None
     algorithm: Algorithm
-    model: Model
+    model: Annotated[Model, Rules("ragen_pl.models.settings.ModelRules")]
     validation: Annotated[Validation, Arguments("ragen_pl.run.settings.ValidationSettings")]
     warm_start: Annotated[WarmStart, Arguments("ragen_pl.data.settings.WarmStartSettings")]
     callbacks: dict[str, Component | None] | None
     logger: Component | None
-    trainer: Trainer
+    trainer: Annotated[Trainer, Rules("ragen_pl.run.strategy_rules.StrategyRules")]
 
     # evaluate and export
     ckpt: str | None
@@ -356,8 +330,8 @@ class _Settings(TypedDict, total=False):
     server: Annotated[dict[str, Any], Arguments("ragen_pl.environments.serving.ServerSettings")]
 
     # sync and watch
-    run: Annotated[str, ExistingPath(), Note("a run's folder")] | None
-    runs: Sequence[Annotated[str, ExistingPath(), Note("a folder")]] | None
+    run: Annotated[ExistingPath, Note("a run's folder")] | None
+    runs: Sequence[Annotated[ExistingPath, Note("a folder")]] | None
     port: Annotated[int, Ge(0), Le(65535), Note("a port")]
     open: bool
 
@@ -371,11 +345,11 @@ class _Settings(TypedDict, total=False):
     history_mb: Count
 
     # import_gguf
-    file: Annotated[str, ExistingPath()]
+    file: ExistingPath
     dtype: Literal["float32", "bfloat16"] | None
 
     # replay
-    batch: Annotated[str, ExistingPath(), Note("a file of a run's bad_batch folder")] | None
+    batch: Annotated[ExistingPath, Note("a file of a run's bad_batch folder")] | None
 
     # play, page and watch
     policy: Literal["agent", "endpoint", "human", "random", "optimal"]
@@ -385,9 +359,7 @@ class _Settings(TypedDict, total=False):
     delay: Annotated[float, Ge(0), Note("seconds")]
     width: Annotated[int, Ge(1), Note("columns")]
     save: str | None
-    records: Annotated[
-        str, ExistingPath(), Note("a trajectories.jsonl, or the folder that it is in")
-    ]
+    records: Annotated[ExistingPath, Note("a trajectories.jsonl, or the folder that it is in")]
     title: str | None
     episodes: Annotated[int, Ge(1), Note("approximate number of episodes shown")]
 

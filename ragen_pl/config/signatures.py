@@ -11,11 +11,8 @@ import ast
 import builtins
 import collections.abc
 import functools
-import inspect
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +22,7 @@ import annotated_types
 
 from ragen_pl import constraints
 from ragen_pl.config.docstrings import described_names, first_sentence
+from ragen_pl.constraints import did_you_mean
 
 _LIGHT = {
     "typing": typing,
@@ -44,10 +42,10 @@ class SignatureError(ValueError):
 
 @dataclass(frozen=True)
 class Signature:
-    """Names and annotations of the arguments of a class or function.
+    """Names and annotations of the arguments of a class or function, or of the keys of a node.
 
     Attributes:
-        name: name of the class or function.
+        name: name of the class or function; empty for a node without.
         parameters: annotations by name.
         keywords: arguments that can only be given by name.
         closed: whether no other arguments are possible.
@@ -56,7 +54,7 @@ class Signature:
         descriptions: the docstring's descriptions of arguments, those of base classes included.
     """
 
-    name: str
+    name: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
     keywords: tuple[str, ...] = ()
     closed: bool = True
@@ -65,10 +63,20 @@ class Signature:
     descriptions: dict[str, str] = field(default_factory=dict)
 
 
+# of what is known only after an import
+UNKNOWN = Signature(closed=False)
+
+
 class ClassInSource:
-    """Base of the types that stand for classes read from source; `target` is the class path."""
+    """Base of the types that stand for classes read from source.
+
+    Attributes:
+        target: class path.
+        is_mapping: whether it is a `TypedDict`.
+    """
 
     target: str = ""
+    is_mapping: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,9 @@ class _Module:
     tree: ast.Module
 
 
-def read_signature(target: str) -> Signature | None:
-    """Return the signature of a class path, None if it is known only after an import.
+@functools.cache
+def read_signature(target: str) -> Signature:
+    """Return the signature of a class path; an open one without names if it is known only after an import.
 
     Raises:
         SignatureError: there is no such class or function; with the nearest name that exists.
@@ -90,21 +99,23 @@ def read_signature(target: str) -> Signature | None:
     if module is None:
         raise SignatureError(f"there is no module {module_name}")
     definition = _definition(module, name)
-    if definition is None:
-        names = _names(module.tree)
-        if name in names:
-            return None
-        if _module(target) is not None:
-            raise SignatureError("expected a class, found a module")
-        close = get_close_matches(name, [other for other in names if other[:1] != "_"], n=1)
-        raise SignatureError(
-            f"{module_name} has no {name}; "
-            + (f"did you mean {close[0]}?" if close else "give package.module.Class")
-        )
     if isinstance(definition, ast.FunctionDef):
-        return _documented(_of_function(module, definition, skip=0), module, definition)
-    signature = _of_class(module, definition)
-    return None if signature is None else _documented(signature, module, definition)
+        signature = _of_function(module, definition, skip=0)
+        return _documented(signature, ast.get_docstring(definition))
+    if definition is not None:
+        return _of_class(module, definition)
+    names = _names(module.tree)
+    if name in names:
+        return UNKNOWN
+    if _module(target) is not None:
+        raise SignatureError("expected a class, found a module")
+    near = did_you_mean(name, [other for other in names if other[:1] != "_"])
+    raise SignatureError(f"{module_name} has no {name}{near or '; give package.module.Class'}")
+
+
+def _documented(signature: Signature, docstring: str | None) -> Signature:
+    descriptions = signature.descriptions | described_names(docstring or "")
+    return replace(signature, summary=first_sentence(docstring or ""), descriptions=descriptions)
 
 
 def class_that_defines(method: str, target: str) -> str | None:
@@ -126,27 +137,11 @@ def class_that_defines(method: str, target: str) -> str | None:
         return None if place is None else class_that_defines(method, place)
     if not isinstance(definition, ast.ClassDef):
         return None
-    if any(isinstance(item, ast.FunctionDef) and item.name == method for item in definition.body):
+    if any(_is_function(item, method) for item in definition.body):
         return target
     places = (_place_of(module, ast.unparse(base)) for base in definition.bases)
     found = (class_that_defines(method, place) for place in places if place is not None)
     return next((place for place in found if place is not None), None)
-
-
-def _documented(
-    signature: Signature, module: _Module, node: ast.ClassDef | ast.FunctionDef
-) -> Signature:
-    """Return a signature with the descriptions in the docstrings of its class and of base classes."""
-    inherited: dict[str, str] = {}
-    for base in node.bases if isinstance(node, ast.ClassDef) else ():
-        parent = _of_base(module, base)
-        inherited |= parent.descriptions if parent is not None else {}
-    text = ast.get_docstring(node) or ""
-    return replace(
-        signature,
-        summary=first_sentence(text),
-        descriptions=inherited | signature.descriptions | described_names(text),
-    )
 
 
 @functools.cache
@@ -169,10 +164,8 @@ def _module(name: str) -> _Module | None:
 
 
 def _definition(module: _Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    for node in module.tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return node
-    return None
+    found = (node for node in module.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return next((node for node in found if node.name == name), None)
 
 
 def _names(tree: ast.Module) -> set[str]:
@@ -201,11 +194,10 @@ def _of_function(module: _Module, node: ast.FunctionDef, *, skip: int) -> Signat
     if node.args.kwarg is not None:
         annotation = scope.evaluate(node.args.kwarg.annotation)
         if typing.get_origin(annotation) is typing.Unpack:
-            (settings,) = typing.get_args(annotation)
-            fields = _fields(settings)
-            parameters |= fields
-            descriptions = dict(descriptions_of(settings))
-            keywords += fields
+            settings = signature_of(typing.get_args(annotation)[0])
+            parameters |= settings.parameters
+            descriptions = settings.descriptions
+            keywords += settings.parameters
             closed = True
     wrapped = any("checked" not in ast.unparse(mark) for mark in node.decorator_list)
     return Signature(
@@ -218,39 +210,42 @@ def _of_function(module: _Module, node: ast.FunctionDef, *, skip: int) -> Signat
     )
 
 
-def _of_class(module: _Module, node: ast.ClassDef) -> Signature | None:
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            init = _of_function(module, item, skip=1)
-            return replace(init, name=node.name, returns=Any)
-    inherited: dict[str, Any] = {}
-    keywords: tuple[str, ...] = ()
-    closed = True
-    for base in node.bases:
-        signature = _of_base(module, base)
-        if signature is None:
-            closed = False
-        else:
-            inherited |= signature.parameters
-            keywords += signature.keywords
-            closed &= signature.closed
-    if any("dataclass" in ast.unparse(mark) for mark in node.decorator_list):
-        inherited |= _annotated_names(module, node)
-        keywords = tuple(inherited)
-    return Signature(node.name, inherited, keywords, closed)
+def _of_class(module: _Module, node: ast.ClassDef) -> Signature:
+    bases = [_of_base(module, base) for base in node.bases]
+    descriptions = {name: text for base in bases for name, text in base.descriptions.items()}
+    init = next((item for item in node.body if _is_function(item, "__init__")), None)
+    if isinstance(init, ast.FunctionDef):
+        signature = _of_function(module, init, skip=1)
+    else:
+        parameters = {name: part for base in bases for name, part in base.parameters.items()}
+        keywords = [name for base in bases for name in base.keywords]
+        if _is_typed_dict(node) or any("dataclass" in ast.unparse(m) for m in node.decorator_list):
+            parameters |= _annotated_names(module, node)
+            keywords = list(parameters)
+        closed = all(base.closed for base in bases)
+        signature = Signature(node.name, parameters, tuple(keywords), closed)
+    descriptions |= signature.descriptions
+    signature = replace(signature, name=node.name, returns=Any, descriptions=descriptions)
+    return _documented(signature, ast.get_docstring(node))
 
 
-def _of_base(module: _Module, base: ast.expr) -> Signature | None:
+def _is_typed_dict(node: ast.ClassDef) -> bool:
+    return any("TypedDict" in ast.unparse(base) for base in node.bases)
+
+
+def _is_function(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == name
+
+
+def _of_base(module: _Module, base: ast.expr) -> Signature:
     name = ast.unparse(base).partition("[")[0]
-    if name in ("object", "Protocol", "Generic", "ABC"):
-        return Signature(name)
+    if name in ("object", "Protocol", "Generic", "ABC", "TypedDict"):
+        return Signature()
     place = _place_of(module, name)
-    if place is None:
-        return None
     try:
-        return read_signature(place)
+        return read_signature(place) if place is not None else UNKNOWN
     except SignatureError:
-        return None
+        return UNKNOWN
 
 
 def _annotated_names(module: _Module, node: ast.ClassDef) -> dict[str, Any]:
@@ -270,23 +265,17 @@ def _place_of(module: _Module, name: str) -> str | None:
     """Return the class path of a name that a module defines or imports."""
     if _definition(module, name) is not None:
         return f"{module.name}.{name}"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return f"{node.module}.{alias.name}"
-    return None
+    return _imports(module).get(name)
 
 
-def _fields(annotation: Any) -> dict[str, Any]:
-    """Return the fields of a class that is read from source, empty for any other type."""
-    if isinstance(annotation, type) and issubclass(annotation, ClassInSource):
-        module_name, _, name = annotation.target.rpartition(".")
-        module = _module(module_name)
-        node = _definition(module, name) if module else None
-        if module and isinstance(node, ast.ClassDef):
-            return _annotated_names(module, node)
-    return {}
+@functools.cache
+def _imports(module: _Module) -> dict[str, str]:
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }
 
 
 class _Scope(dict[str, Any]):
@@ -343,7 +332,8 @@ class _Scope(dict[str, Any]):
                 if isinstance(item, ast.Assign)
             }
             return StrEnum(node.name, words)
-        return type(node.name, (ClassInSource,), {"target": f"{self.module.name}.{node.name}"})
+        place = {"target": f"{self.module.name}.{node.name}", "is_mapping": _is_typed_dict(node)}
+        return type(node.name, (ClassInSource,), place)
 
 
 def _assigned(item: ast.stmt, name: str) -> ast.expr | None:
@@ -354,29 +344,23 @@ def _assigned(item: ast.stmt, name: str) -> ast.expr | None:
     return None
 
 
+def class_in_source(target: str) -> Any:
+    """Return the annotation for a class path, as annotations in source files name it."""
+    module_name, _, name = target.rpartition(".")
+    module = _module(module_name)
+    assert module is not None
+    return _Scope(module)[name]
+
+
 def is_class(annotation: Any) -> bool:
     """Return whether an annotation is a class that is read from source, and no mapping type."""
-    if not (isinstance(annotation, type) and issubclass(annotation, ClassInSource)):
-        return False
-    module_name, _, name = annotation.target.rpartition(".")
-    module = _module(module_name)
-    node = _definition(module, name) if module else None
-    bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-    return not any("TypedDict" in base for base in bases)
+    return _is_in_source(annotation) and not annotation.is_mapping
 
 
-def fields_of(annotation: Any) -> Mapping[str, Any] | None:
-    """Return the names and annotations of a mapping type's fields, None for any other type."""
-    if typing.is_typeddict(annotation):
-        return typing.get_type_hints(annotation, include_extras=True)
-    return _fields(annotation) or None
+def _is_in_source(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, ClassInSource)
 
 
-def descriptions_of(annotation: Any) -> Mapping[str, str]:
-    """Return the descriptions of a type's fields, empty for a type without fields."""
-    if typing.is_typeddict(annotation):
-        return described_names(inspect.cleandoc(annotation.__doc__ or ""))
-    if isinstance(annotation, type) and issubclass(annotation, ClassInSource):
-        signature = read_signature(annotation.target)
-        return {} if signature is None else signature.descriptions
-    return {}
+def signature_of(annotation: Any) -> Signature:
+    """Return the signature of a class that is read from source, an open one for any other type."""
+    return read_signature(annotation.target) if _is_in_source(annotation) else UNKNOWN

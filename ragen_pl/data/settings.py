@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from omegaconf import DictConfig
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, CountOrZero, Fraction, NonNegative, Positive
@@ -90,3 +93,22 @@ class WarmStartSettings:
     checkpoint_every_n_steps: Count | None = 100
     learning_rate_end: Fraction = 0.05
     critic_lr: NonNegative | None = None
+
+    @staticmethod
+    def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
+        """Yield a warm start without demonstrations for each rank; see `EngineTraits`."""
+        node = cfg.get("warm_start") or {}
+        if not node.get("enabled"):
+            return
+        if not (node.get("demonstrator") or {}).get("_target_"):
+            yield (
+                "warm_start.demonstrator has no _target_, the policy that plays; set warm_start/demonstrator=random or "
+                "noisy, or warm_start=none"
+            )
+        episodes = node.get("episodes")
+        if episodes is not None and ranks is not None and episodes < ranks:
+            trainer = cfg.trainer
+            yield (
+                f"warm_start.episodes={episodes}: fewer than the {ranks} ranks of trainer.devices={trainer.devices} "
+                f"trainer.num_nodes={trainer.get('num_nodes')}; set at least {ranks}"
+            )

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from ragen_pl.config.errors import config_errors
-from ragen_pl.config.relations import is_fsdp2, ranks_asked_for, shard_size
+from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.engines.protocol import EngineMemory
 from ragen_pl.machine import free_host_memory, gpu_memory
 from ragen_pl.memory.abstract import FakeKernels, config_without_hub
@@ -36,6 +36,7 @@ from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.forward import SHARED_BYTES
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import choose_accelerator, plain
+from ragen_pl.run.strategy_rules import is_fsdp2, shard_size
 
 Count = TypeVar("Count")
 # of the process that asks for a GPU's memory

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.relations import is_fsdp2
 from ragen_pl.constraints import shown
 from ragen_pl.memory.plan import Counts, MemoryPlan, plan_memory
+from ragen_pl.run.strategy_rules import is_fsdp2
 
 Overrides = dict[str, object]
 

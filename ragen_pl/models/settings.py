@@ -6,21 +6,23 @@ work without this package.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Interval
+from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.constraints import Count, DivisorOf, Needs, Positive
+from ragen_pl.constraints import Count, DivisorOf, Positive, needing
 
 Attention = (
     Literal["sdpa", "eager", "flex_attention"]
     | Annotated[
         Literal["flash_attention_2"],
-        Needs("flash_attention_2", ("flash_attn", "kernels"), "flash-attn"),
+        needing("flash_attention_2", ("flash_attn", "kernels"), "flash-attn"),
     ]
     | Annotated[
         Literal["flash_attention_3"],
-        Needs("flash_attention_3", ("kernels", "flash_attn_interface"), "kernels"),
+        needing("flash_attention_3", ("kernels", "flash_attn_interface"), "kernels"),
     ]
 )
 """Implementations of attention in transformers."""
@@ -65,3 +67,68 @@ class DecoderSettings(TypedDict, total=False):
     num_key_value_heads: Annotated[int, Ge(1), DivisorOf("num_attention_heads")]
     # the rotary embedding computes positions in float32, exact up to here
     max_position_embeddings: Annotated[int, Interval(ge=1, le=2**24)]
+
+
+_SCALED = ("16-mixed", "16")
+# precisions of the Trainer in which float32 weights are computed on in 16 bits
+_AUTOCAST = ("bf16-mixed", "bf16", *_SCALED)
+
+
+class ModelRules:
+    """What a model needs of the rest of a config."""
+
+    @staticmethod
+    def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
+        """Yield one line for each setting that does not fit the model; see `EngineTraits`."""
+        size, sizes = OmegaConf.select(cfg, "model.size"), OmegaConf.select(cfg, "model.sizes")
+        if sizes is not None and size not in sizes:
+            yield f"model.size={size}: expected one of {', '.join(map(str, sizes))}"
+        build = OmegaConf.select(cfg, "model.build") or {}
+        if OmegaConf.select(cfg, "algorithm") is not None:
+            yield from _training_problems(cfg, build)
+        yield from _attention_problems(cfg, build)
+
+
+def _training_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[str]:
+    lora, precision = build.get("lora"), str(OmegaConf.select(cfg, "trainer.precision"))
+    # gradients in float16 underflow without a scaled loss, which needs trained weights in float32
+    if build.get("dtype") == "float16" and lora is None:
+        yield (
+            "model.build.dtype=float16: the gradients of float16 weights underflow; set model.build.dtype=bfloat16, or "
+            "model.build.dtype=float32 trainer.precision=16-mixed"
+        )
+    elif build.get("dtype") == "float16" and precision not in _SCALED:
+        yield (
+            f"model.build.dtype=float16: gradients through it underflow with trainer.precision={precision}; set "
+            "trainer.precision=16-mixed, or model.build.dtype=bfloat16"
+        )
+    if lora is not None and (dropout := lora.get("lora_dropout")):
+        yield (
+            f"model.build.lora.lora_dropout={dropout}: an update with dropout would be compared with old log-probs "
+            "without; set lora_dropout=0.0"
+        )
+    reference = str(OmegaConf.select(cfg, "algorithm.loss.kl.reference._target_"))
+    if lora is None and reference.endswith(".AdaptersOff"):
+        yield (
+            "algorithm.loss.kl.reference=AdaptersOff: model.build.lora=null has no adapters to switch off; set "
+            "model.build.lora, or use FrozenCopy"
+        )
+
+
+def _attention_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where flash attention is not on a GPU or not in 16 bits."""
+    attention = build.get("attn_implementation")
+    parts = attention.values() if isinstance(attention, Mapping) else [attention]
+    if not any(str(part).startswith("flash_") for part in parts):
+        return
+    place, precision = (
+        f"model.build.attn_implementation={attention}: flash attention",
+        str(OmegaConf.select(cfg, "trainer.precision")),
+    )
+    if "cpu" in (OmegaConf.select(cfg, "trainer.accelerator"), OmegaConf.select(cfg, "device")):
+        yield f"{place} needs a GPU; set model.build.attn_implementation=sdpa"
+    if build.get("dtype") == "float32" and precision not in _AUTOCAST:
+        yield (
+            f"{place} computes in 16 bits, and model.build.dtype=float32; set model.build.dtype=bfloat16, or "
+            "trainer.precision=bf16-mixed for a training run"
+        )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge
+from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Fraction, NonNegative, Note
@@ -41,3 +43,16 @@ class CriticSettings:
 
     lr: NonNegative | None = None
     detach: bool = False
+
+    @staticmethod
+    def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
+        """Yield settings that need another `algorithm.critic`; see `EngineTraits`."""
+        kind = OmegaConf.select(cfg, "algorithm.critic")
+        if OmegaConf.select(cfg, "critic.build") is not None and kind != "own":
+            yield (
+                f"critic.build: algorithm.critic={kind} has no model of its own; set algorithm.critic=own"
+            )
+        if OmegaConf.select(cfg, "critic.detach") and kind != "shared":
+            yield (
+                f"critic.detach=true: algorithm.critic={kind} has no trunk in common with the policy; set false"
+            )

@@ -32,13 +32,14 @@ from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
 from ragen_pl.prompts.native import NativeFormat
 from ragen_pl.prompts.rendering import window_messages
 from ragen_pl.prompts.requests import RequestPrompts
+from ragen_pl.prompts.rules import ContextRules
 from ragen_pl.trajectory import Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
 
-class ContextManager:
+class ContextManager(ContextRules):
     """Turn observations and responses into prompts.
 
     Args:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from annotated_types import Interval
 from composing import composed, resolved
@@ -14,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
 from ragen_pl.config.check import leaves
-from ragen_pl.constraints import Count, Fraction, problem
+from ragen_pl.constraints import Count, Fraction, Positive, problem, validated
 
 EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
 
@@ -145,6 +150,20 @@ def test_a_class_path_without_a_class_is_refused(settings: dict[str, object], me
     assert str(error.value).startswith(("callbacks.mine._target_=", "unknown key"))
 
 
+class Cautious:
+    """Component with a rule on another node."""
+
+    @staticmethod
+    def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
+        yield f"seed={cfg.seed}: found {ranks} rank; set another"
+
+
+def test_a_component_has_a_rule_on_another_node() -> None:
+    mine = {"_target_": f"{__name__}.Cautious"}
+    with pytest.raises(ConfigError, match=r"^seed=3: found 1 rank; set another$"):
+        check_config(OmegaConf.create({"seed": 3, "callbacks": {"mine": mine}}))
+
+
 def test_classes_of_other_packages_take_any_key() -> None:
     settings = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/success"}
     check_config(OmegaConf.create({"callbacks": {"mine": settings}}))
@@ -159,6 +178,27 @@ def test_leaves_names_items_of_lists_and_keeps_empty_ones() -> None:
 def test_number_passes_exactly_inside_its_bounds(value: float, low: float, high: float) -> None:
     annotation = Annotated[float, Interval(ge=low, lt=high)]
     assert (problem(annotation, value) is None) == (low <= value < high)
+
+
+class Kind(StrEnum):
+    """Two words."""
+
+    ONE = "one"
+    OTHER = "other"
+
+
+def test_numbers_of_numpy_and_words_of_enumerations_are_taken() -> None:
+    assert validated(Count, np.int64(3)) == 3 and validated(Fraction, np.float32(0.5)) == 0.5
+    assert validated(Kind | None, "one") is Kind.ONE and validated(Kind, Kind.OTHER) is Kind.OTHER
+    assert problem(Kind, "on") == "expected one of one, other; did you mean one?"
+    assert problem(Literal[1, 2], True) == problem(Literal[1, 2], 1.0) == "expected one of 1, 2"
+    assert problem(Literal[1, 2], 1) is problem(bool | Count, True) is problem(Positive, 3) is None
+
+
+def test_the_command_line_imports_pydantic_for_checks_only() -> None:
+    code = "import sys, ragen_pl.config; print(sorted({'pydantic', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @given(

@@ -7,7 +7,7 @@ import json
 import pytest
 import sharded_agents
 import torch
-from module_process import run_two_ranks
+from module_process import run_ranks, run_two_ranks
 
 from ragen_pl.models.adapters import add_lora
 from ragen_pl.modules.policy import PolicyModule
@@ -34,7 +34,7 @@ def test_two_ranks_with_sharded_weights_learn_as_with_whole_ones(ranks):
 
 @pytest.mark.slow
 def test_four_ranks_with_two_copies_of_the_state_learn_as_with_whole_weights(tmp_path):
-    mp.spawn(sharded_agents.run_hybrid, args=(str(tmp_path),), nprocs=4)
+    run_ranks(4, sharded_agents.run_hybrid, str(tmp_path))
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for name in sharded_agents.HYBRID:
         rounds = sharded_agents.CASES[name].dtype is not torch.float32

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch.utils._pytree import tree_flatten_with_path
 from transformers import AutoModelForCausalLM
 
-from ragen_pl.config import relations
+from ragen_pl.run import strategy_rules
 from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.run.trainer import build_trainer
 
@@ -157,9 +157,9 @@ def export(job):
 
 @pytest.mark.parametrize(("installed", "refused"), [("2.12.1+cu130", True), ("2.13.0", False)])
 def test_an_older_torch_is_refused(monkeypatch, installed, refused):
-    monkeypatch.setattr(relations, "version", lambda package: installed)
+    monkeypatch.setattr(strategy_rules, "version", lambda package: installed)
     cfg = OmegaConf.create({"trainer": {"strategy": "fsdp2", "devices": 2}})
-    problems = list(relations.relation_problems(cfg))
+    problems = list(strategy_rules.StrategyRules.config_problems(cfg, ranks=2))
     assert any("needs torch 2.13 and found 2.12.1" in line for line in problems) == refused
 
 

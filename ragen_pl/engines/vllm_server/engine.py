@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Contains, Count, CountOrZero, ExistingPath, Matches, Open, Positive
+from ragen_pl.constraints import (
+    Count,
+    CountOrZero,
+    ExistingPath,
+    Open,
+    Positive,
+    containing,
+    matching,
+)
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
@@ -93,7 +101,7 @@ class VLLMServerEngine(VLLMServerRules):
         policy: EnginePolicy,
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-        urls: Sequence[Annotated[str, Contains("://")]] = (),
+        urls: Sequence[Annotated[str, containing("://")]] = (),
         max_tokens: Count,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         retries: CountOrZero = 8,
@@ -102,11 +110,11 @@ class VLLMServerEngine(VLLMServerRules):
         probe_failures: Count = 3,
         concurrency: Count = 256,
         transfer: TransferName = "folder",
-        weights_folder: Annotated[str, ExistingPath()] | None = None,
-        serve_address: Annotated[str, Matches(r".+:\d{1,5}", "10.0.0.1:9400")] | None = None,
-        router_url: Annotated[str, Contains("://")] | None = None,
+        weights_folder: ExistingPath | None = None,
+        serve_address: Annotated[str, matching(r".+:\d{1,5}", "10.0.0.1:9400")] | None = None,
+        router_url: Annotated[str, containing("://")] | None = None,
         settings: Annotated[dict[str, Any], Open()] | None = None,
-        python: Annotated[str, ExistingPath()] | None = None,
+        python: ExistingPath | None = None,
     ) -> None:
         self.bundle, self._policy = policy.bundle, policy
         check_weights(self.bundle, engine="vllm_server")
