@@ -146,6 +146,15 @@ def rollout_s(
     return seconds, cpu
 
 
+def ways_to_play(turns: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return class and arguments of the task by name: as an environment, and as a program."""
+    program = {"function": "endpoint.talk", "variables": {TURNS: str(turns)}}
+    return {
+        "environment": ("endpoint.Talk", {}),
+        "program": ("ragen_pl.programs.environment.ProgramEnvironment", program),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sessions", type=int, default=64)
@@ -154,11 +163,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     os.environ |= {TURNS: str(options.turns), "PYTHONPATH": str(Path(__file__).parent)}
-    program = {"function": "endpoint.talk", "variables": {TURNS: str(options.turns)}}
-    ways = {
-        "environment": ("endpoint.Talk", {}),
-        "program": ("ragen_pl.programs.environment.ProgramEnvironment", program),
-    }
+    ways = ways_to_play(options.turns)
     for together in (False, True):
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         # the first program starts the supervisor, which imports the function

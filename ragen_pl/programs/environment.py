@@ -225,7 +225,6 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         if delivered:
             self._delivered.append(call.id)
         else:
-            session.forget(call)
             session.count("undelivered")
         return delivered
 
@@ -242,7 +241,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             if event.kind is EventKind.EXIT:
                 self._outcome = event.outcome
             # who is gone and goes on with something else does not come back
-            if gone and (self._waiting or self._outcome is not None):
+            goes_on = bool(self._waiting) or self._outcome is not None
+            if gone and goes_on and call.session.forget(call):
                 return False
 
     def _next(self) -> Call | None:

@@ -11,6 +11,7 @@ import queue
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -23,6 +24,8 @@ from ragen_pl.trajectory import ChatRequest
 
 # bodies that are known again when an SDK sends them again
 _MAX_KNOWN = 256
+# until the server's thread has done something
+_SERVER_S = 60.0
 NO_REQUEST = ChatRequest(messages=[])
 """In place of the messages of a request that the policy does not answer, or has answered."""
 
@@ -164,9 +167,15 @@ class Session:
         """Answer a request. `DELIVERED` or `GONE` follows for an answer that is no error."""
         self.loop.call_soon_threadsafe(self._answer, call, answer)
 
-    def forget(self, call: Call) -> None:
-        """Give up on an answer that no client got: a request with the same body is a new one."""
-        self.loop.call_soon_threadsafe(self._forget, call)
+    def forget(self, call: Call) -> bool:
+        """Give up on an answer that no client got: a request with the same body is a new one.
+
+        Returns:
+            Whether it was given up. Otherwise a client came for it meanwhile, and `DELIVERED` or `GONE` follows.
+        """
+        given_up: Future[bool] = Future()
+        self.loop.call_soon_threadsafe(lambda: given_up.set_result(self._give_up(call)))
+        return given_up.result(timeout=_SERVER_S)
 
     def close(self) -> None:
         """Take no more requests, and refuse those that wait."""
@@ -261,6 +270,12 @@ class Session:
                 call.client = replace(call.client, chat=NO_REQUEST, images=[])
             if call.clients == 0:
                 self.events.put(Event(EventKind.GONE, call))
+
+    def _give_up(self, call: Call) -> bool:
+        if call.delivered or call.clients:
+            return False
+        self._forget(call)
+        return True
 
     def _forget(self, call: Call) -> None:
         if self._known.get(call.digest) is call:
