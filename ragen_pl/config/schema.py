@@ -344,8 +344,17 @@ class _Settings(TypedDict, total=False):
     # sync and watch
     run: Annotated[str, ExistingPath(), Note("a run's folder")] | None
     runs: Sequence[Annotated[str, ExistingPath(), Note("a folder")]] | None
-    port: Annotated[int, Ge(0), Le(65535), Note("a port of 127.0.0.1")]
+    port: Annotated[int, Ge(0), Le(65535), Note("a port")]
     open: bool
+
+    # serve
+    host: str
+    keys: Sequence[str]
+    served_name: str
+    open_requests: Count
+    response_format: Literal["refused", "unconstrained"] | None
+    history_calls: Count
+    history_mb: Count
 
     # import_gguf
     file: Annotated[str, ExistingPath()]

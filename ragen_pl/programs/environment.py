@@ -29,9 +29,10 @@ from ragen_pl.programs.launcher import ProgramLauncher, ProgramLimits
 from ragen_pl.programs.results import ProgramResult, read_result
 from ragen_pl.programs.running import RunningProgram, last_lines
 from ragen_pl.programs.tasks import load_tasks
+from ragen_pl.serving.address import LOOPBACK
 from ragen_pl.serving.chat_response import Answer
 from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.server import LOOPBACK, AgentServer
+from ragen_pl.serving.server import AgentServer
 from ragen_pl.serving.session import Call, Event, EventKind, Session, SessionLimits
 
 Seconds: TypeAlias = Annotated[float, Gt(0)]
@@ -221,19 +222,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             error = answer["error"]
             session.answer(call, RequestError(400, error["message"], code=error["code"]))
             return False
-        usage = answer["usage"]
-        session.answer(
-            call,
-            Answer(
-                id=call.id,
-                model=session.model,
-                message=answer["message"],
-                finish_reason=answer["finish_reason"],
-                prompt_tokens=usage["prompt_tokens"],
-                completion_tokens=usage["completion_tokens"],
-                logprobs=answer.get("logprobs"),
-            ),
-        )
+        session.answer(call, Answer.of(call.id, session.model, answer))
         delivered = self._is_delivered(call)
         if delivered:
             self._delivered.append(call.id)

@@ -27,7 +27,7 @@ from ragen_pl.prompts.conversation import Context
 from ragen_pl.prompts.parsing import parse_response
 from ragen_pl.prompts.requests import RequestRefusedError, record
 from ragen_pl.rollout.failures import FailureLog
-from ragen_pl.rollout.requests import answer_request, refusal
+from ragen_pl.rollout.requests import answer_request, refusal, too_long
 from ragen_pl.rollout.responders import Episode, Responder
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.rollout.summaries import begin_summary, summary_turn
@@ -162,11 +162,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 return
         if len(prompt.ids) + episode.max_response_tokens > self.context.max_tokens:
             if request is not None:
-                episode.refusal = refusal(
-                    "context_length_exceeded",
-                    f"the prompt has {len(prompt.ids)} tokens and the response may have {episode.max_response_tokens}, "
-                    f"more than the {self.context.max_tokens} tokens of the context",
+                long = too_long(
+                    len(prompt.ids), episode.max_response_tokens, context=self.context.max_tokens
                 )
+                episode.refusal = refusal(long.code, str(long))
                 return
             if not episode.trajectory.turns:
                 raise RolloutError(
@@ -293,8 +292,15 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         names, max_actions = episode.slot.action_names, self.environments.max_actions_per_turn
         native, message = episode.conversation.native, None
         if episode.request is not None:
+            assert native is not None
             answer = answer_request(
-                episode, generation, opening=self.context.opening, pieces=pieces
+                episode.request,
+                generation,
+                native=native,
+                prompt_tokens=len(episode.prompt.ids),
+                turn=episode.slot.turn,
+                opening=self.context.opening,
+                pieces=pieces,
             )
             generation, parsed, message = answer.generation, answer.parsed, answer.message
             pieces = pieces[: len(generation.ids)]

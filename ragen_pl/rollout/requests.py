@@ -15,9 +15,11 @@ import numpy as np
 
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.models.messages import Message
+from ragen_pl.prompts.message_format import MessageFormat
 from ragen_pl.prompts.parsing import ParsedResponse
+from ragen_pl.prompts.requests import RequestRefusedError
 from ragen_pl.prompts.tool_calls.message import AssistantMessage
-from ragen_pl.rollout.responders import Episode
+from ragen_pl.trajectory import ChatRequest
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,22 +43,39 @@ def refusal(code: str, message: str) -> ParsedResponse:
     return ParsedResponse(actions=[error], refused=True)
 
 
+def too_long(prompt_tokens: int, response_tokens: int, *, context: int) -> RequestRefusedError:
+    """Return the error of a request whose prompt and response are longer than the context."""
+    return RequestRefusedError(
+        "context_length_exceeded",
+        f"the prompt has {prompt_tokens} tokens and the response may have {response_tokens}, more than the {context} "
+        "tokens of the context",
+    )
+
+
 def answer_request(
-    episode: Episode, generation: Generation, *, opening: str, pieces: Sequence[str]
+    request: ChatRequest,
+    generation: Generation,
+    *,
+    native: MessageFormat,
+    prompt_tokens: int,
+    turn: int,
+    opening: str,
+    pieces: Sequence[str],
 ) -> RequestAnswer:
-    """Return the answer to an episode's present request.
+    """Return the answer to a request.
 
     A response ends before the request's first stop string, and after its first tool call where the request or the
     chat template allows one. Ids are cut there, so what is trained is a prefix of what was sampled.
 
     Args:
-        episode: the episode.
+        request: the request.
         generation: the sampled response.
+        native: format of the response.
+        prompt_tokens: tokens of the prompt.
+        turn: number of the turn, of which the ids of tool calls are made.
         opening: text of the prompt with which the response begins.
         pieces: text of each token.
     """
-    request, native = episode.request, episode.conversation.native
-    assert request is not None and native is not None
     ends = len(opening) + np.cumsum([len(piece) for piece in pieces])
     text = opening + "".join(pieces)
     place = _first_stop(text, request.stop, start=len(opening))
@@ -73,13 +92,13 @@ def answer_request(
         read = native.message(text)
     # a response without its end has no calls, even where they look complete
     calls = [] if generation.hit_length_limit else read.calls
-    message = _message(read, calls=len(calls), turn=episode.slot.turn)
+    message = _message(read, calls=len(calls), turn=turn)
     reason = "length" if generation.hit_length_limit else "tool_calls" if calls else "stop"
     count = len(generation.ids)
     answer: dict[str, Any] = {
         "message": message,
         "finish_reason": reason,
-        "usage": {"prompt_tokens": len(episode.prompt.ids), "completion_tokens": count},
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": count},
     }
     if request.logprobs:
         pairs = zip(pieces[:count], generation.logprobs.tolist(), strict=True)

@@ -15,6 +15,7 @@ from ragen_pl.serving.images import ImageReader
 from ragen_pl.trajectory import ChatRequest
 
 MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_STOPS, MAX_DEPTH = 4096, 128, 64, 16, 64
+MAX_IMAGE_BYTES = 256 * 1024 * 1024
 # of the sampling, which the config of a run decides
 SAMPLING = (
     "temperature",
@@ -81,6 +82,7 @@ class ClientRequest:
         include_usage: whether the stream ends with the number of tokens.
         ignored: parameters that are not honoured, with their values.
         sampling: sampling parameters, with their values.
+        echo: parameters that the answer repeats, with their values.
     """
 
     chat: ChatRequest
@@ -90,6 +92,7 @@ class ClientRequest:
     include_usage: bool = False
     ignored: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    echo: dict[str, Any] = field(default_factory=dict)
 
 
 def read_json(data: bytes) -> dict[str, Any]:
@@ -98,19 +101,27 @@ def read_json(data: bytes) -> dict[str, Any]:
     Raises:
         RequestError: it is none, is nested too deeply, or holds NaN, infinity or half a surrogate pair.
     """
-
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
-
     try:
-        body = json.loads(data, parse_constant=refuse)
-        json.dumps(body, ensure_ascii=False).encode()
+        body = _strict_json(data)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise RequestError(400, "the body is no JSON object", code="invalid_json")
-    _check_depth(body)
     return body
+
+
+def _strict_json(data: bytes | str) -> Any:
+    """Return a JSON value.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or holds NaN, infinity or half a surrogate pair.
+        RecursionError: it is nested far too deeply.
+    """
+    value = json.loads(data)
+    # NaN, infinity and 1e999 cannot be written, half a surrogate pair not be encoded
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    _check_depth(value)
+    return value
 
 
 def read_request(
@@ -136,7 +147,7 @@ def read_request(
     metadata = given.get("metadata", {})
     if not isinstance(metadata, Mapping):
         raise RequestError(400, "metadata: expected an object")
-    limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens")]
+    limits = [positive_count(given, name) for name in ("max_tokens", "max_completion_tokens")]
     options = given.get("stream_options", {})
     ignored = {name: given[name] for name in _IGNORED & given.keys()}
     if choice not in ("auto", "none"):
@@ -147,14 +158,14 @@ def read_request(
             tools=tools,
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
             stop=_stops(given.get("stop", [])),
-            logprobs=bool(given.get("logprobs", False)),
-            parallel_calls=bool(given.get("parallel_tool_calls", True)),
+            logprobs=_boolean(given, "logprobs", default=False),
+            parallel_calls=_boolean(given, "parallel_tool_calls", default=True),
             advances=_flag(metadata, "advances"),
             trained=train and _flag(metadata, "train"),
         ),
         model=str(given.get("model", "")),
         images=reader.images,
-        stream=bool(given.get("stream", False)),
+        stream=_boolean(given, "stream", default=False),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage", False)),
         ignored=ignored,
         sampling={name: given[name] for name in SAMPLING if name in given},
@@ -277,9 +288,16 @@ class _MessageReader:
         if isinstance(given, Mapping) and kind == "image_url":
             url = given.get("image_url")
             digest, image = self._reader.read(url.get("url") if isinstance(url, Mapping) else url)
-            if len(self.images) >= MAX_IMAGES:
-                raise RequestError(400, f"messages: more than {MAX_IMAGES} images")
             self.images.append(image)
+            if len(self.images) > MAX_IMAGES:
+                raise RequestError(400, f"messages: more than {MAX_IMAGES} images")
+            # each image once, however often it is shown
+            if sum({id(each): each.nbytes for each in self.images}.values()) > MAX_IMAGE_BYTES:
+                raise RequestError(
+                    400,
+                    f"messages: the images have more than {MAX_IMAGE_BYTES // 3} pixels together",
+                    code="image_too_large",
+                )
             return {"type": "image", "digest": digest}
         raise unsupported(f"{where}.content type", kind, "send text and image_url parts")
 
@@ -288,7 +306,7 @@ def _arguments(given: object) -> Any:
     """Return the arguments of a call as an object, or as text where they are none."""
     if isinstance(given, str):
         try:
-            read = json.loads(given or "{}")
+            read = _strict_json(given) if given else {}
         except (ValueError, RecursionError):
             return given
         return read if isinstance(read, dict) else given
@@ -333,7 +351,12 @@ def _stops(given: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _count(given: Mapping[str, Any], name: str) -> int | None:
+def positive_count(given: Mapping[str, Any], name: str) -> int | None:
+    """Return a whole number of a request that is at least 1, None without it.
+
+    Raises:
+        RequestError: it is no such number.
+    """
     value = given.get(name)
     if value is None:
         return None
@@ -342,16 +365,25 @@ def _count(given: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
+def _boolean(given: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = given.get(name, default)
+    if not isinstance(value, bool):
+        raise RequestError(400, f"{name}={value!r}: expected true or false")
+    return value
+
+
 def _flag(metadata: Mapping[str, Any], name: str) -> bool:
     """Return a truth value of the metadata, which has texts in OpenAI's API."""
     return metadata.get(name, True) not in (False, "false", "False", "0")
 
 
-def _check_depth(body: object) -> None:
-    level: list[Any] = [body]
+def _check_depth(value: object) -> None:
+    level: list[Any] = [value]
+    if not isinstance(value, dict | list):
+        return
     for _ in range(MAX_DEPTH):
-        values = [value.values() if isinstance(value, dict) else value for value in level]
-        level = [item for group in values for item in group if isinstance(item, dict | list)]
+        groups = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [item for group in groups for item in group if isinstance(item, dict | list)]
         if not level:
             return
-    raise RequestError(400, f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
+    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")

@@ -33,6 +33,26 @@ class Answer:
     logprobs: Sequence[tuple[str, float]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @classmethod
+    def of(cls, id: str, model: str, given: Mapping[str, Any]) -> Answer:
+        """Return an answer with these values.
+
+        Args:
+            id: id of the response.
+            model: name of the model.
+            given: `{"message", "finish_reason", "usage"}` and perhaps `"logprobs"`, as `ragen_pl.rollout.requests`
+                writes them.
+        """
+        return cls(
+            id=id,
+            model=model,
+            message=given["message"],
+            finish_reason=given["finish_reason"],
+            prompt_tokens=given["usage"]["prompt_tokens"],
+            completion_tokens=given["usage"]["completion_tokens"],
+            logprobs=given.get("logprobs"),
+        )
+
     @property
     def usage(self) -> dict[str, int]:
         """Numbers of tokens."""
@@ -94,11 +114,12 @@ def chunks(answer: Answer, *, include_usage: bool) -> Iterator[dict[str, Any]]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} | values
         return _chunk(answer, [choice]) | usage
 
-    yield chunk({"role": "assistant", "content": ""})
-    if reasoning := answer.message.get("reasoning_content"):
-        yield chunk({"reasoning_content": reasoning})
-    if content := answer.message["content"]:
-        yield chunk({"content": content}, logprobs=_logprobs(answer))
+    content, logprobs = answer.message["content"], _logprobs(answer)
+    yield chunk({"role": "assistant", "content": None if answer.calls and not content else ""})
+    if "reasoning_content" in answer.message:
+        yield chunk({"reasoning_content": answer.message["reasoning_content"]})
+    if content or logprobs:
+        yield chunk({"content": content} if content else {}, logprobs=logprobs)
     for number, call in enumerate(answer.calls):
         yield chunk({"tool_calls": [{"index": number} | call]})
     yield chunk({}, finish_reason=answer.finish_reason)
@@ -108,7 +129,7 @@ def chunks(answer: Answer, *, include_usage: bool) -> Iterator[dict[str, Any]]:
 
 def event(value: object) -> bytes:
     """Return a value as a server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
@@ -124,11 +145,16 @@ def _chunk(answer: Answer, choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _logprobs(answer: Answer) -> dict[str, Any] | None:
+def logprob_items(answer: Answer) -> list[dict[str, Any]] | None:
+    """Return text, log-prob and bytes of each token, None where they were not asked for."""
     if answer.logprobs is None:
         return None
-    content = [
+    return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in answer.logprobs
     ]
-    return {"content": content, "refusal": None}
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    content = logprob_items(answer)
+    return None if content is None else {"content": content, "refusal": None}

@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import io
 import re
+import threading
 import warnings
 
 import numpy as np
@@ -23,12 +24,14 @@ class ImageReader:
     """Read images and keep them, so that an image that comes again is the same array.
 
     Args:
-        max_images: images that are kept, the newest ones.
+        max_bytes: bytes of the images that are kept, the newest ones.
     """
 
-    def __init__(self, max_images: int = 256) -> None:
+    def __init__(self, max_bytes: int = 256 * 1024 * 1024) -> None:
         self._images: dict[str, np.ndarray] = {}
-        self._max_images = max_images
+        self._max_bytes = max_bytes
+        # requests of a session are read in several threads
+        self._lock = threading.Lock()
 
     def read(self, url: object) -> tuple[str, np.ndarray]:
         """Return the digest of a data URL's file, and its image, uint8 `[height, width, 3]`.
@@ -51,11 +54,12 @@ class ImageReader:
                 400, f"image_url: no base64 ({error})", code="invalid_image_url"
             ) from error
         digest = hashlib.sha256(data).hexdigest()
-        image = self._images.get(digest)
-        if image is None:
-            image = self._images[digest] = _decoded(data)
-            while len(self._images) > self._max_images:
-                del self._images[next(iter(self._images))]
+        with self._lock:
+            image = self._images.pop(digest, None)
+            image = self._images[digest] = _decoded(data) if image is None else image
+            kept = sum(each.nbytes for each in self._images.values())
+            while kept > self._max_bytes and len(self._images) > 1:
+                kept -= self._images.pop(next(iter(self._images))).nbytes
         return digest, image
 
 
@@ -66,14 +70,12 @@ def _decoded(data: bytes) -> np.ndarray:
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 # the header tells the size before anything is decoded
                 if image.width * image.height > MAX_PIXELS:
-                    raise RequestError(
-                        400,
-                        f"image_url: an image of {image.width} x {image.height}, expected at most {MAX_PIXELS} pixels",
-                        code="image_too_large",
-                    )
+                    raise _too_large(f"{image.width} x {image.height}")
                 return np.asarray(image.convert("RGB"))
     except RequestError:
         raise
+    except Image.DecompressionBombError as error:
+        raise _too_large("far too many pixels") from error
     # Pillow raises many kinds of errors for broken files
     except Exception as error:
         raise RequestError(
@@ -81,3 +83,11 @@ def _decoded(data: bytes) -> np.ndarray:
             f"image_url: the file is no PNG, JPEG or WebP image ({error})",
             code="invalid_image",
         ) from error
+
+
+def _too_large(size: str) -> RequestError:
+    return RequestError(
+        400,
+        f"image_url: an image of {size}, expected at most {MAX_PIXELS} pixels",
+        code="image_too_large",
+    )

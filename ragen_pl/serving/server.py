@@ -4,59 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import socket
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from ragen_pl.serving.chat_request import ClientRequest, read_json, read_request
-from ragen_pl.serving.chat_response import END_OF_STREAM, Answer, chunks, completion, event
+from ragen_pl.serving.address import LOOPBACK, is_loopback, listening_socket, names_loopback
+from ragen_pl.serving.chat_request import ClientRequest, read_json
 from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.images import ImageReader
-from ragen_pl.serving.session import Call, Event, EventKind, Session, ended_error
+from ragen_pl.serving.protocol import CHAT, Protocol
+from ragen_pl.serving.reading import MAX_BODY, is_small, read_body, retries_of, watch_exit
+from ragen_pl.serving.responses_api import RESPONSES
+from ragen_pl.serving.session import NO_REQUEST, Call, PassedOn, Session, ended_error
 from ragen_pl.serving.upstream import passed_on
-from ragen_pl.trajectory import ChatRequest
 
 log = logging.getLogger(__name__)
-MAX_BODY = 32 * 1024 * 1024
-LOOPBACK = "127.0.0.1"
-_BODY_S = 60.0
-# a comment in a stream keeps the connection
-_COMMENT_S = 15.0
+PROTOCOLS: Mapping[str, Protocol] = {"/chat/completions": CHAT, "/responses": RESPONSES}
+"""APIs of the endpoint by path."""
+_Read: TypeAlias = tuple[dict[str, Any], ClientRequest]
+_BACKLOG = 1024
 _MAX_PAST = 10_000
-# of a request that another model answers
-_NO_REQUEST = ChatRequest(messages=[])
-
-
-@dataclass(frozen=True, slots=True)
-class Protocol:
-    """An API of the endpoint.
-
-    Attributes:
-        read: reads a request; takes its JSON, an image reader, `unconstrained` and `train`.
-        whole: writes an answer as one JSON object.
-        stream: yields an answer as server-sent events.
-    """
-
-    read: Callable[..., ClientRequest]
-    whole: Callable[[Answer], dict[str, Any]]
-    stream: Callable[[Answer, ClientRequest], Iterator[bytes]]
-
-
-def _chat_stream(answer: Answer, client: ClientRequest) -> Iterator[bytes]:
-    for chunk in chunks(answer, include_usage=client.include_usage):
-        yield event(chunk)
-    yield END_OF_STREAM
-
-
-CHAT = Protocol(read=read_request, whole=completion, stream=_chat_stream)
 
 
 class AgentServer:
@@ -64,8 +37,9 @@ class AgentServer:
 
     Args:
         host: address to listen on.
-        port: port; 0 for a free one.
-        protocols: APIs by path.
+        listening: socket that is bound to it; None for one on a free port.
+        body_s: longest time in seconds until a request's body is there.
+        comment_s: time in seconds after which a comment keeps the connection of a stream that waits.
 
     Attributes:
         url: base URL for SDKs, `http://HOST:PORT/v1`.
@@ -76,29 +50,32 @@ class AgentServer:
         self,
         *,
         host: str = LOOPBACK,
-        port: int = 0,
-        protocols: Mapping[str, Protocol] | None = None,
+        listening: socket.socket | None = None,
+        body_s: float = 60.0,
+        comment_s: float = 15.0,
     ) -> None:
-        if host != LOOPBACK:
+        if not is_loopback(host):
             log.warning(
                 "the endpoint listens on %s: whoever reaches it and has a key can use the policy",
                 host,
             )
-        self._protocols = {"/chat/completions": CHAT} if protocols is None else protocols
+        self._body_s, self._comment_s = body_s, comment_s
         # by the hash of a key, so that no comparison tells how much of a key is right
         self._sessions: dict[str, Session] = {}
         # hashes of the keys of sessions that have ended, newest last
         self._past: dict[str, None] = {}
+        self._lock = threading.Lock()
+        self._any_key: Session | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._noted: set[str] = set()
         self.loop = asyncio.new_event_loop()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        listening = listening or listening_socket(host, 0)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{listening.getsockname()[1]}/v1"
-        self._thread = threading.Thread(target=self._run, args=(listening,), daemon=True)
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(listening, ready), daemon=True)
         self._thread.start()
+        ready.wait()
         self._close = weakref.finalize(self, _stop, self.loop, self._thread)
 
     def open(self, session: Session) -> None:
@@ -107,35 +84,49 @@ class AgentServer:
         if session.reward_key is not None:
             self._sessions[_hashed(session.reward_key)] = session
 
+    def open_to_all(self, session: Session) -> None:
+        """Take requests of this machine with any key, or none, as those of a session."""
+        self._any_key = session
+
     def end(self, session: Session) -> None:
         """End a session: later requests get status 410."""
         session.close()
-        for key in filter(None, (session.key, session.reward_key)):
-            self._sessions.pop(_hashed(key), None)
-            self._past[_hashed(key)] = None
-        while len(self._past) > _MAX_PAST:
-            del self._past[next(iter(self._past))]
+        # environments end their sessions in threads of their own
+        with self._lock:
+            for key in filter(None, (session.key, session.reward_key)):
+                self._sessions.pop(_hashed(key), None)
+                self._past[_hashed(key)] = None
+            while len(self._past) > _MAX_PAST:
+                del self._past[next(iter(self._past))]
 
     def watch(self, connection: socket.socket, session: Session) -> None:
         """Put an `EXIT` event into a session once a connection has brought an outcome and is closed."""
-        self.loop.call_soon_threadsafe(_watch, self.loop, connection, session)
+        self.loop.call_soon_threadsafe(watch_exit, self.loop, connection, session)
 
     def close(self) -> None:
         """Stop the server."""
         self._close()
 
-    def _run(self, listening: socket.socket) -> None:
+    def _run(self, listening: socket.socket, ready: threading.Event) -> None:
         asyncio.set_event_loop(self.loop)
         app = web.Application(client_max_size=MAX_BODY)
         for prefix in ("/v1", "/s/{key}/v1"):
-            for path, protocol in self._protocols.items():
+            for path, protocol in PROTOCOLS.items():
                 app.router.add_post(prefix + path, self._handler(protocol))
             app.router.add_get(f"{prefix}/models", self._answering(self._models))
             app.router.add_post(f"{prefix}/rewards", self._answering(self._reward))
         app.router.add_route("*", "/{path:.*}", self._answering(self._unknown))
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=1.0,
+            # a request whose client is gone is left, see `Session.leave`
+            handler_cancellation=True,
+            auto_decompress=False,
+        )
         self.loop.run_until_complete(runner.setup())
-        self.loop.run_until_complete(web.SockSite(runner, listening, backlog=1024).start())
+        self.loop.run_until_complete(web.SockSite(runner, listening, backlog=_BACKLOG).start())
+        self.loop.call_soon(ready.set)
         try:
             self.loop.run_forever()
         finally:
@@ -160,7 +151,12 @@ class AgentServer:
             try:
                 return await handle(request)
             except RequestError as error:
-                return web.json_response(error.body, status=error.status, headers=error.headers)
+                return _written(error)
+            except (OSError, web.HTTPException):
+                raise
+            except Exception:
+                log.exception("the endpoint failed at %s %s", request.method, request.path)
+                return _written(RequestError(500, "the endpoint failed", code="endpoint_failed"))
 
         return answer
 
@@ -172,7 +168,7 @@ class AgentServer:
         """
         header = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         key = str(request.match_info.get("key") or header)
-        session = self._sessions.get(_hashed(key))
+        session = self._sessions.get(_hashed(key), self._any_key)
         if session is None and _hashed(key) in self._past:
             raise ended_error()
         if session is None or key == session.reward_key:
@@ -181,36 +177,30 @@ class AgentServer:
             )
         if session.ended:
             raise ended_error()
+        places = [request.host, *request.headers.getall("Origin", ())]
+        if session is self._any_key and not all(map(names_loopback, places)):
+            raise RequestError(
+                403, f"without keys only 127.0.0.1 and localhost are served; found {places}"
+            )
         return session
 
     async def _respond(self, request: web.Request, protocol: Protocol) -> web.StreamResponse:
         session = self._session(request)
-        data = await _body(request)
+        data = await read_body(request, timeout_s=self._body_s)
+        if session.ended:
+            raise ended_error()
         digest = hashlib.sha256(request.path.encode() + data).hexdigest()
-        call = session.known(digest, retries=_retries(request))
+        call = session.known(digest, retries=retries_of(request))
         if call is None:
-            call = session.register(digest)
-            call.clients += 1
-            try:
-                body, client = await asyncio.to_thread(
-                    _read, protocol, data, session, trains=request.headers.get("x-train") != "false"
-                )
-                if client.model not in ("", session.model):
-                    passed = await passed_on(session, client.model, body, request.path)
-                    session.refuse(call, ended_error())
-                    call.clients -= 1
-                    return passed
-                self._note(client)
-                if session.ended:
-                    raise ended_error()
-                session.accept(call, client)
-            except BaseException as error:
-                known = error if isinstance(error, RequestError) else ended_error()
-                session.refuse(call, known)
-                call.clients -= 1
-                raise
-        else:
-            call.clients += 1
+            call = session.register(digest, id_prefix=protocol.id_prefix)
+            trains = request.headers.get("x-train", "").casefold() != "false"
+            read = partial(_read, protocol, data, session, trains=trains)
+            if is_small(data):
+                with self._refusing(call, request.path):
+                    self._accept(call, *read(), path=request.path)
+            else:
+                self._run_task(self._begin(call, read, path=request.path))
+        call.clients += 1
         delivered = False
         try:
             response = await self._write(request, protocol, call)
@@ -218,6 +208,49 @@ class AgentServer:
             return response
         finally:
             session.leave(call, delivered=delivered)
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work that is no part of a request, whose client may leave while another one waits for it."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _begin(self, call: Call, read: Callable[[], _Read], *, path: str) -> None:
+        with self._refusing(call, path):
+            self._accept(call, *await asyncio.to_thread(read), path=path)
+
+    def _accept(
+        self, call: Call, body: dict[str, Any], client: ClientRequest, *, path: str
+    ) -> None:
+        """Hand a request to the session's owner or to another model.
+
+        Raises:
+            RequestError: the session has ended.
+        """
+        session = call.session
+        if client.model not in ("", session.model):
+            self._run_task(self._pass_on(call, client.model, body, path=path))
+            return
+        self._note(client, session)
+        if session.ended:
+            raise ended_error()
+        session.accept(call, client)
+
+    async def _pass_on(self, call: Call, model: str, body: dict[str, Any], *, path: str) -> None:
+        with self._refusing(call, path):
+            call.session.pass_on(call, await passed_on(call.session, model, body, path))
+
+    @contextmanager
+    def _refusing(self, call: Call, path: str) -> Iterator[None]:
+        """Refuse a call whose request fails in a block; its client would wait for ever."""
+        try:
+            yield
+        except RequestError as error:
+            call.session.refuse(call, error)
+        except Exception:
+            log.exception("the endpoint failed at %s", path)
+            failed = RequestError(500, "the endpoint failed", code="endpoint_failed")
+            call.session.refuse(call, failed)
 
     async def _write(
         self, request: web.Request, protocol: Protocol, call: Call
@@ -228,48 +261,55 @@ class AgentServer:
             RequestError: the call was refused.
             ConnectionError: the client is gone.
         """
-        # a retry that came before the body of the first request was read waits for that too
-        stream = call.client is not None and call.client.stream
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
+        if request.transport is not None:
+            # an answer is written once the last byte has left this process
+            request.transport.set_write_buffer_limits(0)
         while True:
+            # whether it streams is known once it was read
+            comments = call.client is None or call.client.stream
             try:
-                wait_s = _COMMENT_S if stream else None
-                answer = await asyncio.wait_for(asyncio.shield(call.answer), wait_s)
+                async with asyncio.timeout(self._comment_s if comments else None):
+                    answer = await asyncio.shield(call.answer)
                 break
             except TimeoutError:
+                if call.client is None or not call.client.stream:
+                    continue
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(b": waiting\n\n")
             except RequestError as error:
                 if not response.prepared:
                     raise
-                await response.write(event(error.body))
+                await response.write(protocol.error(error.body))
                 await response.write_eof()
                 return response
-        if request.transport is None or request.transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        client = call.client
-        assert client is not None
-        if not client.stream:
-            whole = web.json_response(protocol.whole(answer))
-            await whole.prepare(request)
-            await whole.write_eof()
-            return whole
+        if isinstance(answer, PassedOn):
+            passed = web.Response(
+                body=answer.body, status=answer.status, content_type=answer.content_type
+            )
+            return await _sent(passed, request)
+        assert call.client is not None
+        if not call.client.stream:
+            return await _sent(web.json_response(protocol.whole(answer, call.client)), request)
         if not response.prepared:
             await response.prepare(request)
-        for part in protocol.stream(answer, client):
+        for part in protocol.stream(answer, call.client):
             await response.write(part)
         await response.write_eof()
         return response
 
-    def _note(self, client: ClientRequest) -> None:
+    def _note(self, client: ClientRequest, session: Session) -> None:
         """Log once what is not honoured."""
-        for name, value in (client.ignored | client.sampling).items():
+        sampling = {} if session.limits.sampling else client.sampling
+        for name, value in (client.ignored | sampling).items():
             if name not in self._noted:
                 self._noted.add(name)
                 log.info(
-                    "a program sends %s=%s, which is ignored: the run's config decides", name, value
+                    "a program sends %s=%.200s, which is ignored: the run's config decides",
+                    name,
+                    value,
                 )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -281,20 +321,22 @@ class AgentServer:
     async def _reward(self, request: web.Request) -> web.Response:
         header = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         session = self._sessions.get(_hashed(header))
+        if session is None and _hashed(header) in self._past:
+            raise ended_error()
         if session is None or header != session.reward_key:
             raise RequestError(
                 401, "unknown key: rewards have a key of their own", code="invalid_api_key"
             )
         if session.ended:
             raise ended_error()
-        body = read_json(await _body(request))
+        body = read_json(await read_body(request, timeout_s=self._body_s))
         if not isinstance(body.get("id"), str) or "reward" not in body:
             raise RequestError(400, 'expected {"id": id of a response, "reward": number}')
         session.rewards.append((body["id"], body["reward"]))
         return web.json_response({"id": body["id"]})
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        paths = ", ".join(f"POST /v1{path}" for path in self._protocols)
+        paths = ", ".join(f"POST /v1{path}" for path in PROTOCOLS)
         raise RequestError(
             404,
             f"{request.method} {request.path}: known are {paths} and GET /v1/models",
@@ -302,65 +344,32 @@ class AgentServer:
         )
 
 
-def _read(
-    protocol: Protocol, data: bytes, session: Session, *, trains: bool
-) -> tuple[dict[str, Any], ClientRequest]:
+def _read(protocol: Protocol, data: bytes, session: Session, *, trains: bool) -> _Read:
     body = read_json(data)
-    model = body.get("model")
-    limits = session.limits
+    model, limits = body.get("model") or "", session.limits
+    if not isinstance(model, str):
+        raise RequestError(400, f"model={model!r}: expected a name")
     # another model's endpoint reads its requests itself
-    images = session.images if model in (None, "", session.model) else ImageReader()
-    if model in session.upstream:
-        return body, ClientRequest(chat=_NO_REQUEST, model=str(model))
+    if model not in ("", session.model):
+        return body, ClientRequest(chat=NO_REQUEST, model=model)
     client = protocol.read(
-        body, images, unconstrained=limits.unconstrained, train=limits.train and trains
+        body, session.images, unconstrained=limits.unconstrained, train=limits.train and trains
     )
     return body, client
 
 
-async def _body(request: web.Request) -> bytes:
-    try:
-        return await asyncio.wait_for(request.read(), _BODY_S)
-    except web.HTTPRequestEntityTooLarge as error:
-        raise RequestError(
-            413, f"the body has more than {MAX_BODY} bytes", code="body_too_large"
-        ) from error
-    except TimeoutError as error:
-        raise RequestError(400, f"the body took longer than {_BODY_S:g} s") from error
+async def _sent(response: web.Response, request: web.Request) -> web.Response:
+    await response.prepare(request)
+    await response.write_eof()
+    return response
 
 
-def _retries(request: web.Request) -> int:
-    """Return how often an SDK has sent a request before."""
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return int(count) if count.isdecimal() and len(count) < 9 else 0
+def _written(error: RequestError) -> web.Response:
+    return web.json_response(error.body, status=error.status, headers=error.headers)
 
 
 def _hashed(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
-
-
-def _watch(loop: asyncio.AbstractEventLoop, connection: socket.socket, session: Session) -> None:
-    received = bytearray()
-    connection.setblocking(False)
-
-    def read() -> None:
-        try:
-            part = connection.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        received.extend(part)
-        if part:
-            return
-        loop.remove_reader(connection)
-        connection.close()
-        outcome: dict[str, Any] = {"error": "its supervisor has ended"}
-        with suppress(ValueError):
-            outcome = json.loads(bytes(received))
-        session.events.put(Event(EventKind.EXIT, outcome=outcome))
-
-    loop.add_reader(connection, read)
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

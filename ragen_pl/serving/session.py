@@ -11,7 +11,7 @@ import queue
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -19,9 +19,12 @@ from ragen_pl.serving.chat_request import ClientRequest
 from ragen_pl.serving.chat_response import Answer
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.images import ImageReader
+from ragen_pl.trajectory import ChatRequest
 
 # bodies that are known again when an SDK sends them again
 _MAX_KNOWN = 256
+NO_REQUEST = ChatRequest(messages=[])
+"""In place of the messages of a request that the policy does not answer, or has answered."""
 
 
 class EventKind(StrEnum):
@@ -52,34 +55,52 @@ class Event:
     outcome: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassedOn:
+    """Answer of another model's endpoint.
+
+    Attributes:
+        status: HTTP status.
+        content_type: type of the body.
+        body: the body.
+    """
+
+    status: int
+    content_type: str
+    body: bytes
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """A request under way: WAITING → ANSWERED → DELIVERED, or WAITING → REFUSED.
 
-    A client that sends the same body again with a retry count waits for the same answer. ANSWERED stays so while no
-    client is there to get the answer, until one comes back or the owner forgets the call.
+    A client that sends the same body again with a retry count waits for the same answer, and so does one that sends it
+    once no connection waits any more. ANSWERED stays so while no client is there to get the answer, until one comes
+    back or the owner forgets the call.
 
     Attributes:
         id: id of the response.
         digest: of the body.
+        session: its session.
         answer: the answer or the error, once there is one.
-        client: the request, once it was read.
-        clients: number of connections that wait.
+        client: the request, once it was read; without messages and images once it was answered.
+        clients: number of open connections that wait.
         delivered: whether one of them got the answer.
 
     Example:
         A client that gives up and comes back::
 
             POST, body A                  WAITING, clients 1
-            (the client closes)           WAITING: the closed connection is noticed when the answer is written
-            POST, body A, retry count 1   WAITING, clients 2
-            owner answers                 ANSWERED; GONE for the first connection is not told while another waits
-            second connection written     DELIVERED
+            (the client closes)           WAITING, clients 0
+            owner answers                 ANSWERED, and GONE is told
+            POST, body A, retry count 1   clients 1
+            its connection is written     DELIVERED
     """
 
     id: str
     digest: str
-    answer: asyncio.Future[Answer]
+    session: Session
+    answer: asyncio.Future[Answer | PassedOn]
     client: ClientRequest | None = None
     clients: int = 0
     delivered: bool = False
@@ -91,13 +112,17 @@ class SessionLimits:
 
     Attributes:
         open_requests: requests that wait at once.
+        busy_status: HTTP status of further ones. SDKs send a request again after 429, and not after 400.
         train: whether the policy is trained on its responses.
         unconstrained: whether response formats are accepted and not enforced.
+        sampling: whether the owner honours the sampling parameters of requests.
     """
 
     open_requests: int = 64
+    busy_status: int = 400
     train: bool = True
     unconstrained: bool = False
+    sampling: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -168,19 +193,24 @@ class Session:
         self.count("retries")
         return call
 
-    def register(self, digest: str) -> Call:
+    def register(self, digest: str, *, id_prefix: str) -> Call:
         """Return a new call.
+
+        Args:
+            digest: of its body.
+            id_prefix: beginning of its id.
 
         Raises:
             RequestError: too many wait.
         """
         if len(self._waiting) >= self.limits.open_requests:
             raise RequestError(
-                400,
+                self.limits.busy_status,
                 f"{len(self._waiting)} requests of the session wait, at most {self.limits.open_requests} may",
                 code="too_many_requests",
+                retry=self.limits.busy_status == 429,
             )
-        call = Call(f"chatcmpl-{self._number:06}", digest, self.loop.create_future())
+        call = Call(f"{id_prefix}{self._number:06}", digest, self, self.loop.create_future())
         self._number += 1
         self._known[digest] = call
         self._known.move_to_end(digest)
@@ -194,6 +224,12 @@ class Session:
         call.client = client
         self.events.put(Event(EventKind.REQUEST, call))
 
+    def pass_on(self, call: Call, passed: PassedOn) -> None:
+        """End a call with the answer of another model, of which the owner is not told."""
+        self._waiting.discard(call)
+        if not call.answer.done():
+            call.answer.set_result(passed)
+
     def refuse(self, call: Call, error: RequestError) -> None:
         """End a call with an error."""
         self._answer(call, error)
@@ -203,8 +239,9 @@ class Session:
         call.clients -= 1
         if delivered and not call.delivered:
             call.delivered = True
-            self.events.put(Event(EventKind.DELIVERED, call))
-        elif not call.delivered and call.clients == 0 and call.answer.done():
+            if _has_answer(call):
+                self.events.put(Event(EventKind.DELIVERED, call))
+        elif not call.delivered and call.clients == 0 and _has_answer(call):
             self.events.put(Event(EventKind.GONE, call))
 
     def _answer(self, call: Call, answer: Answer | RequestError) -> None:
@@ -219,6 +256,9 @@ class Session:
             self._forget(call)
         else:
             call.answer.set_result(answer)
+            if call.client is not None:
+                # calls are kept for retries, which need no images
+                call.client = replace(call.client, chat=NO_REQUEST, images=[])
             if call.clients == 0:
                 self.events.put(Event(EventKind.GONE, call))
 
@@ -230,6 +270,12 @@ class Session:
         self.ended = True
         for call in [*self._waiting]:
             self._answer(call, ended_error())
+
+
+def _has_answer(call: Call) -> bool:
+    """Return whether the policy has answered a call."""
+    answer = call.answer
+    return answer.done() and answer.exception() is None and isinstance(answer.result(), Answer)
 
 
 def ended_error() -> RequestError:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
 from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.session import Session
+from ragen_pl.serving.session import PassedOn, Session
 
 _TIMEOUT = aiohttp.ClientTimeout(total=600.0)
 
 
-async def passed_on(session: Session, model: str, body: dict[str, Any], path: str) -> web.Response:
+async def passed_on(session: Session, model: str, body: dict[str, Any], path: str) -> PassedOn:
     """Return the answer of another model's endpoint to a request. The policy is not trained on it.
 
     Args:
@@ -44,7 +43,7 @@ async def passed_on(session: Session, model: str, body: dict[str, Any], path: st
             ) as answer,
         ):
             data = await answer.read()
-            return web.Response(body=data, status=answer.status, content_type=answer.content_type)
+            return PassedOn(status=answer.status, content_type=answer.content_type, body=data)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise RequestError(
             503,

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ragen_pl.config import config_dir
 
-COMMANDS = ("fit", "evaluate", "play", "export")
+COMMANDS = ("fit", "evaluate", "play", "export", "serve")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

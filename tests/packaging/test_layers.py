@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "memory": BASE | LEARNING | {"callbacks", "config", "machine", "optimizers", "run"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
+    "deployment": BASE | LEARNING | {"config", "evaluation", "run", "serving"},
     "api": {"config", "memory", "run"},
     "doctor": {"config", "machine", "memory", "run"},
     "evaluate": {"config", "evaluation"},
@@ -66,6 +67,7 @@ MAY_IMPORT = {
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
+    "serve": {"config", "deployment", "evaluation"},
     "sync": {"config", "run"},
     "watch": {"config", "viewing"},
 }

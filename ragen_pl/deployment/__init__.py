@@ -1,0 +1,1 @@
+"""A trained policy behind the endpoint that it was trained with (`ragen_pl.serve`)."""

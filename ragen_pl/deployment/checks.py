@@ -1,0 +1,63 @@
+"""Checks of `ragen_pl.serve` before heavy packages are imported: weights, address and keys."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from omegaconf import DictConfig
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.evaluation.checks import check_source
+from ragen_pl.serving.address import is_loopback, listening_socket
+
+_MIN_KEY = 16
+
+
+def check_serve(cfg: DictConfig) -> None:
+    """Check weights, address and keys.
+
+    Raises:
+        ConfigError: with the first thing that is wrong.
+    """
+    check_source(cfg)
+    keys_of(cfg)
+    open_socket(cfg).close()
+
+
+def open_socket(cfg: DictConfig) -> socket.socket:
+    """Return a socket that is bound to the address.
+
+    Raises:
+        ConfigError: it is taken, or not one of this machine.
+    """
+    try:
+        return listening_socket(cfg.host, cfg.port)
+    except OSError as error:
+        raise ConfigError(
+            f"host={cfg.host} port={cfg.port}: {error.strerror}; set another one, port=0 for any free one"
+        ) from error
+
+
+def keys_of(cfg: DictConfig) -> list[str]:
+    """Return the keys that clients may send; empty where any may be sent, and none.
+
+    Raises:
+        ConfigError: there is none although other machines reach the address, or one is missing or too short.
+    """
+    if not cfg["keys"] and not is_loopback(cfg.host):
+        raise ConfigError(
+            f"host={cfg.host}: other machines reach it, so clients need a key; set an environment variable to one, and "
+            "keys=[NAME]"
+        )
+    keys = []
+    for name in cfg["keys"]:
+        key = os.environ.get(name, "").strip()
+        if len(key) < _MIN_KEY:
+            found = f"a key of {len(key)} characters" if key else "no such environment variable"
+            raise ConfigError(
+                f"keys=[{name}]: {found}; set it to {_MIN_KEY} characters or more, such as those of: openssl rand -hex "
+                "32"
+            )
+        keys.append(key)
+    return keys

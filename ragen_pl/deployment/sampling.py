@@ -1,0 +1,87 @@
+"""Sampling parameters of a request, which `ragen_pl.serve` honours; what it leaves out is as in the run."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ragen_pl.models.truncation import Truncation
+from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.seeding import derive_seed
+from ragen_pl.serving.errors import RequestError, unsupported
+
+MAX_TEMPERATURE = 2.0
+# below it the most probable token is taken: the logits would overflow
+_MIN_TEMPERATURE = 1e-3
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+_REFUSED = {"chat_template_kwargs": "set context.template_kwargs for all requests"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How a response is sampled.
+
+    Attributes:
+        temperature: temperature; 0 is greedy.
+        truncation: ids that sampling keeps; None for all.
+        seed: seed of all random draws.
+    """
+
+    temperature: float
+    truncation: Truncation | None
+    seed: int
+
+
+def read_sampling(given: Mapping[str, Any], settings: EpisodeSettings) -> Sampling:
+    """Return the sampling parameters of a request.
+
+    Args:
+        given: those that the request has.
+        settings: those of the run.
+
+    Raises:
+        RequestError: one is not valid, or cannot be honoured.
+    """
+    for name, neutral in _NEUTRAL.items():
+        if given.get(name, neutral) != neutral:
+            raise unsupported(name, given[name], "the policy was trained without it; leave it out")
+    for name, remedy in _REFUSED.items():
+        if given.get(name):
+            raise unsupported(name, given[name], remedy)
+    temperature = _number(given, "temperature", settings.temperature, most=MAX_TEMPERATURE)
+    top_p = _number(given, "top_p", settings.top_p, most=1.0)
+    min_p = _number(given, "min_p", settings.min_p, most=1.0)
+    if top_p == 0.0 or min_p == 1.0:
+        name = "top_p=0" if top_p == 0.0 else "min_p=1"
+        raise RequestError(400, f"{name} keeps no token; send temperature=0 for greedy responses")
+    top_k = settings.top_k
+    if (own := given.get("top_k")) is not None:
+        if isinstance(own, bool) or not isinstance(own, int) or own < -1:
+            raise RequestError(400, f"top_k={own!r}: expected a whole number, 0 for all tokens")
+        top_k = own if own > 0 else None
+    greedy = temperature < _MIN_TEMPERATURE
+    truncation = Truncation(top_p=top_p, top_k=top_k, min_p=min_p) or None
+    return Sampling(
+        temperature=0.0 if greedy else temperature,
+        truncation=None if greedy else truncation,
+        seed=_seed(given.get("seed")),
+    )
+
+
+def _number(given: Mapping[str, Any], name: str, default: float, *, most: float) -> float:
+    value = given.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 <= value <= max(most, default):
+        raise RequestError(400, f"{name}={value!r}: expected a number from 0 to {most:g}")
+    return float(value)
+
+
+def _seed(given: object) -> int:
+    if given is None:
+        return secrets.randbits(48)
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise RequestError(400, f"seed={given!r}: expected a whole number")
+    return derive_seed("serve", given)

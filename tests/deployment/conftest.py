@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+from rollout_fixtures import lively
+from tiny_models import TEXT
+
+from ragen_pl.models.build import build_small_lm
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.prompt_formats import PromptFormat
+
+
+@pytest.fixture(scope="session")
+def native_lm() -> ModelBundle:
+    bundle = lively(build_small_lm(seed=0, text=TEXT, prompt_format=PromptFormat.NATIVE))
+    bundle.calls_tools = True
+    return bundle
