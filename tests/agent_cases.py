@@ -64,18 +64,21 @@ def _picture(color: str) -> str:
 
 
 SDKS = ("openai", "langgraph", "openai_agents", "pydantic_ai", "smolagents")
-_LOOKED_UP = calls(("price", {"item": "tea"}), ("stock", {"item": "tea"}))
-_WORDS = "All of it is worth 12 coins"
+_THOUGHT = "<think>\nI look it up.\n</think>\n\n"
+_LOOKED_UP = _THOUGHT + calls(("price", {"item": "tea"}), ("stock", {"item": "tea"}))
+_WORDS = f"{_THOUGHT}All of it is worth 12 coins"
 _OFFER = '{"item": "tea", "coins": 3}'
 _CODE = "Thought: I look it up.\n<code>\nfinal_answer(price('tea'))\n</code>"
 
 
 def _tools(sdk: str) -> Case:
+    """Two calls of one response, with reasoning, which some of the SDKs send back."""
     rewrites = sdk == "smolagents"
     return Case(
         program=[str(AGENTS / f"{sdk}_agent.py")],
         says=[_LOOKED_UP, calls(("final_answer", {"answer": "12"})) if rewrites else _WORDS],
         samples=2 if rewrites else 1,
+        family="qwen3",
         task=TASKS[0],
     )
 

@@ -20,6 +20,10 @@ def test_a_program_is_recorded_exactly(name):
     assert trajectory.reward == 1.0
     assert len(trajectory.turns) == len(case.says)
     assert len(trajectory.turns[-1].prompt_images) == case.images
+    if name.endswith("_tools"):
+        first = trajectory.turns[0]
+        assert first.think == "I look it up."
+        assert len(first.actions) == 2
 
 
 def test_eight_requests_at_once():
