@@ -172,7 +172,7 @@ def check_shared_folder(cfg: DictConfig) -> None:
     Raises:
         ConfigError: each process would name its own.
     """
-    outside, nodes = outside_processes(), cfg.trainer.num_nodes
+    outside, nodes = outside_processes(), OmegaConf.select(cfg, "trainer.num_nodes", default=1)
     is_path = cfg.ckpt_path not in (None, "last", "auto")
     if nodes > 1 and not (cfg.paths.run_dir or is_path or os.environ.get(RUN_DIR)):
         raise ConfigError(

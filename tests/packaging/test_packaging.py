@@ -65,7 +65,7 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    others = {"dev", "gguf", "gym", "lora", "svg", "tensorboard", "wandb"}
+    others = {"agents", "dev", "gguf", "gym", "lora", "svg", "tensorboard", "wandb"}
     assert set(extras) == others | ENVIRONMENTS
 
 
