@@ -83,11 +83,11 @@ def _tools(sdk: str) -> Case:
     )
 
 
-def _pictures(sdk: str) -> Case:
+def _pictures(sdk: str, api: str = "chat") -> Case:
     """A picture in the question, and one that a tool returns where the SDK can; all is streamed."""
     rewrites = sdk == "smolagents"
     return Case(
-        program=[str(PROGRAMS / "pictures.py"), sdk],
+        program=[str(PROGRAMS / "pictures.py"), sdk, api],
         says=[
             calls(("look", {"place": "left"})),
             calls(("final_answer", {"answer": "a cat"})) if rewrites else "a cat",
@@ -100,13 +100,13 @@ def _pictures(sdk: str) -> Case:
     )
 
 
-def _structured(sdk: str) -> Case:
+def _structured(sdk: str, api: str = "chat") -> Case:
     says = {
         "pydantic_ai": calls(("final_result", json.loads(_OFFER))),
         "smolagents": _CODE,
     }
     return Case(
-        program=[str(PROGRAMS / "structured.py"), sdk],
+        program=[str(PROGRAMS / "structured.py"), sdk, api],
         says=[says.get(sdk, _OFFER)],
         stopped=sdk == "smolagents",
         kwargs={"response_format": "unconstrained"},
@@ -117,4 +117,13 @@ CASES = (
     {f"{sdk}_tools": _tools(sdk) for sdk in SDKS}
     | {f"{sdk}_pictures": _pictures(sdk) for sdk in SDKS}
     | {f"{sdk}_structured": _structured(sdk) for sdk in SDKS}
+    # the default of these two
+    | {
+        f"{sdk}_responses_pictures": _pictures(sdk, "responses")
+        for sdk in ("openai_agents", "pydantic_ai")
+    }
+    | {
+        f"{sdk}_responses_structured": _structured(sdk, "responses")
+        for sdk in ("openai", "openai_agents", "pydantic_ai")
+    }
 )

@@ -1,4 +1,4 @@
-"""Shop assistant of the OpenAI Agents SDK, which uses the Responses API by default."""
+"""Shop assistant of the OpenAI Agents SDK, over the Responses API, its default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
+from agents import Agent, Runner, function_tool, set_tracing_disabled
 
 TASK = json.loads(os.environ["RAGEN_TASK"])
 
@@ -27,7 +27,6 @@ def main() -> str:
     """Return the assistant's last words."""
     # traces would be sent to OpenAI
     set_tracing_disabled(True)
-    set_default_openai_api("chat_completions")
     agent = Agent(
         name="assistant",
         instructions="You answer questions about a shop. Use the tools.",

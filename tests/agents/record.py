@@ -87,7 +87,7 @@ def main(names: list[str]) -> None:
         recorder.requests.clear()
         trajectory, _ = CASES[name].play(variables={"OPENAI_BASE_URL": recorder.url})
         assert trajectory.error is None, trajectory.error
-        package = PACKAGES[name.rpartition("_")[0]]
+        package = PACKAGES[name.rpartition("_")[0].removesuffix("_responses")]
         record = {
             "package": f"{package} {importlib.metadata.version(package)}",
             "requests": recorder.requests,

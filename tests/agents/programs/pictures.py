@@ -1,4 +1,5 @@
-"""A picture in the question, one that a tool returns where the SDK can, and streamed answers; argv[1] names the SDK."""
+"""A picture in the question, one that a tool returns where the SDK can, and streamed answers; argv[1] names the SDK,
+argv[2] the API."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ TASK = json.loads(os.environ.get("RAGEN_TASK", '{"pictures": []}'))
 URLS = [f"data:image/png;base64,{picture}" for picture in TASK["pictures"]]
 FILES = [base64.b64decode(picture) for picture in TASK["pictures"]]
 QUESTION = "What is this?"
+API = sys.argv[2] if len(sys.argv) > 2 else "chat"
 
 
 def of_openai() -> str:
@@ -105,7 +107,8 @@ def of_openai_agents() -> str:
         return "seen"
 
     set_tracing_disabled(True)
-    set_default_openai_api("chat_completions")
+    if API == "chat":
+        set_default_openai_api("chat_completions")
 
     async def run() -> str:
         agent = Agent(name="assistant", tools=[look], model="policy")
@@ -122,7 +125,7 @@ def of_openai_agents() -> str:
 def of_pydantic_ai() -> str:
     from pydantic_ai import Agent, BinaryContent
 
-    agent = Agent("openai-chat:policy")
+    agent = Agent("openai-chat:policy" if API == "chat" else "openai-responses:policy")
 
     @agent.tool_plain
     def look(place: str) -> Any:

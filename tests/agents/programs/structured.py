@@ -1,4 +1,4 @@
-"""An answer as JSON by a schema; argv[1] names the SDK."""
+"""An answer as JSON by a schema; argv[1] names the SDK, argv[2] the API."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 QUESTION = "What does tea cost?"
+API = sys.argv[2] if len(sys.argv) > 2 else "chat"
 
 
 class Offer(BaseModel):
@@ -22,6 +23,9 @@ class Offer(BaseModel):
 def of_openai() -> Offer:
     from openai import OpenAI
 
+    if API == "responses":
+        response = OpenAI().responses.parse(model="policy", input=QUESTION, text_format=Offer)
+        return response.output_parsed
     completion = OpenAI().chat.completions.parse(
         model="policy",
         messages=[{"role": "user", "content": QUESTION}],
@@ -43,7 +47,8 @@ def of_openai_agents() -> Offer:
     from agents import Agent, Runner, set_default_openai_api, set_tracing_disabled
 
     set_tracing_disabled(True)
-    set_default_openai_api("chat_completions")
+    if API == "chat":
+        set_default_openai_api("chat_completions")
     agent = Agent(name="assistant", output_type=Offer, model="policy")
     return Runner.run_sync(agent, QUESTION).final_output
 
@@ -51,7 +56,8 @@ def of_openai_agents() -> Offer:
 def of_pydantic_ai() -> Offer:
     from pydantic_ai import Agent
 
-    return Agent("openai-chat:policy", output_type=Offer).run_sync(QUESTION).output
+    model = "openai-chat:policy" if API == "chat" else "openai-responses:policy"
+    return Agent(model, output_type=Offer).run_sync(QUESTION).output
 
 
 def of_smolagents() -> Offer:
