@@ -236,10 +236,6 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             if event.call is call and event.kind is EventKind.DELIVERED:
                 return True
             gone |= event.call is call and event.kind is EventKind.GONE
-            if event.kind is EventKind.REQUEST and event.call is not None:
-                self._waiting.append(event.call)
-            if event.kind is EventKind.EXIT:
-                self._outcome = event.outcome
             # who is gone and goes on with something else does not come back
             goes_on = bool(self._waiting) or self._outcome is not None
             if gone and goes_on and call.session.forget(call):
@@ -264,18 +260,14 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
                 self._session.answer(call, RequestError(400, refused, code="call_limit"))
             if self._outcome is not None:
                 return None
-            event = self._event()
-            if event.kind is EventKind.REQUEST and event.call is not None:
-                self._waiting.append(event.call)
-            elif event.kind is EventKind.EXIT:
-                self._outcome = event.outcome
+            self._event()
 
     def _event(self) -> Event:
-        """Wait for an event. The time counts as the program's."""
+        """Wait for an event and note requests and the program's end. The time counts as the program's."""
         assert self._session is not None
         begin = time.monotonic()
         try:
-            return self._session.events.get(timeout=self._left_s)
+            event = self._session.events.get(timeout=self._left_s)
         except queue.Empty:
             self._end()
             raise RuntimeError(
@@ -284,6 +276,11 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             ) from None
         finally:
             self._left_s = max(0.001, self._left_s - (time.monotonic() - begin))
+        if event.kind is EventKind.REQUEST and event.call is not None:
+            self._waiting.append(event.call)
+        elif event.kind is EventKind.EXIT:
+            self._outcome = event.outcome
+        return event
 
     def _observation(self, call: Call) -> dict[str, Any]:
         assert call.client is not None
@@ -332,7 +329,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
 
 
 @cache
-def shared_server(host: str = LOOPBACK) -> AgentServer:
+def shared_server(host: str) -> AgentServer:
     """Return the endpoint that all programs of this process share."""
     return AgentServer(host=host)
 
