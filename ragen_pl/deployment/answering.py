@@ -14,7 +14,8 @@ from ragen_pl.engines.protocol import Generation, GenerationRequest, RolloutEngi
 from ragen_pl.models.messages import Message
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation
-from ragen_pl.prompts.requests import RequestRefusedError, record
+from ragen_pl.prompts.histories import RecordedCall
+from ragen_pl.prompts.requests import RequestRefusedError
 from ragen_pl.rollout.requests import answer_request, too_long
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.serving.chat_response import Answer
@@ -117,13 +118,13 @@ class PolicyAnswers:
         asked = self._waiting.pop(call, None)
         if asked is None or asked.response is None or asked.message is None:
             return
-        record(
-            asked.conversation,
+        recorded = RecordedCall(
             request=asked.chat,
-            prompt=asked.request.prompt,
-            ids=asked.response.ids,
             message=asked.message,
+            prompt=asked.request.prompt,
+            response_ids=asked.response.ids,
         )
+        asked.conversation.calls.append(recorded)
         self._histories.recorded(call.session.key)
 
     def _asked(self, call: Call) -> _Asked:

@@ -122,7 +122,7 @@ class ToolTemplate:
         if not text.startswith(prompt):
             raise NoToolsError("the model's chat template writes responses after another header")
         written = text.removeprefix(prompt)
-        end = self._first_end(written)
+        end = first_of(self.ends, written)
         return written if end is None else written[: end[0]]
 
     def results(self, *, calls: int, images: int) -> ResultText:
@@ -145,7 +145,7 @@ class ToolTemplate:
         user = images > 0 and not in_tool_message
         text = self._with_results(calls, images=images, user=user)
         _, found, after = text.rpartition(_argument(calls - 1))
-        first_end = self._first_end(after)
+        first_end = first_of(self.ends, after)
         if not found or first_end is None:
             raise NoToolsError(
                 f"the model's chat template shows no response with {calls} tool calls"
@@ -210,10 +210,6 @@ class ToolTemplate:
             raise NoToolsError(
                 f"the model's chat template cannot show tool calls ({type(error).__name__}: {error})"
             ) from error
-
-    def _first_end(self, text: str) -> tuple[int, str] | None:
-        """Return the place and the text of the first token in a text that ends a response, None without any."""
-        return first_of(self.ends, text)
 
 
 def first_of(ends: Sequence[str], text: str) -> tuple[int, str] | None:

@@ -76,10 +76,6 @@ class TextEncoder:
         """
         return self._marks.sub(self._place, _PLACES.sub("\ufffd", text))
 
-    def shown(self, text: str) -> str:
-        """Return a text from `hidden` as it was."""
-        return _PLACES.sub(self._name, text)
-
     def encode_rendered(self, text: str, *, continues: bool = False) -> np.ndarray:
         """Return the ids of a rendering of `hidden` texts, int64 `[tokens]`, where names are plain letters.
 

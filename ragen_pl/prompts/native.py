@@ -8,7 +8,7 @@ from typing import Any
 
 from ragen_pl.models.chat_template import ChatTemplate
 from ragen_pl.models.messages import Message, tool_message, user_message
-from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate, first_of
+from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
 from ragen_pl.prompts.message_format import MAX_CALLS, MessageFormat, call_of
 from ragen_pl.prompts.tool_calls.message import (
     THINK_TAGS,
@@ -96,10 +96,6 @@ class NativeFormat(MessageFormat):
             except NoToolsError:
                 return "the arguments of the tool call cannot be shown"
         return problem
-
-    def first_end(self, text: str) -> tuple[int, str] | None:
-        """Return the place and the text of the first token in a text that ends a response, None without any."""
-        return first_of(self.ends, text)
 
     def assistant_message(
         self, text: str, *, calls: Sequence[Message], plain: Callable[[str], str]

@@ -10,19 +10,19 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.models.messages import Message
-from ragen_pl.models.tool_template import ARGUMENT, NoToolsError
+from ragen_pl.models.tool_template import ARGUMENT, NoToolsError, first_of
 from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.encoding import TextEncoder
 from ragen_pl.prompts.histories import RecordedCall, difference, longest
 from ragen_pl.prompts.native import NativeFormat, mapped
-from ragen_pl.trajectory import FIRST, JOINED, ChatRequest, Observation
+from ragen_pl.trajectory import FIRST, JOINED, Observation
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -43,14 +43,6 @@ class RequestRefusedError(ValueError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclass(slots=True)
-class _Rendering:
-    """Text of a rendering, and whether it is the part after a recorded response."""
-
-    text: str
-    continues: bool
 
 
 class RequestPrompts:
@@ -81,17 +73,16 @@ class RequestPrompts:
             raise RequestRefusedError("unsupported_image", "the model reads text only")
         native = conversation.native = self._format(request.tools)
         before = longest(conversation.calls, request)
-        known = [] if before is None else before.prompt.images
-        new = observation.images[len(known) :]
+        new = observation.images[0 if before is None else len(before.prompt.images) :]
         if before is None:
             latest = conversation.calls[-1] if conversation.calls else None
             conversation.history = FIRST if latest is None else difference(latest, request)
             messages = request.messages
-            rendering = _Rendering(self._render(native, self._shown(messages)), continues=False)
+            rendering = self._render(native, self._shown(messages))
         else:
             conversation.history = JOINED
             messages = request.messages[len(before.request.messages) + 1 :]
-            rendering = _Rendering(self._after(native, before, messages), continues=True)
+            rendering = self._after(native, before, messages)
         prompt = self._prompt(rendering, new, before)
         text = "\n".join(filter(None, map(_text_of, messages)))
         conversation.exchanges.append(Exchange(text=text, images=new))
@@ -112,11 +103,12 @@ class RequestPrompts:
         return self._formats[key]
 
     def _prompt(
-        self, rendering: _Rendering, new: Sequence[np.ndarray], before: RecordedCall | None
+        self, rendering: str, new: Sequence[np.ndarray], before: RecordedCall | None
     ) -> Prompt:
+        """Return the prompt of a rendering, which is the part after a recorded response where there is one."""
         images = [*([] if before is None else before.prompt.images), *new]
         try:
-            expanded = self._bundle.expand_image_slots(rendering.text, new)
+            expanded = self._bundle.expand_image_slots(rendering, new)
             if self._bundle.images is not None:
                 self._bundle.images.check_together(images)
         except ValueError as error:
@@ -124,9 +116,9 @@ class RequestPrompts:
                 "unsupported_image",
                 f"the {len(new)} images of the request cannot be shown: {error}",
             ) from error
-        encode = self._encoder.encode_rendered
-        ids = encode(expanded, continues=rendering.continues)
-        unexpanded = encode(rendering.text, continues=rendering.continues) if new else ids
+        encode = partial(self._encoder.encode_rendered, continues=before is not None)
+        ids = encode(expanded)
+        unexpanded = encode(rendering) if new else ids
         if before is not None:
             ids = np.concatenate([before.prompt.ids, before.response_ids, ids])
             unexpanded = np.concatenate(
@@ -148,7 +140,7 @@ class RequestPrompts:
             response = {"role": "assistant", "content": "", "tool_calls": marked}
         shown = self._shown([*before.request.messages, response, *messages])
         _, found, after = self._render(native, shown).rpartition(_MARKER)
-        first_end = native.first_end(after)
+        first_end = first_of(native.ends, after)
         if not found or first_end is None:
             raise RequestRefusedError(
                 "template_error", "the model's chat template leaves out the response before"
@@ -193,28 +185,6 @@ class RequestPrompts:
                 for call in calls
             ]
         return shown
-
-
-def record(
-    conversation: Conversation,
-    *,
-    request: ChatRequest,
-    prompt: Prompt,
-    ids: np.ndarray,
-    message: Message,
-) -> None:
-    """Record the response to a program's request, which later requests may continue.
-
-    Args:
-        conversation: the conversation.
-        request: the request.
-        prompt: its prompt.
-        ids: ids of the response.
-        message: the response as the program got it.
-    """
-    conversation.calls.append(
-        RecordedCall(request=request, message=message, prompt=prompt, response_ids=ids)
-    )
 
 
 def _content(content: Any, hidden: Any) -> Any:

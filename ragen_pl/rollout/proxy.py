@@ -22,7 +22,8 @@ from ragen_pl.environments.manager import (
 )
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import Context
-from ragen_pl.prompts.requests import RequestRefusedError, record
+from ragen_pl.prompts.histories import RecordedCall
+from ragen_pl.prompts.requests import RequestRefusedError
 from ragen_pl.rollout.attempts import Attempts, ReplayingResponder, opened
 from ragen_pl.rollout.failures import FailureLog
 from ragen_pl.rollout.requests import refusal, too_long
@@ -362,13 +363,13 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         episode, turn = answer.episode, played_turn(answer, generation, result)
         episode.trajectory.turns.append(turn)
         if answer.request is not None and answer.message is not None:
-            record(
-                episode.conversation,
+            call = RecordedCall(
                 request=answer.request,
-                prompt=episode.prompt,
-                ids=turn.response_ids,
                 message=answer.message,
+                prompt=episode.prompt,
+                response_ids=turn.response_ids,
             )
+            episode.conversation.calls.append(call)
         episode.conversation.respond(
             ids=turn.response_ids,
             text=turn.response_text,

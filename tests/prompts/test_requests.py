@@ -11,7 +11,8 @@ from family_models import tiny
 
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.prompts.requests import RequestRefusedError, record
+from ragen_pl.prompts.histories import RecordedCall
+from ragen_pl.prompts.requests import RequestRefusedError
 from ragen_pl.trajectory import FIRST, JOINED, ChatRequest, Observation
 
 TAKING = ("qwen2_5", "qwen3", "qwen3_5", "llama3_2", "gemma4", "qwen3_vl", "lfm2_vl")
@@ -62,7 +63,10 @@ class Client:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = [*calls]
-        record(self.talk, request=self.request, prompt=self.prompt, ids=ids, message=message)
+        recorded = RecordedCall(
+            request=self.request, message=message, prompt=self.prompt, response_ids=ids
+        )
+        self.talk.calls.append(recorded)
         self.responses.append(ids)
         self.messages.append(json.loads(json.dumps(message)))
 
