@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -174,8 +173,7 @@ class PolicyAnswers:
         while len(self._waiting) > _MAX_WAITING:
             forgotten, _ = self._waiting.popitem(last=False)
             forgotten.session.forget(forgotten)
-        given = json.loads(str(answer.parsed.actions[0]))
-        call.session.answer(call, Answer.of(call.id, call.session.model, given))
+        call.session.answer(call, Answer.of(call.id, call.session.model, answer.content))
 
 
 def _failed(message: str, *, code: str) -> RequestError:

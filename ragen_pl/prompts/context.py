@@ -187,11 +187,44 @@ class ContextManager(ContextRules):
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
         exchange = Exchange(text=text, images=observation.images, results=observation.results)
         conversation.exchanges.append(exchange)
-        return self._prompt(conversation)
+        return self.prompt(conversation)
 
-    def prompt(self, conversation: Conversation) -> Prompt:
-        """Return the prompt of the response to a conversation's latest exchange."""
-        return self._prompt(conversation)
+    def prompt(self, conversation: Conversation, *, left_out: Collection[int] = ()) -> Prompt:
+        """Return the prompt of the response to a conversation's latest exchange.
+
+        Args:
+            conversation: the conversation.
+            left_out: turns that are not shown, as indices in the window.
+        """
+        window = self._window(conversation)
+        shown = [exchange for number, exchange in enumerate(window) if number not in left_out]
+        images = [image for exchange in shown for image in exchange.images]
+        if self.bundle.images is not None:
+            self.bundle.images.check_together(images)
+        if not self.joins:
+            messages = window_messages(
+                self._template(conversation),
+                conversation,
+                shown,
+                plain=self._encoder.plain,
+                words_start=self.words_start,
+            )
+            text = self._template(conversation).render(messages)
+            return Prompt(
+                ids=self._encoder.encode(self.bundle.expand_image_slots(text, images)),
+                unexpanded_ids=self._encoder.encode(text),
+                images=images,
+            )
+        first = len(conversation.exchanges) - len(window)
+        ids, _ = self._joined(conversation, shown)
+        unexpanded_ids, _ = self._joined(conversation, shown, expand=False) if images else (ids, [])
+        return Prompt(
+            ids=ids,
+            unexpanded_ids=unexpanded_ids,
+            images=images,
+            patches=self._patches(shown),
+            left_out=tuple(first + number for number in sorted(left_out)),
+        )
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text within a prompt."""
@@ -230,7 +263,7 @@ class ContextManager(ContextRules):
                 patches=[self.bundle.num_image_tokens(image) for image in present.images],
             )
         left_out = self.leave_out.dropped_turns(scores[:num_turns].tolist())
-        return self._prompt(conversation, left_out=left_out)
+        return self.prompt(conversation, left_out=left_out)
 
     def words_start(self, text: str) -> int:
         """Return the index at which the words of a response begin: after the last control token before an answer."""
@@ -254,38 +287,6 @@ class ContextManager(ContextRules):
     def _window(self, conversation: Conversation) -> list[Exchange]:
         """Return the turns in the window."""
         return conversation.latest(self.window)
-
-    def _prompt(self, conversation: Conversation, *, left_out: Collection[int] = ()) -> Prompt:
-        """Return the prompt of the window's turns, without those left out (indices in the window)."""
-        window = self._window(conversation)
-        shown = [exchange for number, exchange in enumerate(window) if number not in left_out]
-        images = [image for exchange in shown for image in exchange.images]
-        if self.bundle.images is not None:
-            self.bundle.images.check_together(images)
-        if not self.joins:
-            messages = window_messages(
-                self._template(conversation),
-                conversation,
-                shown,
-                plain=self._encoder.plain,
-                words_start=self.words_start,
-            )
-            text = self._template(conversation).render(messages)
-            return Prompt(
-                ids=self._encoder.encode(self.bundle.expand_image_slots(text, images)),
-                unexpanded_ids=self._encoder.encode(text),
-                images=images,
-            )
-        first = len(conversation.exchanges) - len(window)
-        ids, _ = self._joined(conversation, shown)
-        unexpanded_ids, _ = self._joined(conversation, shown, expand=False) if images else (ids, [])
-        return Prompt(
-            ids=ids,
-            unexpanded_ids=unexpanded_ids,
-            images=images,
-            patches=self._patches(shown),
-            left_out=tuple(first + number for number in sorted(left_out)),
-        )
 
     def _joined(
         self, conversation: Conversation, shown: Sequence[Exchange], *, expand: bool = True

@@ -32,12 +32,12 @@ from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 from ragen_pl.rollout.stall import StallWatch
 from ragen_pl.rollout.summaries import begin_summary, summary_turn
 from ragen_pl.rollout.turns import (
-    Answer,
+    PendingTurn,
     end_episode,
     new_trajectory,
     played_turn,
-    read_answer,
-    refused_answer,
+    read_response,
+    refused_turn,
     sampled,
 )
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, add_terms
@@ -214,11 +214,11 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         """
         playing = {episode.number: episode for episode in episodes if not episode.done}
         ready, asked = list(playing.values()), 0
-        stepping: dict[int, Answer] = {}
+        stepping: dict[int, PendingTurn] = {}
         while playing:
             watch.check()
             refused = [episode for episode in ready if episode.refusal is not None]
-            stepping |= self._start([refused_answer(episode) for episode in refused])
+            stepping |= self._start([refused_turn(episode) for episode in refused])
             ready = [episode for episode in ready if episode.refusal is None]
             if ready:
                 responder.submit(ready)
@@ -236,11 +236,11 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 for number, response in responses
                 if response is not None
             ]
-            answers = [self._read(*pair) for pair in answered if not pair[0].summarizes]
+            pending = [self._read(*pair) for pair in answered if not pair[0].summarizes]
             summarized = [
                 self._summarize(*pair, on_turn=on_turn) for pair in answered if pair[0].summarizes
             ]
-            stepping |= self._start(answers)
+            stepping |= self._start(pending)
             turned = self._finish(
                 stepping,
                 all_of_them=not responder.continuous,
@@ -256,16 +256,16 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             if stopped or turned:
                 yield len(playing)
 
-    def _start(self, answers: Sequence[Answer]) -> dict[int, Answer]:
+    def _start(self, turns: Sequence[PendingTurn]) -> dict[int, PendingTurn]:
         """Start to carry out responses; return them by the numbers of their turns."""
         numbers = self.environments.start(
-            [answer.episode.slot for answer in answers], [answer.parsed for answer in answers]
+            [turn.episode.slot for turn in turns], [turn.parsed for turn in turns]
         )
-        return dict(zip(numbers, answers, strict=True))
+        return dict(zip(numbers, turns, strict=True))
 
     def _finish(
         self,
-        stepping: dict[int, Answer],
+        stepping: dict[int, PendingTurn],
         *,
         all_of_them: bool,
         wait: bool,
@@ -290,11 +290,11 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             if not all_of_them:
                 break
         ended = [(stepping.pop(number), results[number]) for number in sorted(results)]
-        for answer, result in ended:
-            is_turn = self._continue(answer, result)
+        for pending, result in ended:
+            is_turn = self._continue(pending, result)
             if on_turn is not None and is_turn:
-                on_turn(answer.episode)
-        return [answer.episode for answer, _ in ended]
+                on_turn(pending.episode)
+        return [pending.episode for pending, _ in ended]
 
     def _summarize(
         self, episode: Episode, response: Generation | str, *, on_turn: OnTurn | None
@@ -311,11 +311,11 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             on_turn(episode)
         return episode
 
-    def _read(self, episode: Episode, response: Generation | str) -> Answer:
+    def _read(self, episode: Episode, response: Generation | str) -> PendingTurn:
         generation = sampled(response, self.context)
         if isinstance(response, str) and episode.prompt_format.statements:
             self._check_written(generation)
-        return read_answer(
+        return read_response(
             episode,
             generation,
             context=self.context,
@@ -329,16 +329,16 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 f"{self.environments.prompt_format} has {len(generation.ids)} tokens; raise it"
             )
 
-    def _continue(self, answer: Answer, result: TurnResult) -> bool:
+    def _continue(self, pending: PendingTurn, result: TurnResult) -> bool:
         """Record a turn, and make the next prompt or end the episode; return whether there was a turn.
 
         A program's request that got no response is none, nor is a response that a program did not get.
         """
-        episode = answer.episode
+        episode = pending.episode
         trajectory = episode.trajectory
-        is_turn = answer.generation is not None and result.delivered
-        if answer.generation is not None and is_turn:
-            self._record(answer, answer.generation, result)
+        is_turn = pending.generation is not None and result.delivered
+        if pending.generation is not None and is_turn:
+            self._record(pending, pending.generation, result)
         elif trajectory.turns:
             add_terms(trajectory.turns[-1], result.reward_terms)
         trajectory.success = result.success
@@ -358,14 +358,14 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             end_episode(episode, result.status)
         return is_turn
 
-    def _record(self, answer: Answer, generation: Generation, result: TurnResult) -> None:
+    def _record(self, pending: PendingTurn, generation: Generation, result: TurnResult) -> None:
         """Add a turn to its trajectory and its conversation."""
-        episode, turn = answer.episode, played_turn(answer, generation, result)
+        episode, turn = pending.episode, played_turn(pending, generation, result)
         episode.trajectory.turns.append(turn)
-        if answer.request is not None and answer.message is not None:
+        if pending.request is not None and pending.message is not None:
             call = RecordedCall(
-                request=answer.request,
-                message=answer.message,
+                request=pending.request,
+                message=pending.message,
                 prompt=episode.prompt,
                 response_ids=turn.response_ids,
             )
@@ -374,5 +374,5 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             ids=turn.response_ids,
             text=turn.response_text,
             actions=turn.actions,
-            calls=answer.parsed.calls,
+            calls=pending.parsed.calls,
         )

@@ -18,7 +18,7 @@ from ragen_pl.models.messages import Message
 from ragen_pl.prompts.message_format import MessageFormat
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.requests import RequestRefusedError
-from ragen_pl.prompts.tool_calls.message import AssistantMessage
+from ragen_pl.prompts.tool_calls.message import AssistantMessage, ToolCall
 from ragen_pl.trajectory import ChatRequest
 
 
@@ -29,12 +29,18 @@ class RequestAnswer:
     Attributes:
         generation: the response, up to its stop string or its last permitted call.
         parsed: the response as the environment takes it.
-        message: the response as the program gets it, see `ChatRequest.messages`.
+        content: the response as the program gets it, `{"message", "finish_reason", "usage"}`.
     """
 
     generation: Generation
     parsed: ParsedResponse
-    message: Message
+    content: dict[str, Any]
+
+    @property
+    def message(self) -> Message:
+        """The message of the response, see `ChatRequest.messages`."""
+        message: Message = self.content["message"]
+        return message
 
 
 def refusal(code: str, message: str) -> ParsedResponse:
@@ -92,28 +98,28 @@ def answer_request(
         read = native.message(text)
     # a response without its end has no calls, even where they look complete
     calls = [] if generation.hit_length_limit else read.calls
-    message = _message(read, calls=len(calls), turn=turn)
+    message = _message(read, calls, turn=turn)
     reason = "length" if generation.hit_length_limit else "tool_calls" if calls else "stop"
     count = len(generation.ids)
-    answer: dict[str, Any] = {
+    content: dict[str, Any] = {
         "message": message,
         "finish_reason": reason,
         "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": count},
     }
     if request.logprobs:
         pairs = zip(pieces[:count], generation.logprobs.tolist(), strict=True)
-        answer["logprobs"] = [[piece, logprob] for piece, logprob in pairs]
+        content["logprobs"] = [[piece, logprob] for piece, logprob in pairs]
     parsed = ParsedResponse(
         think=read.reasoning,
-        actions=[json.dumps(answer)],
+        actions=[json.dumps(content)],
         spans=read.spans,
-        calls=[{"function": _function(call)} for call in message.get("tool_calls", ())],
+        calls=[{"function": {"name": call.name, "arguments": call.arguments}} for call in calls],
         problem="the response was cut" if generation.hit_length_limit else read.problem,
     )
-    return RequestAnswer(generation=generation, parsed=parsed, message=message)
+    return RequestAnswer(generation=generation, parsed=parsed, content=content)
 
 
-def _message(read: AssistantMessage, *, calls: int, turn: int) -> Message:
+def _message(read: AssistantMessage, calls: Sequence[ToolCall], *, turn: int) -> Message:
     message: Message = {"role": "assistant", "content": read.content}
     if read.reasoning is not None:
         message["reasoning_content"] = read.reasoning
@@ -125,13 +131,9 @@ def _message(read: AssistantMessage, *, calls: int, turn: int) -> Message:
                 "name": call.name,
                 "arguments": call.arguments,
             }
-            for number, call in enumerate(read.calls)
+            for number, call in enumerate(calls)
         ]
     return message
-
-
-def _function(call: Message) -> dict[str, Any]:
-    return {"name": call["name"], "arguments": call["arguments"]}
 
 
 def _first_stop(text: str, stops: Sequence[str], *, start: int) -> tuple[int, int] | None:

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
-import numpy as np
-
 from ragen_pl.engines.protocol import Generation
+from ragen_pl.environments.slot import TurnResult
 from ragen_pl.models.messages import END_OF_THOUGHT, THINK
 from ragen_pl.prompts.compaction import ask_for_summary, begin_anew, is_full, withdraw
 from ragen_pl.prompts.conversation import Context
-from ragen_pl.prompts.parsing import ParsedResponse, label_tokens
+from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.rollout.responders import Episode
+from ragen_pl.rollout.turns import PendingTurn, played_turn
 from ragen_pl.trajectory import Span, Turn
 
 log = logging.getLogger(__name__)
@@ -60,26 +60,10 @@ def summary_turn(
 
     Reasoning before the summary is not part of it.
     """
-    text = context.opening + "".join(pieces)
-    parsed, summary = read_summary(text)
-    ends = len(context.opening) + np.cumsum([len(piece) for piece in pieces])
-    turn = Turn(
-        observation=episode.conversation.observation,
-        prompt_ids=episode.prompt.ids,
-        prompt_images=episode.prompt.images,
-        response_ids=generation.ids,
-        response_logprobs=generation.logprobs,
-        response_entropy=generation.entropy,
-        spans=label_tokens(parsed, ends.tolist(), end_sampled=not generation.hit_length_limit),
-        response_text="".join(pieces),
-        think=parsed.think,
-        actions=[],
-        action_is_valid=True,
-        action_is_effective=False,
-        hit_length_limit=generation.hit_length_limit,
-        temperature=episode.temperature,
-        advances=False,
-    )
+    parsed, summary = read_summary(context.opening + "".join(pieces))
+    pending = PendingTurn(episode=episode, parsed=parsed, opening=context.opening, pieces=pieces)
+    turn = played_turn(pending, generation, TurnResult())
+    turn.action_is_valid, turn.advances = True, False
     assert context.compaction is not None
     begin_anew(episode.conversation, context.compaction, summary)
     episode.prompt, episode.summarizes = context.prompt(episode.conversation), False

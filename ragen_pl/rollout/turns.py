@@ -18,7 +18,7 @@ from ragen_pl.trajectory import ChatRequest, EpisodeStatus, Trajectory, Turn
 
 
 @dataclass(kw_only=True, slots=True)
-class Answer:
+class PendingTurn:
     """A response with the state of its episode before it is carried out.
 
     A program's request that gets no response has no generation. `request` and `message` are those of programs.
@@ -49,9 +49,9 @@ def sampled(response: Generation | str, context: Context) -> Generation:
     )
 
 
-def read_answer(
+def read_response(
     episode: Episode, generation: Generation, *, context: Context, max_actions: int
-) -> Answer:
+) -> PendingTurn:
     """Read a response to the present turn of an episode.
 
     Args:
@@ -89,7 +89,7 @@ def read_answer(
     # a response without its end is no answer, even where it looks like one
     if generation.hit_length_limit and episode.request is None:
         parsed.actions, parsed.calls = [], []
-    return Answer(
+    return PendingTurn(
         episode=episode,
         generation=generation,
         opening=context.opening,
@@ -102,10 +102,10 @@ def read_answer(
     )
 
 
-def refused_answer(episode: Episode) -> Answer:
-    """Return the answer to a program's request that gets no response."""
+def refused_turn(episode: Episode) -> PendingTurn:
+    """Return the turn of a program's request that gets no response."""
     assert episode.refusal is not None
-    return Answer(episode=episode, parsed=episode.refusal)
+    return PendingTurn(episode=episode, parsed=episode.refusal)
 
 
 def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Trajectory:
@@ -123,12 +123,12 @@ def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Traject
     )
 
 
-def played_turn(answer: Answer, generation: Generation, result: TurnResult) -> Turn:
+def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult) -> Turn:
     """Return a turn of which the environment's result is known."""
-    episode, parsed, request = answer.episode, answer.parsed, answer.request
+    episode, parsed, request = pending.episode, pending.parsed, pending.request
     # an end has no text; a response that was cut has none
-    end_sampled = not generation.hit_length_limit and (request is None or answer.pieces[-1] == "")
-    ends = len(answer.opening) + np.cumsum([len(piece) for piece in answer.pieces])
+    end_sampled = not generation.hit_length_limit and (request is None or pending.pieces[-1] == "")
+    ends = len(pending.opening) + np.cumsum([len(piece) for piece in pending.pieces])
     return Turn(
         observation=episode.conversation.observation,
         prompt_ids=episode.prompt.ids,
@@ -137,7 +137,7 @@ def played_turn(answer: Answer, generation: Generation, result: TurnResult) -> T
         response_logprobs=generation.logprobs,
         response_entropy=generation.entropy,
         spans=label_tokens(parsed, ends.tolist(), end_sampled=end_sampled),
-        response_text="".join(answer.pieces),
+        response_text="".join(pending.pieces),
         think=parsed.think,
         actions=result.actions,
         action_is_valid=parsed.valid and result.valid,
@@ -147,8 +147,8 @@ def played_turn(answer: Answer, generation: Generation, result: TurnResult) -> T
         reward_terms=result.reward_terms,
         info=result.info,
         statements=result.statements,
-        state_description=answer.state_description,
-        state_key=answer.state_key,
+        state_description=pending.state_description,
+        state_key=pending.state_key,
         prompt_patches=episode.prompt.patches,
         turns_left_out=episode.prompt.left_out,
         advances=request is None or request.advances,
