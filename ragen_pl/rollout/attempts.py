@@ -12,7 +12,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from ragen_pl.engines.protocol import Generation, Prompt
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
-from ragen_pl.rollout.responders import Episode, Responder, Response
+from ragen_pl.rollout.responders import Episode, ForwardingResponder, Response
 from ragen_pl.rollout.settings import FailureSettings
 from ragen_pl.trajectory import EpisodeStatus, FailureCause, Trajectory
 
@@ -152,28 +151,16 @@ def pause(number: int) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class ReplayingResponder:
+class ReplayingResponder(ForwardingResponder):
     """Responder that gives the known responses of attempts again, and leaves the others to another responder.
 
     Attributes:
-        responder: the other one.
         attempts: attempts under way by the numbers of their episodes.
     """
 
-    responder: Responder
     attempts: Sequence[Attempt] = ()
     _repeated: list[tuple[int, Response]] = field(init=False, default_factory=list)
     _asked: dict[int, tuple[Episode, Prompt]] = field(init=False, default_factory=dict)
-
-    @property
-    def samples(self) -> bool:
-        """As the other responder."""
-        return self.responder.samples
-
-    @property
-    def continuous(self) -> bool:
-        """As the other responder."""
-        return self.responder.continuous
 
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Give known responses to the present turns again, and ask for the others."""
@@ -209,7 +196,3 @@ class ReplayingResponder:
         self._repeated.clear()
         self._asked.clear()
         self.responder.release()
-
-    def collective_rollout(self) -> AbstractContextManager[None]:
-        """As the other responder."""
-        return self.responder.collective_rollout()

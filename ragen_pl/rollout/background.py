@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy, Progress
-from ragen_pl.rollout.responders import Episode, Responder, Response
+from ragen_pl.rollout.responders import Episode, ForwardingResponder, Responder, Response
 from ragen_pl.trajectory import Trajectory
 
 THREAD_NAME = "rollout ahead"
@@ -48,7 +47,8 @@ class BackgroundRollout:
         self._done = (0, len(episode_specs))
         self._trajectories: list[Trajectory] = []
         self._error: BaseException | None = None
-        arguments = (proxy, _Stoppable(responder, self._stopped), episode_specs, seed_key)
+        stoppable = _Stoppable(responder=responder, stopped=self._stopped)
+        arguments = (proxy, stoppable, episode_specs, seed_key)
         # one that hangs does not keep the process alive
         self._thread = threading.Thread(
             target=self._play, args=arguments, name=THREAD_NAME, daemon=True
@@ -112,20 +112,11 @@ class _Stopped(Exception):
     """The rollout was stopped."""
 
 
-@dataclass(slots=True)
-class _Stoppable:
+@dataclass(kw_only=True, slots=True)
+class _Stoppable(ForwardingResponder):
     """A responder that does not block while a continuous engine samples, so that it can be stopped."""
 
-    responder: Responder
     stopped: threading.Event
-
-    @property
-    def samples(self) -> bool:
-        return self.responder.samples
-
-    @property
-    def continuous(self) -> bool:
-        return self.responder.continuous
 
     def submit(self, episodes: Sequence[Episode]) -> None:
         self._check()
@@ -139,12 +130,6 @@ class _Stoppable:
             self._check()
             responses = self.responder.collect(wait=False)
         return responses
-
-    def release(self) -> None:
-        self.responder.release()
-
-    def collective_rollout(self) -> AbstractContextManager[None]:
-        return self.responder.collective_rollout()
 
     def _check(self) -> None:
         if self.stopped.is_set():

@@ -124,6 +124,43 @@ class Responder(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
+class ForwardingResponder:
+    """Base of responders that change how another one is asked.
+
+    Attributes:
+        responder: the other one.
+    """
+
+    responder: Responder
+
+    @property
+    def samples(self) -> bool:
+        """As the other responder."""
+        return self.responder.samples
+
+    @property
+    def continuous(self) -> bool:
+        """As the other responder."""
+        return self.responder.continuous
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        """Start on the present turns of these episodes."""
+        self.responder.submit(episodes)
+
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Response]]:
+        """Return the responses finished since the last call, each with its episode's number."""
+        return self.responder.collect(wait=wait)
+
+    def release(self) -> None:
+        """Free the state of the episodes submitted so far."""
+        self.responder.release()
+
+    def collective_rollout(self) -> AbstractContextManager[None]:
+        """As the other responder."""
+        return self.responder.collective_rollout()
+
+
+@dataclass(kw_only=True, slots=True)
 class EngineResponder:
     """The policy behind a rollout engine.
 
