@@ -36,6 +36,14 @@ def at(path: str, label: str | None = None) -> Callable[[str, dict | None], bool
     )
 
 
+def at_sample(number: int) -> Callable[[str, dict | None], bool]:
+    """Return whether a call is the request for a response with this number: all before it are under way."""
+    asked = itertools.count(1)
+    return lambda called, body: (
+        called == "/inference/v1/generate" and bool(body) and next(asked) == number
+    )
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -73,7 +81,7 @@ def test_a_server_killed_while_it_samples_is_no_loss(start, connect, path) -> No
     engine = connect(killed, alive, timeout_s=600.0, probe_s=0.2)
     killed.samples.clear()
     if path != "/health":
-        killed.dies_at = at(path)
+        killed.dies_at = at_sample(4)
     engine.submit(requests(), keep=True)
     if path == "/health":
         wait(lambda: killed.under_way == 4)
@@ -104,7 +112,8 @@ def test_a_run_goes_on_when_all_servers_are_back(start, connect) -> None:
     servers = [start(), start()]
     engine = connect(*servers, timeout_s=600.0)
     for server in servers:
-        server.die()
+        server.samples.clear()
+        server.dies_at = at_sample(4)
     engine.submit(requests(), keep=True)
     wait(lambda: engine.resent >= 8)
     again = [start(port=server.server_port) for server in servers]
