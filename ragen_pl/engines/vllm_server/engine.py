@@ -46,9 +46,6 @@ from ragen_pl.engines.vllm_server.server import (
 )
 from ragen_pl.engines.vllm_server.serving import serve
 from ragen_pl.engines.vllm_server.transfer import (
-    AdapterFolder,
-    ServedAdapterFolder,
-    ServedFolder,
     TransferName,
     WeightFolder,
 )
@@ -194,14 +191,11 @@ class VLLMServerEngine(VLLMServerRules):
         self, transfer: TransferName, place: str | None, serve_address: str | None
     ) -> None:
         """Make the folder of weights on the first rank, and serve it where servers pull."""
+        server = None
         if transfer == "pull" or serve_address is not None:
             server = self._thread.call(serve(serve_address, self.urls[0]))
             self._resources.callback(lambda: self._thread.call(server.close()))
-            served = ServedAdapterFolder if self._adapters else ServedFolder
-            self._folder = served(self.bundle, place, server)
-        else:
-            written = AdapterFolder if self._adapters else WeightFolder
-            self._folder = written(self.bundle, place)
+        self._folder = WeightFolder(self.bundle, place, adapters=self._adapters, server=server)
         self._resources.callback(self._folder.remove)
 
     async def _open(self) -> None:

@@ -32,15 +32,24 @@ TransferName = Literal["folder", "pull", "adapters"]
 
 
 class WeightFolder:
-    """Folder through which the first rank hands weights to servers that see it under the same path.
+    """Folder through which the first rank hands weights to servers.
 
     Args:
         bundle: Model, for the size of its weights.
         place: Folder that it is made in; None for shared memory with enough room, else that of temporary files.
+        adapters: Whether adapters alone are written.
+        server: Server of its files; None where the vLLM servers see them under the same path.
     """
 
-    def __init__(self, bundle: ModelBundle, place: str | None) -> None:
-        self._bundle = bundle
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        place: str | None,
+        *,
+        adapters: bool = False,
+        server: WeightServer | None = None,
+    ) -> None:
+        self._bundle, self._adapters, self._server = bundle, adapters, server
         chosen = Path(place or _room_for(bundle)).expanduser().absolute()
         # not world-readable: the servers are run by the same user
         self._folder = OwnFolder("ragen_weights_", place=chosen)
@@ -71,54 +80,20 @@ class WeightFolder:
     def _write(
         self, weights: Iterable[tuple[str, Tensor]], folder: Path, label: str
     ) -> WrittenWeights:
-        write_weights(weights, folder)
-        return WrittenWeights(str(folder), label)
+        if self._adapters:
+            write_adapters(self._bundle.model, weights, folder)
+        else:
+            write_weights(weights, folder)
+        if self._server is None:
+            written = WrittenAdapters if self._adapters else WrittenWeights
+            return written(str(folder), label)
+        write_manifest(folder, run=self._run, label=label)
+        served = ServedAdapters if self._adapters else ServedWeights
+        return served(str(folder), label, self._server.publish(folder))
 
     def remove(self) -> None:
         """Remove the folder."""
         self._folder.remove()
-
-
-class ServedFolder(WeightFolder):
-    """Folder that servers download.
-
-    Args:
-        bundle: Model, for the size of its weights.
-        place: As in `WeightFolder`.
-        server: Server of its files.
-    """
-
-    def __init__(self, bundle: ModelBundle, place: str | None, server: WeightServer) -> None:
-        super().__init__(bundle, place)
-        self._server = server
-
-    def _write(
-        self, weights: Iterable[tuple[str, Tensor]], folder: Path, label: str
-    ) -> WrittenWeights:
-        write_weights(weights, folder)
-        write_manifest(folder, run=self._run, label=label)
-        return ServedWeights(str(folder), label, self._server.publish(folder))
-
-
-class AdapterFolder(WeightFolder):
-    """Folder of adapters that servers see under the same path."""
-
-    def _write(
-        self, weights: Iterable[tuple[str, Tensor]], folder: Path, label: str
-    ) -> WrittenWeights:
-        write_adapters(self._bundle.model, weights, folder)
-        return WrittenAdapters(str(folder), label)
-
-
-class ServedAdapterFolder(ServedFolder):
-    """Folder of adapters that servers download; as `ServedFolder`."""
-
-    def _write(
-        self, weights: Iterable[tuple[str, Tensor]], folder: Path, label: str
-    ) -> WrittenWeights:
-        write_adapters(self._bundle.model, weights, folder)
-        write_manifest(folder, run=self._run, label=label)
-        return ServedAdapters(str(folder), label, self._server.publish(folder))
 
 
 def _room_for(bundle: ModelBundle) -> str:
