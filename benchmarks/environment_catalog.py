@@ -27,8 +27,7 @@ from rich.progress import track
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.paths import config_dir
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
-from ragen_pl.environments.calls import make_environment
-from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.calls import make_environment, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.metrics.proportions import wilson
 from ragen_pl.playing.film import save_episode

@@ -202,16 +202,16 @@ class FrozenLake(Environment):
         lake, cell = self.lake, self.cell
         moves: list[str] = []
         while self.plans and not self._final(cell):
-            ways = [
-                walk_distance(self.size, start=after, goal=lake.goal, holes=lake.holes)
-                if after != cell and not lake.holes >> after & 1
-                else -1
+            distances = [
+                -1
+                if lake.holes >> after & 1
+                else walk_distance(self.size, start=after, goal=lake.goal, holes=lake.holes)
                 for after in neighbors(self.size)[cell]
             ]
-            open_ways = [distance for distance in ways if distance >= 0]
-            if not open_ways:
+            open_moves = [move for move, distance in enumerate(distances) if distance >= 0]
+            if not open_moves:
                 return None
-            move = ways.index(min(open_ways))
+            move = min(open_moves, key=distances.__getitem__)
             moves.append(MOVES[move])
             cell = neighbors(self.size)[cell][move]
         return " ".join(moves) or None

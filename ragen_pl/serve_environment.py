@@ -22,11 +22,12 @@ def main(cfg: DictConfig) -> None:
     from ragen_pl.config.settings import read_settings
     from ragen_pl.environments.calls import check_made
     from ragen_pl.environments.process import environment_maker
-    from ragen_pl.environments.serving import KEY, LOOPBACK, EnvironmentServer, ServerSettings
+    from ragen_pl.environments.serving import KEY, EnvironmentServer, ServerSettings
+    from ragen_pl.serving.address import is_loopback
 
     settings, env = read_settings(ServerSettings, cfg.server), cfg.env
     key = os.environ.get(KEY) or None
-    if key is None and settings.host not in LOOPBACK:
+    if key is None and not is_loopback(settings.host):
         raise ConfigError(
             f"server.host={settings.host}: everybody who reaches this machine could play; set {KEY} here and where the "
             "environment is used, or server.host=127.0.0.1"

@@ -61,7 +61,7 @@ class OpenEnv(Environment):
 
     ## Arguments
     - `urls`: addresses of servers with the same environment, such as `[http://127.0.0.1:8000]`.
-    - `members`: whether they are servers of `ragen_pl.serve_environment`, which tell the members of their environment:
+    - `members`: whether they are servers of `ragen_pl.serve_environment`, which give the members of their environment:
       action names, instructions, state keys and others are then those, and `rules`, `action_field`,
       `observation_field`, `success_reward` and `max_action_length` have no effect.
     - `reset`: data of each reset beside the seed. `timeout_s`: longest wait for an answer, after which a numbered step
@@ -75,7 +75,7 @@ class OpenEnv(Environment):
     """
 
     relations: Callable[[], list[tuple[str, int, int]]]
-    """Positions of things relative to the player, where the server tells them."""
+    """Positions of things relative to the player, where the server gives them."""
 
     @checked_arguments
     def __init__(
@@ -116,7 +116,7 @@ class OpenEnv(Environment):
         self._shown, self._turn = "", 0
         self._members: Members | None = None
         if members:
-            self._take_members(Members(self._told_members()))
+            self._take_members(Members(self._constant_members()))
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -201,18 +201,18 @@ class OpenEnv(Environment):
         """Return the current observation (`render_mode="ansi"`)."""
         return self._shown
 
-    def _told_members(self) -> Mapping[str, Any]:
-        """Return the members of the environment on the servers.
+    def _constant_members(self) -> Mapping[str, Any]:
+        """Return the members of the environment on the servers that do not depend on the state.
 
         Raises:
             ConnectionError: no server answers.
-            ValueError: it tells no members.
+            ValueError: it gives no members.
         """
-        told = self._episode.about().get("members")
-        if isinstance(told, Mapping):
-            return told
+        members = self._episode.about().get("members")
+        if isinstance(members, Mapping):
+            return members
         raise ValueError(
-            f"members=true: {self._episode.url} tells no members of its environment; set members=false, or serve it by "
+            f"members=true: {self._episode.url} gives no members of its environment; set members=false, or serve it by "
             "python -m ragen_pl.serve_environment"
         )
 
@@ -222,7 +222,7 @@ class OpenEnv(Environment):
         self.tool_schemas, self.reward_range = members.tool_schemas, members.reward_range
         self.relation_names, self.action_names = members.relation_names, members.action_names
         self.action_space = members.action_space
-        if members.tells_relations:
+        if members.has_relations:
             # formats and checks ask whether there is such a method
             self.relations = members.relations
 

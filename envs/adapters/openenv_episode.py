@@ -86,7 +86,7 @@ class ServedEpisode:
         return self._replay and self._name not in _differing
 
     def about(self) -> dict[str, Any]:
-        """Return what a server tells of itself at `/metadata`.
+        """Return the metadata that a server gives at `/metadata`.
 
         Raises:
             ConnectionError: none answers.

@@ -1,4 +1,4 @@
-"""Members of an environment on a server of `ragen_pl.serve_environment`, as its messages tell them."""
+"""Members of an environment on a server of `ragen_pl.serve_environment`, as its messages give them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class Members:
     """Members that do not depend on the state, and those of the present state.
 
     Args:
-        told: the former, as `/metadata` and each reset tell them.
+        constant: the former, as `/metadata` and each reset give them.
     """
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self.instructions = str(told.get("instructions") or "")
-        self.rules = str(told.get("rules") or self.instructions)
-        self.tool_schemas: tuple[Any, ...] = tuple(told.get("tool_schemas") or ())
-        self.action_names: tuple[str, ...] = tuple(told.get("action_names") or ())
-        self.relation_names: tuple[str, ...] = tuple(told.get("relation_names") or ())
-        self.tells_relations = bool(told.get("tells_relations"))
-        limits = told.get("reward_range")
+    def __init__(self, constant: Mapping[str, Any]) -> None:
+        self.instructions = str(constant.get("instructions") or "")
+        self.rules = str(constant.get("rules") or self.instructions)
+        self.tool_schemas: tuple[Any, ...] = tuple(constant.get("tool_schemas") or ())
+        self.action_names: tuple[str, ...] = tuple(constant.get("action_names") or ())
+        self.relation_names: tuple[str, ...] = tuple(constant.get("relation_names") or ())
+        self.has_relations = bool(constant.get("has_relations"))
+        limits = constant.get("reward_range")
         self.reward_range: tuple[float, float] | None = (
             None if limits is None else (limits[0], limits[1])
         )
         self.action_space: spaces.Space[Any] = (
             spaces.Discrete(len(self.action_names))
             if self.action_names
-            else spaces.Text(int(told.get("max_action_length") or _TEXT_LENGTH))
+            else spaces.Text(int(constant.get("max_action_length") or _TEXT_LENGTH))
         )
         self._state: Mapping[str, Any] = {}
 

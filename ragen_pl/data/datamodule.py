@@ -312,7 +312,7 @@ class RolloutDataModule(MinibatchDataModule):
         return enough
 
     def _measure(self, trajectories: list[Trajectory], iteration: int) -> Remaining:
-        """Set the metrics of an iteration and return what failures leave of it."""
+        """Set the metrics of an iteration and return the episodes that are left to train on."""
         failures = self.proxy.failures
         left = remaining(trajectories, failures, group_size=self.settings.group_size)
         if not left.is_enough(failures):

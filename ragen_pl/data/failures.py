@@ -1,4 +1,4 @@
-"""What failed episodes leave of an iteration."""
+"""Episodes of an iteration that are left to train on where some have failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 @dataclass(kw_only=True, slots=True)
 class Remaining:
-    """What failures leave of an iteration's episodes.
+    """Episodes of an iteration that are left to train on.
 
     Attributes:
         trajectories: those of this rank that belong to a group with enough members.
@@ -46,7 +46,7 @@ class Remaining:
 def remaining(
     trajectories: Sequence[Trajectory], settings: FailureSettings, *, group_size: int
 ) -> Remaining:
-    """Return what failures leave of an iteration. All ranks must call it.
+    """Return the episodes of an iteration that are left to train on. All ranks must call it.
 
     Args:
         trajectories: trajectories of this rank; groups are whole on a rank.
@@ -75,7 +75,7 @@ def too_few(
     """Return the error of an iteration that has too few episodes left. All ranks must call it.
 
     Args:
-        left: what is left.
+        left: episodes that are left.
         trajectories: all trajectories of this rank.
         settings: the limits.
         iteration: number of the iteration, from 0.

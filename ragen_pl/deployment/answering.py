@@ -135,12 +135,12 @@ class PolicyAnswers:
         """
         client = call.client
         assert client is not None
-        chat, most = client.chat, self._settings.max_response_tokens
+        chat, longest = client.chat, self._settings.max_response_tokens
         sampling = read_sampling(client.sampling, self._settings)
         conversation = self._histories.conversation(call.session.key)
         observation = Observation(text="", images=client.images, request=chat)
         prompt = self._context.observe(conversation, observation, max_turns=1)
-        tokens = min(chat.max_tokens or most, most)
+        tokens = min(chat.max_tokens or longest, longest)
         if len(prompt.ids) + tokens > self._context.max_tokens:
             raise too_long(len(prompt.ids), tokens, context=self._context.max_tokens)
         self._number += 1

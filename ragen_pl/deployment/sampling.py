@@ -51,9 +51,9 @@ def read_sampling(given: Mapping[str, Any], settings: EpisodeSettings) -> Sampli
     for name, remedy in _REFUSED.items():
         if given.get(name):
             raise unsupported(name, given[name], remedy)
-    temperature = _number(given, "temperature", settings.temperature, most=MAX_TEMPERATURE)
-    top_p = _number(given, "top_p", settings.top_p, most=1.0)
-    min_p = _number(given, "min_p", settings.min_p, most=1.0)
+    temperature = _number(given, "temperature", settings.temperature, largest=MAX_TEMPERATURE)
+    top_p = _number(given, "top_p", settings.top_p, largest=1.0)
+    min_p = _number(given, "min_p", settings.min_p, largest=1.0)
     if top_p == 0.0 or min_p == 1.0:
         name = "top_p=0" if top_p == 0.0 else "min_p=1"
         raise RequestError(400, f"{name} keeps no token; send temperature=0 for greedy responses")
@@ -71,11 +71,11 @@ def read_sampling(given: Mapping[str, Any], settings: EpisodeSettings) -> Sampli
     )
 
 
-def _number(given: Mapping[str, Any], name: str, default: float, *, most: float) -> float:
+def _number(given: Mapping[str, Any], name: str, default: float, *, largest: float) -> float:
     value = given.get(name, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 <= value <= max(most, default):
-        raise RequestError(400, f"{name}={value!r}: expected a number from 0 to {most:g}")
+    if not is_number or not math.isfinite(value) or not 0 <= value <= max(largest, default):
+        raise RequestError(400, f"{name}={value!r}: expected a number from 0 to {largest:g}")
     return float(value)
 
 

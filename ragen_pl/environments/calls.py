@@ -18,6 +18,16 @@ from ragen_pl.environments.workers import EnvironmentWorkers, TimeLimitExceeded
 
 T = TypeVar("T")
 
+# keys of env that are for people, for models, or for arguments of the environment
+_DESCRIPTIONS = ("name", "visual", "words", "command", "function", "tasks", "verifier")
+
+
+def manager_settings(env: DictConfig) -> dict[str, Any]:
+    """Return the settings of the environment manager: those of the node `env` without name, visual and words."""
+    settings = OmegaConf.to_container(env, resolve=True)
+    assert isinstance(settings, dict)
+    return {str(key): value for key, value in settings.items() if key not in _DESCRIPTIONS}
+
 
 def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
     """Make an environment from the node `env` of a config.

@@ -39,7 +39,7 @@ class _HasResponse(Protocol):
 
 
 def cause_of(error: BaseException) -> FailureCause:
-    """Return what an error of an environment is blamed on, by it and the errors that led to it.
+    """Return the cause of an error of an environment, by it and the errors that led to it.
 
     >>> str(cause_of(ConnectionResetError())), str(cause_of(KeyError("door")))
     ('infrastructure', 'data')

@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.environments.calls import EnvironmentCalls
+from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.machine import only_new_garbage, used_memory
@@ -24,8 +24,6 @@ from ragen_pl.trajectory import Observation
 
 log = logging.getLogger(__name__)
 
-# keys that are not the manager's
-_DESCRIPTIONS = ("name", "visual", "words", "command", "function", "tasks", "verifier")
 _SEED = 0
 # of each scripted policy: it may choose by chance
 _ACTIONS = 32
@@ -41,13 +39,6 @@ _TEXT = "probe"
 _RESERVED = ("||", "<", ">")
 # memory that each episode keeps, in bytes; the first episodes import libraries and fill caches
 _KEPT, _FIRST_EPISODES = 4 * 2**20, 3
-
-
-def manager_settings(env: DictConfig) -> dict[str, Any]:
-    """Return the settings of the environment manager: those of the node `env` without name, visual and words."""
-    settings = OmegaConf.to_container(env, resolve=True)
-    assert isinstance(settings, dict)
-    return {str(key): value for key, value in settings.items() if key not in _DESCRIPTIONS}
 
 
 def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:

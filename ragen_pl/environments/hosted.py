@@ -21,6 +21,7 @@ import numpy as np
 from ragen_pl.data_url import data_url
 from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.environments.causes import cause_of
+from ragen_pl.environments.manager import CREATION_FACTOR
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.process import ProcessEnvironment
 from ragen_pl.environments.workers import EnvironmentWorkers
@@ -29,9 +30,6 @@ from ragen_pl.trajectory import FailureCause, Observation
 T = TypeVar("T")
 Message = dict[str, Any]
 Maker = Callable[[], gymnasium.Env[Any, Any]]
-
-# the creation of an environment may take so many times the limit of a step
-_CREATION_FACTOR = 10.0
 
 
 class SessionBroken(ConnectionError):
@@ -72,7 +70,7 @@ class HostedEnvironment:
         self._number = 0
         self._answer: Message | None = None
         self._episode: object = None
-        self._env = self._call(make, time_limit_factor=_CREATION_FACTOR)
+        self._env = self._call(make, time_limit_factor=CREATION_FACTOR)
         self._members = EnvironmentMembers(self._env)
 
     def described(self) -> Message:
@@ -204,7 +202,7 @@ class HostedEnvironment:
             "max_action_length": members.max_action_length,
             "reward_range": members.reward_range,
             "relation_names": list(members.relation_names),
-            "tells_relations": "relations" in dir(self._env.unwrapped),
+            "has_relations": "relations" in dir(self._env.unwrapped),
         }
 
     def _state(self) -> Message:

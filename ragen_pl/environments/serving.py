@@ -33,7 +33,6 @@ from ragen_pl.environments.hosted import (
 log = logging.getLogger(__name__)
 KEY = "RAGEN_PL_ENVIRONMENT_KEY"
 """Variable of the environment with the key that clients have to send."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MIB = 1024 * 1024
 # seconds between two pings, and for the other side to close a socket
 _HEARTBEAT_S = 20.0

@@ -209,7 +209,7 @@ def _kill_children() -> None:
 
 
 def _rest(output: int) -> bytes:
-    """Return what is left of the output."""
+    """Return the rest of the output."""
     os.set_blocking(output, False)
     rest = b""
     with suppress(BlockingIOError):

@@ -57,7 +57,7 @@ def difference(call: RecordedCall, request: ChatRequest) -> str | None:
 
 
 def _response_difference(recorded: Message, sent: Message, *, stop: Sequence[str]) -> str | None:
-    """Return what differs in a response that a program sends back.
+    """Return the first difference in a response that a program sends back.
 
     Programs leave out reasoning, strip the text, or add the stop string before which it ended (smolagents).
     """

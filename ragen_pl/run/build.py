@@ -19,7 +19,7 @@ from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.data.validation import HELD_OUT, ValidationSet
 from ragen_pl.engines.protocol import EngineFactory, RolloutEngine
-from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.classes import frequent_words
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.modules.agent import AgentModule

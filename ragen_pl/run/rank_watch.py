@@ -171,7 +171,7 @@ class RankWatch:
         self._loop.call_soon_threadsafe(self._say, message)
 
     def hear(self, key: str, *, limit_s: float) -> Any:
-        """Return what the hub says under a key, once it has said it.
+        """Return the hub's message under a key, once it has been sent.
 
         Args:
             key: The key of the message.

@@ -1,4 +1,4 @@
-"""Whether all ranks are of one run: same folder, config, versions and checkpoint. Torch is not imported.
+"""Comparison of ranks that have to be of one run: same folder, config, versions and checkpoint. No torch is imported.
 
 token file of the first rank -> seen by each rank? -> facts of all ranks, compared by the first one -> one line
 """
@@ -33,7 +33,7 @@ _TOKEN = "start_{}.token"
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What a rank has found at its start.
+    """Facts that a rank finds at its start.
 
     Attributes:
         folder: The run's folder.

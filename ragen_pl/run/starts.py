@@ -20,24 +20,27 @@ _STOPPED = (130, 143, 2)
 
 
 @contextmanager
-def counted_start(folder: Path, *, begins: str, config: str, most: int | None) -> Iterator[None]:
+def counted_start(
+    folder: Path, *, begins: str, config: str, max_failures: int | None
+) -> Iterator[None]:
     """Note a start of a run, and in the end of the block that it was no failure: an end, a signal, a refused setting.
 
     Args:
         folder: The run's folder.
         begins: The place that the run continues from.
         config: Digest of its config. Another one is counted anew.
-        most: Failed starts from one place, after which there is no further one; None for any number.
+        max_failures: Failed starts from one place, after which there is no further one; None for any number.
 
     Raises:
         ConfigError: There were as many.
     """
     file, start = folder / FILE, {"begins": begins, "config": config}
     failed = failures_at_the_end(_read(file), start)
-    if most is not None and failed >= most:
+    if max_failures is not None and failed >= max_failures:
         raise ConfigError(
-            f"{file}: {failed} starts from {begins} have failed without progress, and trainer.max_starts={most}; "
-            "see the errors of these starts; once their cause is gone, delete the file or set trainer.max_starts=null"
+            f"{file}: {failed} starts from {begins} have failed without progress, and trainer.max_starts="
+            f"{max_failures}; see the errors of these starts; once their cause is gone, delete the file or set "
+            "trainer.max_starts=null"
         )
     _append(file, start | {"host": socket.gethostname(), "time": _now()})
     try:

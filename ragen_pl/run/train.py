@@ -170,7 +170,7 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
         if run.passed_over is not None:
             log.warning(f"{run.passed_over}; the run continues from {run.checkpoint}")
         start = {"begins": beginning_of(run), "config": config_digest(cfg)}
-        with counted_start(run.folder, **start, most=cfg.trainer.get("max_starts")):
+        with counted_start(run.folder, **start, max_failures=cfg.trainer.get("max_starts")):
             yield
 
 

@@ -21,7 +21,7 @@ from ragen_pl.data.settings import IterationSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec, is_held_out
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager

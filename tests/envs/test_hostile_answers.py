@@ -19,7 +19,7 @@ from hostile import hostile_answers, random_answers
 from omegaconf import DictConfig, OmegaConf
 
 from envs.tools import ToolEnvironment
-from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.prompts.parsing import parse_response
 

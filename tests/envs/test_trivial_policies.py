@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from envs.policies import ScriptedPolicy
 from envs.trivial_policies import Buy, Constant, Cycle, Decide
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
-from ragen_pl.environments.check import manager_settings
+from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy

@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
     "serve": {"config", "deployment", "evaluation"},
-    "serve_environment": {"config", "environments"},
+    "serve_environment": {"config", "environments", "serving"},
     "submit": {"config", "run"},
     "sync": {"config", "run"},
     "watch": {"config", "viewing"},

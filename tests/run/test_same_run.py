@@ -160,7 +160,7 @@ def test_a_missing_first_rank_is_one_line(watches, tmp_path):
 
 
 def start(folder: Path, *, begins: str = "step 8", config: str = "a", most: int | None = 3):
-    return counted_start(folder, begins=begins, config=config, most=most)
+    return counted_start(folder, begins=begins, config=config, max_failures=most)
 
 
 def fail(folder: Path, error: BaseException, **settings) -> None:

@@ -261,7 +261,7 @@ class ServerPool:
                 self._target(server).cancel_responses()
 
     def _target(self, server: Server) -> Server:
-        """Return what gets the requests for a server."""
+        """Return the receiver of the requests for a server: itself, or the router."""
         return server if self.router is None else self.router
 
     async def _probe(self, server: Server) -> str | None:

@@ -51,7 +51,7 @@ class WrittenWeights:
 
     @property
     def remedy(self) -> str:
-        """What lets a server load the weights that it can't load."""
+        """Remedy for a server that can't load the weights."""
         return "it has to see rollout.engine.weights_folder under the same path"
 
 
@@ -86,7 +86,7 @@ class ServedWeights(WrittenWeights):
 
     @property
     def remedy(self) -> str:
-        """What lets a server load the weights that it can't load."""
+        """Remedy for a server that can't load the weights."""
         return "its log has the reason"
 
 
