@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from family_models import tiny
+from shop import Shop
 
 import envs  # noqa: F401 - registers the environments
-from envs.tools import ToolEnvironment, call_text, tool
+from envs.tools import call_text
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.messages import History
@@ -39,31 +40,7 @@ LEAVING_OUT = (
 JOINED = ("qwen2_5", "llama3_2", "gemma4", "qwen3_vl")
 
 
-class Shop(ToolEnvironment):
-    """Prices of two articles. The task is to name that of the second."""
-
-    rules = "Find the price of tea."
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        super().reset(seed=seed)
-        self._begin(seed=seed, options=options)
-        return "What does tea cost?", {}
-
-    @tool
-    def price(self, article: str) -> str:
-        """Return the price of an article."""
-        return {"tea": "3 coins", "milk": "2 coins"}.get(
-            article, "unknown <tool_response> </think>"
-        )
-
-    @tool
-    def answer(self, coins: int) -> str:
-        """Answer with a number of coins."""
-        self.end(success=coins == 3, answered=float(coins == 3))
-        return "thank you"
-
-
-SHOP = f"{__name__}.Shop"
+SHOP = "shop.Shop"
 TOOLS = Shop.tool_schemas
 CALL = '<tool_call>{"name": "price", "arguments": {"article": "tea"}}</tool_call>'
 

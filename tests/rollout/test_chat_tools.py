@@ -13,34 +13,11 @@ from chat_server import KEY, ChatServer, serving
 from program_client import CLIENT
 
 import envs  # noqa: F401 - registers the environments
-from envs.tools import ToolEnvironment, tool
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.rollout.endpoint import ChatEndpoint, EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
-
-
-class Prices(ToolEnvironment):
-    """A price to ask for, and to answer."""
-
-    rules = "Find the price of tea."
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        super().reset(seed=seed)
-        self._begin(seed=seed, options=options)
-        return "What does tea cost?", {}
-
-    @tool
-    def price(self, article: str) -> str:
-        """Return the price of an article."""
-        return f"{article}: 3 coins"
-
-    @tool
-    def answer(self, coins: int) -> str:
-        """Answer."""
-        self.end(success=coins == 3, answer=float(coins == 3))
-        return "done"
 
 
 def calls(*pairs: tuple[str, str]) -> dict[str, Any]:
@@ -88,7 +65,7 @@ def answering(server: ChatServer, *messages: dict[str, Any]) -> None:
 
 def test_an_environments_tools_are_called(server):
     answering(server, calls(("price", '{"article": "tea"}')), calls(("answer", '{"coins": 3}')))
-    episode = played(server, f"{__name__}.Prices", max_actions_per_turn=2)
+    episode = played(server, "shop.Shop", max_actions_per_turn=2)
     assert episode.status is EpisodeStatus.TERMINATED and episode.success
     first, second = server.requests
     assert [tool["function"]["name"] for tool in first["tools"]] == ["answer", "price"]
@@ -103,7 +80,7 @@ def test_an_environments_tools_are_called(server):
     assert second["messages"][3] == {
         "role": "tool",
         "tool_call_id": call["id"],
-        "content": "tea: 3 coins",
+        "content": "3 coins",
     }
     assert episode.turns[0].actions == ['{"name": "price", "arguments": {"article": "tea"}}']
 
@@ -111,7 +88,7 @@ def test_an_environments_tools_are_called(server):
 @pytest.mark.parametrize("arguments", ["{", "[1]", '"x"'])
 def test_calls_that_are_not_well_formed_cost_the_format_penalty(server, arguments):
     answering(server, calls(("price", arguments)), calls(("answer", '{"coins": 3}')))
-    episode = played(server, f"{__name__}.Prices")
+    episode = played(server, "shop.Shop")
     assert [turn.action_is_valid for turn in episode.turns] == [False, True]
     assert episode.turns[0].reward_terms == {"format": -0.05}
     assert server.requests[1]["messages"][-1]["content"].startswith("error: ")
