@@ -1,4 +1,4 @@
-"""A lock on a run's folder. Two runs in one folder would write over each other's checkpoints."""
+"""Locks of files. Two runs in one folder would write over each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -47,14 +49,27 @@ def hold(folder: Path) -> IO[str]:
             raise ConfigError(
                 f"paths.run_dir={folder}: {holder} trains in it; wait for its end, or set another folder"
             ) from error
-        log.warning(
-            f"{folder}: its file system has no locks ({error.strerror}); no two runs may use the folder at once"
-        )
+        _warn_without_locks(folder, error)
         return file
     file.truncate(0)
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}, file)
     file.flush()
     return file
+
+
+@contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Run the block while no other process runs one with the same file, and wait for it where one does.
+
+    Args:
+        file: File that is locked. It is created and stays.
+    """
+    with file.open("a") as stream:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX)
+        except OSError as error:
+            _warn_without_locks(file.parent, error)
+        yield
 
 
 def is_held(folder: Path) -> bool:
@@ -75,6 +90,12 @@ def is_held(folder: Path) -> bool:
         return False
     answered = struct.unpack_from(_FLOCK, answer)
     return answered[_FLOCK_FIELDS.index("l_type")] != fcntl.F_UNLCK
+
+
+def _warn_without_locks(folder: Path, error: OSError) -> None:
+    log.warning(
+        f"{folder}: its file system has no locks ({error.strerror}); no two runs may use the folder at once"
+    )
 
 
 def _now() -> str:

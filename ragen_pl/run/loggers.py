@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.lock import hold
+from ragen_pl.lock import hold, one_at_a_time
 from ragen_pl.run.logged_points import LoggedPoints
 from ragen_pl.run.outbox import Outbox, calls_in
 from ragen_pl.run.tracking import (
@@ -130,11 +130,11 @@ class RunLogger(MLFlowLogger):
 
         uri = self._tracking_uri
         check_reachable(uri)
-        artifacts, is_new = None, False
+        store, artifacts = None, None
         if uri.startswith("sqlite:///"):
             store = Path(uri.removeprefix("sqlite:///"))
             store.parent.mkdir(parents=True, exist_ok=True)
-            artifacts, is_new = (store.parent / "mlartifacts").as_uri(), not store.exists()
+            artifacts = (store.parent / "mlartifacts").as_uri()
         start: dict[str, Any] = {
             "experiment": self._experiment_name,
             "name": "/".join(self.folder.parts[-2:]),
@@ -142,8 +142,14 @@ class RunLogger(MLFlowLogger):
             "artifacts": artifacts,
         }
         try:
-            client = client_of_new_store(uri) if is_new else MlflowClient(uri)
-            run_id, _ = create_run(client, start)
+            if store is None:
+                run_id, _ = create_run(MlflowClient(uri), start)
+            else:
+                # runs that begin together would all create the tables
+                with one_at_a_time(store.with_suffix(".lock")):
+                    is_new = not store.exists()
+                    client = client_of_new_store(uri) if is_new else MlflowClient(uri)
+                    run_id, _ = create_run(client, start)
         except MlflowException as error:
             raise ConfigError(
                 f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "

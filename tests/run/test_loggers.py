@@ -7,6 +7,8 @@ import json
 import math
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -187,6 +189,38 @@ def test_only_the_tables_of_a_new_store_are_not_waited_for(tmp_path: Path) -> No
         event.remove(Engine, "before_cursor_execute", note)
     # sqlite's number of FULL
     assert modes["INSERT INTO"] == {2}
+
+
+OPENING = """
+import sys
+from ragen_pl.run import mlflow_outbox
+from ragen_pl.run.loggers import RunLogger
+import mlflow.tracking
+print("ready", flush=True)
+sys.stdin.readline()
+RunLogger(run_dir=sys.argv[1], root=sys.argv[2])
+"""
+
+
+def test_runs_that_begin_together_share_a_new_store(tmp_path: Path) -> None:
+    processes = []
+    for number in range(3):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        command = [sys.executable, "-c", OPENING, str(folder), str(tmp_path)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, text=True, **pipes))
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("ragen_pl")
+    assert len(client.search_runs([experiment.experiment_id])) == 3
 
 
 def test_an_unreachable_server_is_reported_in_one_line(run: Path) -> None:
