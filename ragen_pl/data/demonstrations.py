@@ -59,11 +59,13 @@ class DemonstrationDataModule(MinibatchDataModule):
         super().setup(stage)
         if self.batch is not None:
             return
+        stages = self.settings.stages or [{}]
         specs = [
             EpisodeSpec(
                 group=number,
                 member=0,
                 seed=derive_seed(self.seed, "demonstration", number),
+                options=stages[number % len(stages)] or None,
                 held_out=False,
             )
             for number in range(rank(), self.settings.episodes, world_size())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,6 +72,8 @@ class WarmStartSettings:
         weights: initial weights instead of demonstrations: `warm_start.pt` or a checkpoint of another run; None for
             demonstrations.
         episodes: number of demonstrations over all ranks.
+        stages: reset options that the demonstrations take in turn, none for the environment's own initial states:
+            `[{}, {"min_distance": 3}]`; None for those states only.
         steps: number of optimizer steps, the length of the cosine decay.
         batch_size: number of samples of an optimizer step over all ranks.
         gamma: discount per turn of the critic's target.
@@ -85,6 +87,7 @@ class WarmStartSettings:
     enabled: bool = True
     weights: str | None = None
     episodes: Count = 4096
+    stages: Sequence[Mapping[str, object]] | None = None
     steps: Count = 400
     batch_size: Count = 64
     gamma: Fraction = 0.9

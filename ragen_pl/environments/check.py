@@ -44,7 +44,7 @@ _KEPT, _FIRST_EPISODES = 4 * 2**20, 3
 def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
     """Make the config's environment, play its first turns and return it closed and unwrapped.
 
-    Scripted policies choose actions in it, and the curriculum's stages are tried.
+    Scripted policies choose actions in it, and the stages of the curriculum and of the warm start are tried.
 
     Raises:
         ConfigError: it breaks the protocol; with what was found, what was expected and the remedy.
@@ -227,20 +227,23 @@ class _Check:
 
     def _check_stages(self) -> None:
         """Check that the environment takes the reset options of each stage, and name one that is wrong by itself."""
-        stages = OmegaConf.select(self.cfg, "curriculum.stages")
-        plain: Any = OmegaConf.to_container(stages, resolve=True) if stages else []
-        for stage, options in enumerate(plain):
-            key = f"curriculum.stages.{stage}"
-            with config_errors(f"{key}={options}"):
-                try:
-                    self._reset_with(options or None)
-                except ConfigError:
-                    raise
-                except Exception:
-                    for name, value in options.items():
-                        with config_errors(f"{key}.{name}={value}"):
-                            self._reset_with({name: value})
-                    raise
+        for node in ("curriculum", "warm_start"):
+            stages = OmegaConf.select(self.cfg, f"{node}.stages")
+            plain: Any = OmegaConf.to_container(stages, resolve=True) if stages else []
+            for stage, options in enumerate(plain):
+                self._check_stage(f"{node}.stages.{stage}", options)
+
+    def _check_stage(self, key: str, options: dict[str, Any]) -> None:
+        with config_errors(f"{key}={options}"):
+            try:
+                self._reset_with(options or None)
+            except ConfigError:
+                raise
+            except Exception:
+                for name, value in options.items():
+                    with config_errors(f"{key}.{name}={value}"):
+                        self._reset_with({name: value})
+                raise
 
     def _reset_with(self, options: dict[str, Any] | None) -> None:
         reset = partial(self.env.reset, seed=_SEED, options=options)

@@ -173,6 +173,11 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
             "curriculum.stages=[{},{size:5}]",
             r"curriculum.stages.1.size=5: size: found 5, expected a whole number from 2 to 4",
         ),
+        (
+            "warm_start.stages=[{},{min_detuor:2}]",
+            r"warm_start.stages.1.min_detuor=2: .* expected only",
+        ),
+        ("warm_start.stages=[{},{min_detour:2}]", None),
         ("experiment=frozenlake_sizes", None),
         ("env=sokoban experiment=sokoban_sizes", None),
         (f"{AHEAD} {SERVER}", None),

@@ -464,6 +464,12 @@ def test_demonstrations_are_served_in_steps_of_the_batch_size(lm):
     assert sum(sizes) == len(samples) and max(sizes) <= 8
 
 
+def test_demonstrations_take_the_stages_of_the_warm_start_in_turn(lm):
+    # a turn is a step of a shortest path
+    turns = demonstrations(lm, stages=[{}, {"min_distance": 4}]).batch.episodes.turns
+    assert len(turns) == 12 and turns[1::2].min() >= 4 and turns[::2].min() < 4
+
+
 class Forgetful(OptimalPolicy):
     """Raises in some states."""
 
