@@ -180,13 +180,16 @@ class Sokoban(Environment):
         return describe_state(self.room, self.state)
 
     def plan(self) -> str | None:
-        """Return where to stand and where to push next, `reach 2 2 push Right`; None without a solution."""
+        """Return the way to the next push, `reach 2 2 by Down Left push Right`; None without a solution."""
         way, state = self._way(), self.state
+        steps: list[str] = []
         while self.plans and (action := way.get(state)) is not None:
             after = move(self.room, state, action=action)
             if after.boxes != state.boxes:
                 row, column = divmod(state.player.bit_length() - 1, self.size)
-                return f"reach {row} {column} push {MOVES[action]}"
+                walk = f"reach {row} {column} by {' '.join(steps)} " if steps else ""
+                return f"{walk}push {MOVES[action]}"
+            steps.append(MOVES[action])
             state = after
         return None
 

@@ -86,12 +86,16 @@ def _fsdp2_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
         yield (
             f"trainer.precision={precision}: FSDP2 takes no scaled loss; set trainer.precision=bf16-mixed"
         )
-    optimizer = str(OmegaConf.select(cfg, "optimizer._target_"))
-    if optimizer.startswith(("bitsandbytes.", "ragen_pl.muon.")):
-        yield (
-            f"optimizer._target_={optimizer}: it can't step sharded weights; set "
-            "optimizer._target_=torch.optim.AdamW or torchao.optim.AdamW8bit"
-        )
+    nodes = ["optimizer"]
+    if OmegaConf.select(cfg, "warm_start.enabled"):
+        nodes.append("warm_start.optimizer")
+    for node in nodes:
+        optimizer = str(OmegaConf.select(cfg, f"{node}._target_"))
+        if optimizer.startswith("bitsandbytes."):
+            yield (
+                f"{node}._target_={optimizer}: it can't step sharded weights; set {node}._target_=torch.optim.AdamW or "
+                "torchao.optim.AdamW8bit"
+            )
     left_out = ("context.leave_out.patches", "context.leave_out.turns")
     if any(OmegaConf.select(cfg, key) for key in left_out):
         yield (

@@ -33,9 +33,6 @@ def shipped_configs() -> list[tuple[str, str]]:
         option = f"{group}={file.stem}"
         # a model without images needs an environment of text
         more = " env=frozenlake" if option == "model=small_lm" else ""
-        if group == "trainer":
-            # Muon, of the small vision-language model, can't step sharded weights
-            more = " env=frozenlake"
         if option == "env=openenv":
             more = " env.kwargs.urls=[http://127.0.0.1:8000]"
         if group == "validation_sets" and file.stem != "held_out":

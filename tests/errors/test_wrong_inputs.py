@@ -22,7 +22,7 @@ from ragen_pl.run.baselines import warn_of_garbage
 HERE = Path(__file__).parent
 
 PRETRAINED = "model=pretrained model.build.path=."
-SHARDED = "trainer.devices=2 trainer.strategy=fsdp2 optimizer._target_=torch.optim.AdamW"
+SHARDED = "trainer.devices=2 trainer.strategy=fsdp2"
 LORA = f"{PRETRAINED} model.build.lora={{r:4}}"
 
 OF_THE_COMMAND = [
@@ -148,12 +148,12 @@ OF_THE_COMMAND = [
     (f"{SHARDED} trainer.precision=16-mixed", "takes no scaled loss; set .*bf16-mixed"),
     (f"{SHARDED} context.leave_out.patches=0.5", "leave_out: .* or trainer.strategy=ddp"),
     (
-        f"{SHARDED} optimizer._target_=ragen_pl.muon.MuonAdamW",
-        "MuonAdamW: it can't step sharded weights; set optimizer._target_=torch.optim.AdamW",
-    ),
-    (
         f"{SHARDED} optimizer._target_=bitsandbytes.optim.AdamW8bit",
         "can't step sharded weights|no package 'bitsandbytes'",
+    ),
+    (
+        f"{SHARDED} warm_start.optimizer._target_=bitsandbytes.optim.AdamW8bit",
+        "^warm_start.optimizer.*(can't step sharded weights|no package 'bitsandbytes')",
     ),
     ("trainer.accelerator=gpu", "trainer: .*; trainer.accelerator=cpu"),
     (

@@ -7,7 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from module_process import run_two_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.muon import MuonAdamW, hidden_matrices
@@ -94,6 +98,37 @@ def test_weights_in_bfloat16_are_stepped_as_float32_copies() -> None:
     assert all(
         optimizer.state[weight]["master"].dtype is torch.float32 for weight in module.parameters()
     )
+
+
+def step_sharded(rank: int, folder: str) -> None:
+    """Step a sharded and a whole network with the same gradients; write the weights of both."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    whole, sharded = network(), network()
+    fully_shard(sharded)
+    optimizers = [build_optimizer(MUON, module_groups(one, "policy")) for one in (whole, sharded)]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        for weight, part in zip(whole.parameters(), sharded.parameters(), strict=True):
+            weight.grad = torch.randn_like(weight)
+            part.grad = distribute_tensor(weight.grad, part.device_mesh, part.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    weights = [[weight.detach() for weight in whole.parameters()]]
+    weights.append([part.full_tensor().detach() for part in sharded.parameters()])
+    torch.save(weights, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_sharded_matrices_take_the_steps_of_whole_ones(tmp_path) -> None:
+    run_two_ranks(step_sharded, str(tmp_path))
+    (whole, sharded), (_, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for before, weight, part, same in zip(
+        network().parameters(), whole, sharded, other, strict=True
+    ):
+        assert torch.equal(part, same)
+        moved = (weight - before).norm()
+        assert (part - weight).norm() < 0.03 * moved > 0.0
 
 
 def test_a_group_of_vectors_is_no_hidden_group() -> None:
