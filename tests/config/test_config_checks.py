@@ -32,7 +32,7 @@ def shipped_configs() -> list[tuple[str, str]]:
         command = "evaluate" if group in EVALUATION else "fit"
         option = f"{group}={file.stem}"
         # a model without images needs an environment of text
-        more = " env=frozenlake" if option == "model=small_lm" else ""
+        more = " env=frozenlake" if option.startswith("model=small_lm") else ""
         if option == "env=openenv":
             more = " env.kwargs.urls=[http://127.0.0.1:8000]"
         if group == "validation_sets" and file.stem != "held_out":
