@@ -64,6 +64,7 @@ class MiniGrid(Environment):
     ## Arguments
     - `id`: gymnasium id, such as `BabyAI-GoToLocal-v0`.
     - `actions`: names of the actions that the task needs. `settings`: the task's own arguments.
+    - `plans`: whether `plan()` tells where the mission's thing is, with which demonstrations then reason.
     """
 
     frequent_words = (
@@ -78,9 +79,11 @@ class MiniGrid(Environment):
         id: str = "BabyAI-GoToLocalS5N2-v0",
         actions: Sequence[str] = ACTIONS[:-1],
         settings: Mapping[str, Any] | None = None,
+        plans: bool = False,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
+        self.plans = plans
         _library()
         unknown = [name for name in actions if name not in ACTIONS]
         if unknown or not actions or len(set(actions)) < len(actions):
@@ -175,10 +178,24 @@ class MiniGrid(Environment):
             + ([f"carrying {carried.color} {carried.type}"] if carried else [])
         )
 
+    def plan(self) -> str | None:
+        """Return where the mission's nearest thing in view is, `red ball 2 ahead 1 left`, or None without one."""
+        columns, rows = self._view.shape[:2]
+        seen = []
+        for place in self._mission_places() if self.plans else ():
+            relative = self.environment.relative_coords(*place)
+            if relative is not None and self._view[relative][0] > _EMPTY:
+                seen.append(
+                    (rows - 1 - int(relative[1]), int(relative[0]) - columns // 2, relative)
+                )
+        if not seen:
+            return None
+        ahead, right, relative = min(seen, key=lambda thing: (thing[0] + abs(thing[1]), *thing))
+        return self._name(*(int(code) for code in self._view[relative])) + _place(ahead, right)
+
     def difficulty(self) -> int:
         """Return the distance of the mission's nearest thing in cells, or 1 where the mission names no single thing."""
-        description = getattr(getattr(self.environment, "instrs", None), "desc", None)
-        places = getattr(description, "obj_poss", None)
+        places = self._mission_places()
         if not places:
             return 1
         row, column = self.environment.agent_pos
@@ -208,6 +225,11 @@ class MiniGrid(Environment):
 
     def _observation(self) -> Observation:
         return f"{self.environment.mission}: {self.describe()}"
+
+    def _mission_places(self) -> Sequence[tuple[int, int]]:
+        """Return the cells of the things that the mission may mean; none where it names no single thing."""
+        description = getattr(getattr(self.environment, "instrs", None), "desc", None)
+        return getattr(description, "obj_poss", None) or ()
 
     def _seen(self) -> str:
         return (

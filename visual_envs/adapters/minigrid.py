@@ -74,10 +74,13 @@ class MiniGridVisual(MiniGrid):
         settings: Mapping[str, Any] | None = None,
         view: View = View.AGENT,
         tile: Annotated[int, Interval(ge=4, le=64)] = 16,
+        plans: bool = False,
         render_mode: str | None = None,
     ) -> None:
         self.view, self.tile = View(view), tile
-        super().__init__(id=id, actions=actions, settings=settings, render_mode=render_mode)
+        super().__init__(
+            id=id, actions=actions, settings=settings, plans=plans, render_mode=render_mode
+        )
         environment = self.environment
         sides = (
             (environment.agent_view_size,) * 2
