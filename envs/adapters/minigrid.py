@@ -160,7 +160,7 @@ class MiniGrid(Environment):
             ahead, right = rows - 1 - int(row), int(column) - columns // 2
             if ahead or right:
                 seen.append((ahead, right, *(int(code) for code in self._view[column, row])))
-        seen.sort(key=lambda thing: (thing[0] + abs(thing[1]), abs(thing[1]), thing[1]))
+        seen.sort(key=_distance)
         things = [
             f"{self._name(kind, color, state)}{_place(ahead, right)}"
             for ahead, right, kind, color, state in seen
@@ -190,7 +190,7 @@ class MiniGrid(Environment):
                 )
         if not seen:
             return None
-        ahead, right, relative = min(seen, key=lambda thing: (thing[0] + abs(thing[1]), *thing))
+        ahead, right, relative = min(seen, key=_distance)
         return self._name(*(int(code) for code in self._view[relative])) + _place(ahead, right)
 
     def difficulty(self) -> int:
@@ -263,6 +263,12 @@ def _library() -> None:
     optional_import("minigrid", extra="minigrid")
     level = optional_import("minigrid.envs.babyai.core.roomgrid_level", extra="minigrid")
     level.print = lambda *_, **__: None
+
+
+def _distance(thing: Sequence[Any]) -> tuple[int, int, int]:
+    """Return what things in view are ordered by: how far they are, first ahead and to the side."""
+    ahead, right = thing[:2]
+    return ahead + abs(right), abs(right), right
 
 
 def _place(ahead: int, right: int) -> str:
