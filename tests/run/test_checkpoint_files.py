@@ -149,7 +149,9 @@ def test_exchanged_states_are_found(checkpoint):
     second.write_bytes(content)
     (states,) = CheckpointFiles().load_checkpoint(checkpoint, weights_only=True)["loop"]["states"]
     for number in range(2):
-        with pytest.raises(RankStatesError, match=rf"samples_{number}\.pt: is damaged or of another"):
+        with pytest.raises(
+            RankStatesError, match=rf"samples_{number}\.pt: is damaged or of another"
+        ):
             _ = states[number]
 
 
