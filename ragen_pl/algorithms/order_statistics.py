@@ -7,8 +7,6 @@ ranks. The value is exact. A rank receives five small tensors, whatever the numb
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
@@ -61,7 +59,5 @@ def _ordered(values: Tensor) -> Tensor:
 
 def _value(key: int) -> float:
     """Return the value of a number of `_ordered`."""
-    bits = key - _SIGN if key >= _SIGN else 2 * _SIGN - 1 - key
-    value: float
-    (value,) = struct.unpack("<f", struct.pack("<I", bits))
-    return value
+    bits = key - _SIGN if key >= _SIGN else -1 - key
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
