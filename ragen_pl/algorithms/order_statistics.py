@@ -13,7 +13,7 @@ from torch import Tensor
 from ragen_pl.algorithms.whitening import AllReduce
 
 _DIGIT_BITS = 8
-_KINDS = 1 << _DIGIT_BITS
+_DIGIT_VALUES = 1 << _DIGIT_BITS
 # of float32; set for negative numbers
 _SIGN = 1 << 31
 
@@ -37,8 +37,8 @@ def smallest_of_top(
         return None
     left, found = max(1, round(fraction * total)), 0
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        digits = (keys >> shift) % _KINDS
-        counts = _summed(torch.bincount(digits, minlength=_KINDS), all_reduce)
+        digits = (keys >> shift) % _DIGIT_VALUES
+        counts = _summed(torch.bincount(digits, minlength=_DIGIT_VALUES), all_reduce)
         at_least = counts.flip(0).cumsum(0).flip(0)
         digit = int((at_least >= left).nonzero().max())
         left -= int(at_least[digit] - counts[digit])
