@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -47,10 +47,15 @@ def _reduce(tensor: Tensor, op: Any) -> Tensor:
     if not is_distributed():
         return tensor
     reduced = tensor.clone()
-    if dist.get_backend() == "nccl":
+    if _by_nccl_alone():
         reduced = reduced.cuda()
     dist.all_reduce(reduced, op=op)
     return reduced.to(tensor.device)
+
+
+def _by_nccl_alone(group: Any = None) -> bool:
+    """Return whether collectives take tensors of GPUs only."""
+    return bool(dist.get_backend(group) == "nccl")
 
 
 def any_over_ranks(flag: bool) -> bool:
@@ -60,7 +65,7 @@ def any_over_ranks(flag: bool) -> bool:
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return every rank's state of a metric, for torchmetrics. NCCL cannot gather tensors on the CPU."""
-    if state.is_cuda or dist.get_backend(group) != "nccl":
+    if state.is_cuda or not _by_nccl_alone(group):
         return list(gather_all_tensors(state, group))
     return [gathered.to(state.device) for gathered in gather_all_tensors(state.cuda(), group)]
 
@@ -68,13 +73,61 @@ def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
 def gather_over_ranks(value: T) -> list[T]:
     """Return every rank's value, in rank order, on every rank. Values must be picklable.
 
-    On several ranks their tensors are in the host's memory: another rank may not see this one's device.
+    On several ranks their tensors are in the host's memory: another rank may not see this one's device. Each rank
+    receives the size of the largest value from every rank, so values have to be small: see `exchanged`, `values_of`.
     """
     if not is_distributed():
         return [value]
     gathered: list[bytes | None] = [None] * world_size()
     dist.all_gather_object(gathered, packed_on_host(value))
     return [pickle.loads(cast(bytes, packed)) for packed in gathered]
+
+
+def values_of(sources: Sequence[int], value: T) -> list[T]:
+    """Return the values of some ranks, in the order of `sources`, on every rank. All ranks must call it.
+
+    A rank receives the size of these values, on any number of ranks: they are broadcast one after the other.
+
+    Args:
+        sources: The ranks, the same on every rank.
+        value: This rank's value: picklable. Other ranks receive its tensors in the host's memory.
+    """
+    if not is_distributed():
+        return [value for _ in sources]
+    values = []
+    for source in sources:
+        sent = [packed_on_host(value) if source == rank() else None]
+        dist.broadcast_object_list(sent, src=source)
+        values.append(pickle.loads(cast(bytes, sent[0])))
+    return values
+
+
+def exchanged(outgoing: Mapping[int, T]) -> list[T]:
+    """Return what other ranks send to this one, in the order of the senders. All ranks must call it.
+
+    A value goes from its rank to its receiver alone, besides 8 bytes between any two ranks.
+
+    Args:
+        outgoing: What this rank sends to others, by rank: picklable values. Others receive their tensors in the
+            host's memory.
+    """
+    if not is_distributed():
+        return []
+    device = "cuda" if _by_nccl_alone() else "cpu"
+    packed = [
+        packed_on_host(outgoing[number]) if number in outgoing else b""
+        for number in range(world_size())
+    ]
+    sizes = torch.tensor([len(part) for part in packed], device=device)
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes)
+    # torch makes no tensor of an empty buffer
+    content = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)
+    content = content[: int(sizes.sum())]
+    received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, content.to(device), arriving.tolist(), sizes.tolist())
+    parts = received.cpu().split(arriving.tolist())
+    return [pickle.loads(part.numpy()) for part in parts if len(part)]
 
 
 def packed_on_host(value: object) -> bytes:

@@ -124,7 +124,8 @@ class RankStates(Sequence[Any]):
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if found != entry["sha256"]:
             raise RankStatesError(
-                f"{file}: is damaged, its digest differs from the checkpoint's; resume from another checkpoint"
+                f"{file}: is damaged or of another rank or checkpoint, its digest differs from the checkpoint's; "
+                "copy the folder of this checkpoint again, or resume from another one"
             )
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 

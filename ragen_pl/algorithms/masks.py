@@ -13,7 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms.order_statistics import smallest_of_top
 from ragen_pl.algorithms.turns import following_in_turn, nearest_in_turn
+from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.trajectory import REASONING_SPANS, Span
 
 
@@ -62,23 +64,25 @@ def think_weighted(labels: Tensor, turn: Tensor, *, think: float = 0.5) -> Tenso
     return sampled(labels, turn).float().masked_fill(thoughts, think)
 
 
-def above_quantile(values: Tensor, mask: Tensor, *, fraction: float, everywhere: Tensor) -> Tensor:
+def above_quantile(
+    values: Tensor, mask: Tensor, *, fraction: float, all_reduce: AllReduce | None = None
+) -> Tensor:
     """Keep the tokens of the mask with the highest values (Wang et al., 2025: a fifth of them, by entropy).
 
     Args:
-        values: `[trajectories, tokens]`.
+        values: `[trajectories, tokens]`, compared as float32.
         mask: bool `[trajectories, tokens]`.
-        fraction: fraction of the tokens to keep; ties with the lowest kept value are kept too.
-        everywhere: `[tokens]`, the values inside the masks of all ranks.
+        fraction: fraction of the tokens of all ranks to keep; ties with the lowest kept value are kept too.
+        all_reduce: sums a tensor over the ranks; None on one rank.
 
     >>> row = torch.tensor([[4.0, 1.0, 3.0, 2.0]])
-    >>> above_quantile(row, row > 0, fraction=0.5, everywhere=row[0])
+    >>> above_quantile(row, row > 0, fraction=0.5)
     tensor([[ True, False,  True, False]])
     """
-    count = max(1, round(fraction * len(everywhere)))
-    if fraction >= 1 or not len(everywhere):
+    if fraction >= 1:
         return mask
-    return mask & (values >= everywhere.topk(count).values[-1])
+    lowest = smallest_of_top(values[mask], fraction=fraction, all_reduce=all_reduce)
+    return mask if lowest is None else mask & (values.float() >= lowest)
 
 
 def action_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:

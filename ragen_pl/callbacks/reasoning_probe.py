@@ -6,6 +6,7 @@ the first prompt of each of them. Nothing is sampled: a run with probes has the 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_tokens
-from ragen_pl.distributed import gather_over_ranks
+from ragen_pl.distributed import gather_over_ranks, values_of
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.trajectory import (
     REASONING_SPANS,
@@ -145,22 +146,35 @@ def first_thoughts(trajectories: Sequence[Trajectory], *, count: int) -> list[Fi
     """Return up to `count` first thoughts under different prompts.
 
     They are spread evenly over the groups of all ranks, and are the same on every rank and for every number
-    of ranks. A group counts once, by its first member with a thought. All ranks must call this together.
+    of ranks. A group counts once, by its first member with a thought. All ranks must call this together. A rank
+    receives the digests of all prompts, and of the thoughts the chosen ones alone.
     """
     own: dict[int, FirstThought] = {}
     for trajectory in trajectories:
         thought = _first_thought(trajectory)
         if thought is not None:
             own.setdefault(thought.group, thought)
-    gathered = [
-        thought for thoughts in gather_over_ranks(list(own.values())) for thought in thoughts
-    ]
-    distinct: dict[bytes, FirstThought] = {}
-    for thought in sorted(gathered, key=lambda thought: thought.group):
-        pixels = b"".join(image.tobytes() for image in thought.images)
-        distinct.setdefault(thought.prompt_ids.tobytes() + pixels, thought)
-    thoughts, count = list(distinct.values()), min(count, len(distinct))
-    return [thoughts[index * len(thoughts) // count] for index in range(count)]
+    digests = {group: _prompt_digest(thought) for group, thought in own.items()}
+    owner_of: dict[int, int] = {}
+    group_of: dict[bytes, int] = {}
+    gathered = list(enumerate(gather_over_ranks(digests)))
+    rows = [(group, digest, number) for number, part in gathered for group, digest in part.items()]
+    for group, digest, number in sorted(rows):
+        owner_of[group] = number
+        group_of.setdefault(digest, group)
+    groups, count = list(group_of.values()), min(count, len(group_of))
+    chosen = [groups[index * len(groups) // count] for index in range(count)]
+    sources = sorted({owner_of[group] for group in chosen})
+    sent = values_of(sources, {group: own[group] for group in chosen if group in own})
+    by_group = {group: thought for part in sent for group, thought in part.items()}
+    return [by_group[group] for group in chosen]
+
+
+def _prompt_digest(thought: FirstThought) -> bytes:
+    digest = hashlib.blake2b(thought.prompt_ids.tobytes(), digest_size=16)
+    for image in thought.images:
+        digest.update(image.tobytes())
+    return digest.digest()
 
 
 def _first_thought(trajectory: Trajectory) -> FirstThought | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -220,8 +221,13 @@ class RolloutAhead:
                 "rollout.iterations_ahead=0: the rollout ahead in the checkpoint is sampled again, with present weights"
             )
             return
+        # a group is on the rank of its number modulo the number of ranks, so other parts have none of this rank's
+        step = math.gcd(len(state), world_size())
         try:
-            parts = [_unpacked(np.asarray(part).tobytes()) for part in state]
+            parts = [
+                _unpacked(np.asarray(state[number]).tobytes())
+                for number in range(rank() % step, len(state), step)
+            ]
         except pickle.UnpicklingError as error:
             if not re.search(_OLD_ARRAYS, str(error)):
                 raise RolloutError(

@@ -13,7 +13,7 @@ import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.data.collate import usable
-from ragen_pl.distributed import gather_over_ranks, rank, world_size
+from ragen_pl.distributed import exchanged, gather_over_ranks, rank, values_of, world_size
 from ragen_pl.trajectory import Trajectory
 
 Return = Callable[[Trajectory], float]
@@ -86,15 +86,17 @@ def _distribute(
 ) -> tuple[list[Trajectory], bool]:
     """Return this rank's trajectories and whether they are a dummy; the ranks differ by one group at most."""
     own = [trajectory for trajectory in local if target.get(trajectory.group) == rank()]
-    moving = [trajectory for trajectory in local if target.get(trajectory.group, rank()) != rank()]
     if any(target[group] != owner[group] for group in kept):
-        arrived = [trajectory for part in gather_over_ranks(moving) for trajectory in part]
-        own += [trajectory for trajectory in arrived if target[trajectory.group] == rank()]
+        moving: dict[int, list[Trajectory]] = {}
+        for trajectory in local:
+            receiver = target.get(trajectory.group, rank())
+            if receiver != rank():
+                moving.setdefault(receiver, []).append(trajectory)
+        own += [trajectory for part in exchanged(moving) for trajectory in part]
         own.sort(key=lambda trajectory: (trajectory.group, trajectory.member))
     if len(kept) >= world_size():
         return own, False
-    dummy = [trajectory for trajectory in own if trajectory.group == kept[0]][:1]
-    dummy = next(part for part in gather_over_ranks(dummy) if part)
+    [dummy] = values_of([target[kept[0]]], own[:1])
     return (own, False) if own else (dummy, True)
 
 

@@ -17,7 +17,7 @@ from ragen_pl.algorithms.masks import above_quantile, filled, sampled, top_in_tu
 from ragen_pl.checked import checked
 from ragen_pl.constraints import PositiveFraction
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
-from ragen_pl.distributed import gather_over_ranks
+from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.run_facts import RunFacts
 from ragen_pl.trajectory import SAMPLED_SPANS, Span
@@ -198,11 +198,10 @@ def keep_top_entropy(masks: TokenMasks, entropy: Tensor, *, fraction: float) -> 
         entropy: `[episodes, tokens]`, of the policy before the update.
         fraction: Fraction of the tokens to keep.
     """
-    if fraction >= 1:
-        return
-    inside = entropy[masks.loss]
-    everywhere = torch.cat([values.to(inside.device) for values in gather_over_ranks(inside)])
-    masks.narrow_loss(above_quantile(entropy, masks.loss, fraction=fraction, everywhere=everywhere))
+    if fraction < 1:
+        masks.narrow_loss(
+            above_quantile(entropy, masks.loss, fraction=fraction, all_reduce=sum_over_ranks)
+        )
 
 
 def keep_important(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
+from ragen_pl.distributed import all_ranks_do, rank, values_of, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import (
     EnginePolicy,
@@ -123,7 +123,7 @@ def check_agreement(
 
     responses: list[CheckedResponse] = _doer(alone)(sample)
     if sampled_by is not None:
-        responses = gather_over_ranks(responses)[sampled_by]
+        [responses] = values_of([sampled_by], responses)
     return _compare(
         context.bundle,
         responses,

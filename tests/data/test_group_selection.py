@@ -28,6 +28,13 @@ class Ranks:
         self.barrier.wait()
         return gathered
 
+    def values_of(self, sources, value):
+        gathered = self.gather(value)
+        return [gathered[source] for source in sources]
+
+    def exchanged(self, outgoing):
+        return [sent[self.local.rank] for sent in self.gather(outgoing) if self.local.rank in sent]
+
     def run(self, function):
         results = [None] * self.count
 
@@ -48,6 +55,8 @@ def choices(monkeypatch, make_trajectory, lm):
     def run(ranks, groups, group_filter, **options):
         meeting = Ranks(ranks)
         monkeypatch.setattr(group_selection, "gather_over_ranks", meeting.gather)
+        monkeypatch.setattr(group_selection, "values_of", meeting.values_of)
+        monkeypatch.setattr(group_selection, "exchanged", meeting.exchanged)
         monkeypatch.setattr(group_selection, "world_size", lambda: ranks)
         monkeypatch.setattr(group_selection, "rank", lambda: meeting.local.rank)
         played = [

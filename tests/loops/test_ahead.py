@@ -420,6 +420,42 @@ def test_a_rollout_is_shared_out_among_other_ranks(rollout_ahead):
     assert [(one.group, one.member) for one in ahead.played(1).trajectories] == expected
 
 
+class Asked(list):
+    """Parts of a checkpoint, with the numbers of those that were asked for."""
+
+    def __init__(self, *values):
+        super().__init__(*values)
+        self.numbers = []
+
+    def __getitem__(self, number):
+        self.numbers.append(number)
+        return super().__getitem__(number)
+
+
+@pytest.mark.parametrize(
+    ("written_by", "ranks", "rank", "expected"),
+    [(4, 4, 2, [2]), (4, 2, 1, [1, 3]), (2, 4, 3, [1]), (2, 3, 1, [0, 1]), (4, 1, 0, [0, 1, 2, 3])],
+)
+def test_a_rank_reads_only_the_parts_with_its_groups(
+    rollout_ahead, monkeypatch, written_by, ranks, rank, expected
+):
+    ahead = rollout_ahead(1, weights_of=0)
+    (whole,) = ahead.state_dict()
+    played = [(one.group, one.member) for one in ahead.played(1).trajectories]
+    parts = Asked()
+    for part in range(written_by):
+        ahead.load_state_dict([whole])
+        one = ahead.played(1)
+        one.trajectories = [other for other in one.trajectories if other.group % written_by == part]
+        parts += ahead.state_dict()
+    monkeypatch.setattr("ragen_pl.data.ahead.rank", lambda: rank)
+    monkeypatch.setattr("ragen_pl.data.ahead.world_size", lambda: ranks)
+    ahead.load_state_dict(parts)
+    own = [(other.group, other.member) for other in ahead.played(1).trajectories]
+    assert own == [pair for pair in played if pair[0] % ranks == rank]
+    assert parts.numbers == expected
+
+
 @pytest.mark.parametrize("name", ["os system", "ragen_pl.trajectory np.fromfile", "numpy load"])
 def test_a_checkpoint_runs_no_code(rollout_ahead, name):
     module, _, attribute = name.partition(" ")

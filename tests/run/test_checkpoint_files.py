@@ -134,11 +134,25 @@ def test_a_changed_or_missing_state_is_found(checkpoint):
     saved = CheckpointFiles().load_checkpoint(checkpoint, weights_only=True)
     (states,) = saved["loop"]["states"]
     assert states[0] is not None
-    with pytest.raises(RankStatesError, match="is damaged, its digest differs"):
+    with pytest.raises(RankStatesError, match=r"samples_1\.pt: is damaged or .* digest differs"):
         _ = states[1]
     part.unlink()
     with pytest.raises(RankStatesError, match="expected a file of"):
         _ = states[1]
+
+
+def test_exchanged_states_are_found(checkpoint):
+    first, second = sorted(folder_for(checkpoint, unique="0123abcd").glob("samples_*.pt"))
+    content = first.read_bytes()
+    assert len(content) == second.stat().st_size
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    (states,) = CheckpointFiles().load_checkpoint(checkpoint, weights_only=True)["loop"]["states"]
+    for number in range(2):
+        with pytest.raises(
+            RankStatesError, match=rf"samples_{number}\.pt: is damaged or of another"
+        ):
+            _ = states[number]
 
 
 def test_states_elsewhere_are_refused(checkpoint):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from ragen_pl.config import ConfigError
+from ragen_pl.run import trainer as trainer_module
 from ragen_pl.run.strategy import FSDP2Strategy
 from ragen_pl.run.trainer import build_strategy, build_trainer
 
@@ -55,3 +58,24 @@ def test_one_rank_has_no_limit():
 def test_several_devices_get_the_limit_of_the_config():
     settings = {"accelerator": "cpu", "devices": 2, "timeout_s": 60, "strategy": "auto"}
     assert build_trainer(settings, logger=False).strategy._timeout == MINUTE
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"), [("cpu", None), ("cuda", "cpu:gloo,cuda:nccl")]
+)
+def test_ranks_with_gpus_exchange_objects_in_the_hosts_memory(monkeypatch, accelerator, expected):
+    """NCCL alone would take them through the memory of the GPUs."""
+    backends = []
+
+    def note(strategy, *, backend, **settings):
+        backends.append(backend)
+        return build_strategy(strategy, backend=backend, **settings)
+
+    monkeypatch.setattr(trainer_module, "build_strategy", note)
+    settings = {"accelerator": accelerator, "devices": 1, "strategy": "ddp"}
+    if accelerator == "cuda" and not torch.cuda.is_available():
+        with pytest.raises(ConfigError):
+            build_trainer(settings, logger=False)
+    else:
+        assert build_trainer(settings, logger=False).strategy.process_group_backend == expected
+    assert backends == [expected]

@@ -22,7 +22,7 @@ from ragen_pl.constraints import (
     containing,
     matching,
 )
-from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, world_size
+from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, values_of, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
 from ragen_pl.engines.request_thread import RequestThread
@@ -229,7 +229,7 @@ class VLLMServerEngine(VLLMServerRules):
                 for _ in weights:
                     pass
 
-        return gather_over_ranks(all_ranks_do(own))[0]
+        return values_of([0], all_ranks_do(own))[0]
 
     # ---- weights
 
