@@ -80,7 +80,7 @@ def main() -> None:
     if args.action == "run":
         weights = out / "warm_start" / "warm_start.pt"
         common = (
-            "env=frozenlake_visual",
+            "experiment=without_plans",
             f"seed={args.seed}",
             "callbacks.progress=null",
             *args.overrides,

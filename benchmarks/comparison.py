@@ -22,7 +22,14 @@ from pathlib import Path
 from comparison_report import write_report
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENTS = ("frozenlake_visual", "sokoban_visual")
+# demonstrations without plans, so that algorithms differ by what they teach
+ENVIRONMENTS: dict[str, tuple[str, ...]] = {
+    "frozenlake_visual": ("experiment=without_plans",),
+    "sokoban_visual": (
+        "env=sokoban_visual", "env.kwargs.plans=false", "env.kwargs.max_pushes=2", "env.max_turns=12", "model=small_vlm",
+        "warm_start.steps=1200", "warm_start.episodes=4096", "warm_start.demonstrator.noise=0.85",
+    ),
+}  # fmt: skip
 _ALL_SAMPLED = "algorithm.masks.advantage._target_=ragen_pl.algorithms.masks.sampled"
 _ALL_ONE = tuple(
     f"algorithm.estimator.{name}=1.0"
@@ -77,7 +84,7 @@ class WarmStart:
         has_started = (self.folder(out) / "config.yaml").exists()
         own += ["ckpt_path=last"] if has_started else []
         return [
-            sys.executable, "-m", "ragen_pl.fit", f"env={self.environment}", *own, f"seed={self.seed}",
+            sys.executable, "-m", "ragen_pl.fit", *ENVIRONMENTS[self.environment], *own, f"seed={self.seed}",
             f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",
             f"validation.episodes={args.validation_episodes}", "validation.blank=false", *args.overrides,
         ]  # fmt: skip
@@ -115,8 +122,8 @@ class Cell:
         weights = self.warm_start.weights(out)
         has_started = (folder / "config.yaml").exists()
         return [
-            sys.executable, "-m", "ragen_pl.fit", f"env={self.environment}", *(ALGORITHMS | FURTHER)[self.algorithm],
-            f"seed={self.seed}", f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
+            sys.executable, "-m", "ragen_pl.fit", *ENVIRONMENTS[self.environment],
+            *(ALGORITHMS | FURTHER)[self.algorithm], f"seed={self.seed}", f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
             "callbacks.trajectories=null", f"validation.episodes={args.validation_episodes}", "validation.blank=false",
             f"warm_start.weights={weights}",
             # The learning rate is constant because the number of iterations is not known in advance.
@@ -171,7 +178,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--minutes", type=float, default=4.0, help="minutes of RL per run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--environments", nargs="+", default=ENVIRONMENTS, choices=ENVIRONMENTS)
+    parser.add_argument(
+        "--environments", nargs="+", default=tuple(ENVIRONMENTS), choices=ENVIRONMENTS
+    )
     parser.add_argument(
         "--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=(*ALGORITHMS, *FURTHER)
     )

@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.slow
 def test_twenty_iterations_double_the_success_of_the_warm_start(tmp_path):
     overrides = [
-        "env=frozenlake_visual",
+        "experiment=without_plans",
         "trainer.max_epochs=20",
         "trainer.check_val_every_n_epoch=20",
         "validation.episodes=256",
