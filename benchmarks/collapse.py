@@ -107,7 +107,7 @@ def main() -> None:
         page=args.page,
         command=" ".join(
             (
-                "python -m ragen_pl.fit env=frozenlake_visual",
+                "python -m ragen_pl.fit experiment=without_plans",
                 *collapsing,
                 f"trainer.max_epochs={args.iterations}",
                 *PROBED,

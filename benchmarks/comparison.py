@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "frozenlake_visual": ("experiment=without_plans",),
     "sokoban_visual": (
-        "env=sokoban_visual", "env.kwargs.plans=false", "env.kwargs.max_pushes=2", "env.max_turns=12", "model=small_vlm",
-        "warm_start.steps=1200", "warm_start.episodes=4096", "warm_start.demonstrator.noise=0.85",
+        "env=sokoban_visual", "env.kwargs.plans=false", "env.kwargs.max_pushes=2", "env.max_turns=12",
+        "model=small_vlm", "warm_start.steps=1200", "warm_start.episodes=4096", "warm_start.demonstrator.noise=0.85",
     ),
 }  # fmt: skip
 _ALL_SAMPLED = "algorithm.masks.advantage._target_=ragen_pl.algorithms.masks.sampled"
@@ -123,7 +123,8 @@ class Cell:
         has_started = (folder / "config.yaml").exists()
         return [
             sys.executable, "-m", "ragen_pl.fit", *ENVIRONMENTS[self.environment],
-            *(ALGORITHMS | FURTHER)[self.algorithm], f"seed={self.seed}", f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
+            *(ALGORITHMS | FURTHER)[self.algorithm], f"seed={self.seed}",
+            f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
             "callbacks.trajectories=null", f"validation.episodes={args.validation_episodes}", "validation.blank=false",
             f"warm_start.weights={weights}",
             # The learning rate is constant because the number of iterations is not known in advance.
