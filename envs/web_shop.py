@@ -64,6 +64,10 @@ class Request:
         named = [self.options.get("color"), self.material, self.kind, self.options.get("size")]
         return " ".join(filter(None, named))
 
+    def bounds(self) -> str:
+        """Return the bounds of price and stars."""
+        return f"{self.prices[0]} to {self.prices[1]}" + (f" {self.stars}*" if self.stars else "")
+
     def conditions(self, product: Product, chosen: Mapping[str, str]) -> list[bool]:
         """Return which conditions a product with the options chosen meets, beyond its kind."""
         met = [self.prices[0] <= product.price <= self.prices[1]]
@@ -113,7 +117,7 @@ class WebShop(ToolEnvironment):
     frequent_words = (
         '{"name": "', '", "arguments": {"', '", "arguments": {}}', '": "', '", "', '"}}', "want", "search", "query",
         "open", "item", "choose", "option", "value", "back", "buy", "bought", *OPTIONS, "to", "at least", "fits",
-        "nothing", "wrong", "ready", "error", *KINDS, *MATERIALS, *COLORS,
+        "no", "ready", "error", *KINDS, *MATERIALS, *COLORS,
         *(f"p{number}" for number in (*range(10, 25), *range(1, 10))), *map(str, PRICES), *(f"{n}*" for n in STARS),
     )  # fmt: skip
 
@@ -201,13 +205,23 @@ class WebShop(ToolEnvironment):
         return f"bought {product.id}"
 
     def describe(self) -> str:
-        """Describe the request, the result that fits, or the options that are still to be chosen."""
+        """Describe the request, or compare the results or the open product with its conditions, one by one.
+
+        Results are compared up to the first that fits: `30 to 40, p7 90 no, p4 30 1* no, p12 40 fits`.
+        """
         if self.opened is not None:
-            missing = self.missing_options(self.opened)
-            state = f"{' '.join(missing)} open" if missing else "ready"
-            return f"{self.opened.id} {state if self.request.fits(self.opened) else 'wrong'}"
+            verdict = self._compared(self.opened)
+            if verdict.endswith("fits"):
+                missing = " ".join(self.missing_options(self.opened))
+                verdict = verdict.removesuffix("fits") + (f"{missing} open" if missing else "ready")
+            return f"{self.request.bounds()}, {verdict}"
         if self.results:
-            return f"{self._fitting() or 'nothing'} fits"
+            compared = []
+            for id in self.results:
+                compared.append(self._compared(self.products[id]))
+                if id == self._fitting():
+                    break
+            return ", ".join([self.request.bounds(), *compared])
         return self.request.query()
 
     def state_key(self) -> str:
@@ -252,6 +266,17 @@ class WebShop(ToolEnvironment):
         if self.opened is None:
             raise ToolError("no product is open")
         return self.opened
+
+    def _compared(self, product: Product) -> str:
+        """Return the product's price, what it is compared by beside the price, and whether it fits."""
+        request, (low, high) = self.request, self.request.prices
+        parts = [product.id, str(product.price)]
+        if low <= product.price <= high:
+            if request.stars:
+                parts.append(f"{product.stars}*")
+            if request.material and product.material != request.material:
+                parts.append(product.material)
+        return " ".join([*parts, "fits" if request.fits(product) else "no"])
 
     def _fitting(self) -> str | None:
         """Return the first result that has all that is asked for."""
