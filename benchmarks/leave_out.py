@@ -43,7 +43,7 @@ def play(
         parts.bundle, window=context.window, system_prompt=context.system_prompt,
         turn_template=context.turn_template, max_tokens=context.max_tokens, leave_out=rule,
     )  # fmt: skip
-    engine = engine_factory(cfg)(parts.policy)
+    engine = engine_factory(cfg.rollout.engine)(parts.policy)
     engine.load_weights(0)
     with mock.patch.object(responders, "occlusion_scores", scores or responders.occlusion_scores):
         return validation_set.play(engine, version=0)

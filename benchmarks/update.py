@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +23,7 @@ from ragen_pl.data.microbatches import split_by_length
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, proxy_with
+from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, build_environments
 from ragen_pl.trajectory import Trajectory
 
 TARGET_PADDING = 0.10
@@ -54,7 +55,7 @@ class Played:
     def __init__(self, parts: RunComponents) -> None:
         self.environments, self.context = parts.proxy.environments, parts.proxy.context
         self.failures = parts.proxy.failures
-        self._proxy = proxy_with(parts)
+        self._proxy = replace(parts.proxy, environments=build_environments(parts.cfg.env))
         self._policy = instantiate(parts.cfg.warm_start.demonstrator)
 
     def rollout(

@@ -54,6 +54,8 @@ class Server(ThreadingHTTPServer):
         self.version = "default"
         self.paused = False
         self.weights: dict = {}
+        # the folder that they were read from
+        self.read = ""
         # whether it samples with other weights than its label says
         self.is_stale = False
         self.adapters: dict[str, Path] = {}
@@ -195,7 +197,7 @@ class Handler(BaseHTTPRequestHandler):
         files = sorted(folder.glob("*.safetensors"))
         if body["method"] != "reload_weights" or not files:
             return 500, {"error": {"message": f"no weights in {folder}"}}
-        self.server.weights = {}
+        self.server.weights, self.server.read = {}, str(folder)
         for file in files:
             self.server.weights |= load_file(file)
         self.server.pushes += 1

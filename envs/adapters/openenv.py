@@ -177,6 +177,11 @@ class OpenEnv(Environment):
         """End the session."""
         self._episode.close()
 
+    @property
+    def replays(self) -> bool:
+        """Whether an episode goes on where its session is lost: none does after servers have answered differently."""
+        return self._episode.replays
+
     def state_key(self) -> str:
         """Return the observation where the server's state is not known, and otherwise its key."""
         return self._shown if self._members is None else self._members.state("state_key")

@@ -37,10 +37,13 @@ def serve(cfg: DictConfig) -> None:
     bundle = load_bundle(cfg).to(device_named(cfg.device))
     context = ContextManager(bundle, **plain(cfg.context))
     histories = Histories(max_calls=cfg.history_calls, max_bytes=cfg.history_mb * 1024 * 1024)
-    with closing(build_engine(cfg, bundle)) as engine:
+    with closing(build_engine(cfg.rollout.engine, bundle)) as engine:
         engine.load_weights(0)
         answers = PolicyAnswers(
-            engine, context, settings=episode_settings(cfg), histories=histories
+            engine,
+            context,
+            settings=episode_settings(cfg.rollout),
+            histories=histories,
         )
         server = AgentServer(listening=open_socket(cfg), host=cfg.host)
         with closing(server):

@@ -200,6 +200,12 @@ class EnvironmentManager:
             else:
                 self._discard(slot)
 
+    def close_idle(self) -> None:
+        """Close the environments that no slot holds, each in its thread; later episodes make new ones."""
+        idle, self._idle = self._idle, []
+        self._usable[:] = [one for one in self._usable if not any(one is other for other in idle)]
+        self._workers.run([(worker, env.close) for env, worker in idle])
+
     def _discard(self, slot: EnvironmentSlot) -> None:
         self._usable[:] = [(env, worker) for env, worker in self._usable if env is not slot.env]
         if isinstance(slot.env, ProcessEnvironment):

@@ -60,7 +60,7 @@ class ServerSettings:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Session:
+class HostedSession:
     """A socket, the requests that wait, and its environment while it has one."""
 
     socket: web.WebSocketResponse
@@ -104,7 +104,7 @@ class EnvironmentServer:
     ) -> None:
         self.settings, self.name, self._key = settings, name, key
         self._make = partial(HostedEnvironment, make, target=target, timeout_s=timeout_s)
-        self._open: set[_Session] = set()
+        self.open_sessions: set[HostedSession] = set()
         self._idle: list[HostedEnvironment] = []
         self._threads = ThreadPoolExecutor(settings.sessions + 1, "environments")
         self.counts: Counter[str] = Counter()
@@ -136,7 +136,7 @@ class EnvironmentServer:
         return web.json_response(
             {
                 "status": "healthy",
-                "open": len(self._open),
+                "open": len(self.open_sessions),
                 "capacity": self.settings.sessions,
                 **{name: self.counts[name] for name in counts},
             }
@@ -188,9 +188,9 @@ class EnvironmentServer:
             heartbeat=_HEARTBEAT_S, max_msg_size=self.settings.message_mib * _MIB
         )
         await socket.prepare(request)
-        if len(self._open) >= self.settings.sessions:
+        if len(self.open_sessions) >= self.settings.sessions:
             await self._make_room()
-        if len(self._open) >= self.settings.sessions:
+        if len(self.open_sessions) >= self.settings.sessions:
             self.counts["full"] += 1
             await socket.send_json(
                 error_message(
@@ -199,8 +199,8 @@ class EnvironmentServer:
             )
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER)
             return socket
-        session = _Session(socket=socket)
-        self._open.add(session)
+        session = HostedSession(socket=socket)
+        self.open_sessions.add(session)
         self.counts["sessions"] += 1
         work = asyncio.create_task(self._work(session))
         try:
@@ -216,29 +216,29 @@ class EnvironmentServer:
             await asyncio.shield(work)
         return socket
 
-    async def _work(self, session: _Session) -> None:
+    async def _work(self, session: HostedSession) -> None:
         """Answer the requests of a session until it is closed, and give its environment back."""
         try:
             session.environment = await self._environment()
             await self._answer_all(session)
         except SessionBroken as error:
             self.counts["broken"] += 1
-            await self._say(session, error_message("SESSION_ERROR", str(error)))
+            await self.say(session, error_message("SESSION_ERROR", str(error)))
             await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
         except Exception as error:  # of a constructor
             log.warning("an environment cannot be made: %s: %s", type(error).__name__, error)
             text = f"{type(error).__name__}: {error}"
-            await self._say(session, error_message("FACTORY_ERROR", text))
+            await self.say(session, error_message("FACTORY_ERROR", text))
             await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
         finally:
-            self._open.discard(session)
+            self.open_sessions.discard(session)
             self._give_back(session.environment)
             session.environment = None
 
     async def _environment(self) -> HostedEnvironment:
         return self._idle.pop() if self._idle else await self._in_thread(self._make)
 
-    async def _answer_all(self, session: _Session) -> None:
+    async def _answer_all(self, session: HostedSession) -> None:
         environment = session.environment
         assert environment is not None
         while True:
@@ -263,15 +263,15 @@ class EnvironmentServer:
             self.counts["steps"] += environment.steps - steps
             self.counts["repeated_steps"] += environment.repeated - repeated
             self.counts["episodes"] += request.get("type") == "reset"
-            await self._say(session, answer)
+            await self.say(session, answer)
             session.is_idle, session.last = True, time.monotonic()
 
     async def _make_room(self) -> None:
         """Close the session whose episode has been over for longest."""
-        over = [session for session in self._open if session.can_go]
+        over = [session for session in self.open_sessions if session.can_go]
         if over:
             session = min(over, key=lambda one: one.last)
-            self._open.discard(session)
+            self.open_sessions.discard(session)
             message = b"the episode is over, and another session wants the place"
             await session.socket.close(code=WSCloseCode.GOING_AWAY, message=message)
 
@@ -286,7 +286,8 @@ class EnvironmentServer:
     async def _in_thread(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _say(self, session: _Session, message: Message) -> None:
+    async def say(self, session: HostedSession, message: Message) -> None:
+        """Send a message to the client of a session."""
         # a client that has gone asks again elsewhere
         if not session.socket.closed:
             try:
@@ -297,7 +298,7 @@ class EnvironmentServer:
     async def _shut_down(self, app: web.Application) -> None:
         closing = [
             session.socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server ends")
-            for session in self._open
+            for session in self.open_sessions
         ]
         await asyncio.gather(*closing, return_exceptions=True)
 

@@ -105,7 +105,7 @@ class Evaluator:
         self.context: ContextManager | None = None
         if bundle is not None:
             self.context = ContextManager(bundle, **plain(cfg.context))
-            self.engine = build_engine(cfg, bundle)
+            self.engine = build_engine(cfg.rollout.engine, bundle)
         self.greedy, self.pass_ks = is_greedy(cfg), pass_ks(cfg)
         self.evaluation = Evaluation(about=_about(cfg, greedy=self.greedy))
 
@@ -120,11 +120,10 @@ class Evaluator:
     def _validation_set(
         self, settings: ValidationSettings, *, context: Context, blank: bool = False, **changes: Any
     ) -> ValidationSet:
-        env = OmegaConf.create({"env": settings.env})
-        environments = build_environments(env, blank_images=blank)
+        environments = build_environments(OmegaConf.create(settings.env), blank_images=blank)
         return ValidationSet(
             settings.name,
-            build_proxy(self.cfg, environments=environments, context=context, **changes),
+            build_proxy(self.cfg.rollout, environments=environments, context=context, **changes),
             episodes=settings.episodes,
             key=settings.key,
             members=self.cfg.samples,
@@ -308,7 +307,7 @@ def evaluate(cfg: DictConfig) -> Evaluation:
 
 
 def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
-    kept = truncation_of(episode_settings(cfg))
+    kept = truncation_of(episode_settings(cfg.rollout))
     return {
         "checkpoint": cfg.source.checkpoint
         or ("untrained" if has_weights(cfg) else cfg.endpoint.model),

@@ -63,7 +63,7 @@ def abstract_agent(cfg: DictConfig) -> AgentModule:
     bundle = abstract_bundle(cfg)
     with torch.device("meta"):
         critic = build_critic(cfg, bundle, build=abstract_bundle)
-    agent = assemble_agent(cfg, build_policy(cfg, bundle), critic)
+    agent = assemble_agent(cfg, build_policy(bundle, cfg["update"]), critic)
     agent.trainer = pl.Trainer(
         accelerator="cpu",
         precision=cfg.trainer.precision,
@@ -227,7 +227,7 @@ def engine_memory(
         device: Bytes of the device; None if they are unknown.
         on_gpu: Whether it is a GPU.
     """
-    engine = engine_class(cfg)
+    engine = engine_class(cfg.rollout.engine)
     if engine is None:
         return EngineMemory()
     agent.eval()

@@ -95,7 +95,7 @@ def _prompt(cfg: DictConfig, bundle: ModelBundle) -> tuple[int, int, tuple[np.nd
     Raises:
         ConfigError: The environment fails.
     """
-    environments = build_environments(cfg)
+    environments = build_environments(cfg.env)
     (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=0)])
     if slot.observation is None:
         raise ConfigError(f"env.target={cfg.env.target}: {slot.error}")

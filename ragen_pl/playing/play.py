@@ -90,7 +90,7 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
 
 def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
     """Play without a model: a person, or one of the config's scripted policies."""
-    environments = build_environments(cfg)
+    environments = build_environments(cfg.env)
     proxy = AgentProxy(
         environments=environments,
         context=TextContext(),
@@ -120,8 +120,8 @@ def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajector
 
     bundle = load_bundle(cfg).to(device_named(cfg.device))
     context = ContextManager(bundle, **plain(cfg.context))
-    proxy = build_proxy(cfg, environments=build_environments(cfg), context=context)
-    with closing(build_engine(cfg, bundle)) as engine:
+    proxy = build_proxy(cfg.rollout, environments=build_environments(cfg.env), context=context)
+    with closing(build_engine(cfg.rollout.engine, bundle)) as engine:
         engine.load_weights(0)
         (trajectory,) = proxy.rollout(
             EngineResponder(engine=engine, context=context, greedy=cfg.greedy),
@@ -137,8 +137,8 @@ def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajec
     endpoint = build_endpoint(cfg)
     assert endpoint is not None
     proxy = build_proxy(
-        cfg,
-        environments=build_environments(cfg),
+        cfg.rollout,
+        environments=build_environments(cfg.env),
         context=endpoint.context,
         max_response_tokens=endpoint.max_tokens,
     )

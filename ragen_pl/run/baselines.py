@@ -10,50 +10,33 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from ragen_pl.config.errors import in_one_line
+from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.phases import phase
 from ragen_pl.rollout.failures import errors_of, most_common
-from ragen_pl.run.build import RunComponents, build_validation_set
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
 
 def baseline_metrics(
-    components: RunComponents,
-    agent: AgentModule,
-    *,
-    engine: RolloutEngine | None,
-    device: torch.device,
+    baselines: Mapping[str, DictConfig | None] | None, validation_set: ValidationSet
 ) -> dict[str, dict[str, float]]:
-    """Return the validation set's metrics of each of the config's baselines, by its name.
+    """Return a validation set's metrics of scripted policies by their names, the node `validation.baselines`.
 
-    A baseline that fails has a warning instead: a run does not lose its results by it.
-
-    Args:
-        components: objects of the run.
-        agent: agent to play with blank images.
-        engine: its rollout engine, with the weights to play with; None without blank images.
-        device: device to play on. Lightning has moved the agent to the CPU.
+    A policy that fails has a warning instead: a run does not lose its results by it.
     """
-    validation = components.cfg.validation
     metrics: dict[str, dict[str, float]] = {}
-    for name, policy in (validation.baselines or {}).items():
+    for name, policy in (baselines or {}).items():
         if not policy:
             continue
         try:
-            metrics[f"{name} policy"] = scripted_metrics(components, str(name), policy)
+            metrics[f"{name} policy"] = scripted_metrics(validation_set, name, policy)
         except Exception as error:  # any of a policy that may be the user's
             _warn(f"validation.baselines.{name}", error)
-    if engine is not None:
-        try:
-            metrics["blank images"] = blank_image_metrics(components, agent.to(device), engine)
-        except RolloutError as error:
-            _warn("validation.blank", error)
-        agent.cpu()
     return metrics
 
 
@@ -79,24 +62,36 @@ def _warn(key: str, error: Exception) -> None:
 
 
 def scripted_metrics(
-    components: RunComponents, name: str, baseline: DictConfig
+    validation_set: ValidationSet, name: str, baseline: DictConfig
 ) -> dict[str, float]:
     """Return the validation set's metrics of a scripted policy."""
-    validation_set, policy = components.validation_sets[0], instantiate(baseline)
+    policy = instantiate(baseline)
     with phase(f"baseline {name}", len(validation_set.episode_specs)) as progress:
         trajectories = validation_set.play_scripted(policy, name=name, progress=progress)
     return _played_metrics(trajectories)
 
 
 def blank_image_metrics(
-    components: RunComponents, agent: AgentModule, engine: RolloutEngine
-) -> dict[str, float]:
-    """Return the validation set's metrics of the agent with blank images."""
-    validation_set = build_validation_set(components.cfg, components.proxy, blank_images=True)
-    agent.eval()
-    with phase("blank images", len(validation_set.episode_specs)) as progress:
-        trajectories = validation_set.play(engine, version=agent.global_step, progress=progress)
-    return _played_metrics(trajectories)
+    blank_set: ValidationSet, agent: AgentModule, engine: RolloutEngine, *, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of the agent with blank images, nothing but a warning if they fail.
+
+    Args:
+        blank_set: validation set in environments with blank images.
+        agent: the agent.
+        engine: its rollout engine, with the weights to play with.
+        device: device to play on. Lightning has moved the agent to the CPU.
+    """
+    agent.to(device).eval()
+    try:
+        with phase("blank images", len(blank_set.episode_specs)) as progress:
+            trajectories = blank_set.play(engine, version=agent.global_step, progress=progress)
+        return {"blank images": _played_metrics(trajectories)}
+    except RolloutError as error:
+        _warn("validation.blank", error)
+        return {}
+    finally:
+        agent.cpu()
 
 
 def _played_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -30,7 +29,6 @@ from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Context
-from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
@@ -60,27 +58,27 @@ class RunComponents:
 def assemble(cfg: DictConfig) -> RunComponents:
     """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
-    policy = build_policy(cfg, bundle)
+    policy = build_policy(bundle, cfg["update"])
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     proxy = build_proxy(
-        cfg,
-        environments=build_environments(cfg, record_states=estimator.needs_states),
+        cfg.rollout,
+        environments=build_environments(cfg.env, record_states=estimator.needs_states),
         context=ContextManager(bundle, **plain(cfg.context)),
     )
-    engine = engine_class(cfg)
+    engine = engine_class(cfg.rollout.engine)
     if engine is not None and engine.in_place:
         # the engine refuses here what it can't run, and not after a warm start
-        engine_factory(cfg)(policy)
-    validation_sets = [build_validation_set(cfg, proxy)]
-    return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
+        engine_factory(cfg.rollout.engine)(policy)
+    validation_set = build_validation_set(proxy, cfg.env, episodes=cfg.validation.episodes)
+    return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, [validation_set])
 
 
 def build_validation_set(
-    cfg: DictConfig, proxy: AgentProxy[ContextManager], **changes: Any
+    proxy: AgentProxy[ContextManager], env: DictConfig, *, episodes: int, **changes: Any
 ) -> ValidationSet:
-    """Build the held-out validation set, in environments with `changes` to their settings."""
-    proxy = replace(proxy, environments=build_environments(cfg, **changes))
-    return ValidationSet(HELD_OUT, proxy, episodes=cfg.validation.episodes)
+    """Build the held-out validation set, in environments of the node `env` with `changes` to their settings."""
+    proxy = replace(proxy, environments=build_environments(env, **changes))
+    return ValidationSet(HELD_OUT, proxy, episodes=episodes)
 
 
 def with_words(cfg: DictConfig) -> DictConfig:
@@ -114,25 +112,25 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     return bundle
 
 
-def build_policy(cfg: DictConfig, bundle: ModelBundle) -> PolicyModule:
-    """Build the policy of a model."""
-    return PolicyModule(bundle, update=read_settings(UpdateSettings, cfg["update"]))
+def build_policy(bundle: ModelBundle, update: DictConfig) -> PolicyModule:
+    """Build the policy of a model, with the settings of the node `update`."""
+    return PolicyModule(bundle, update=read_settings(UpdateSettings, update))
 
 
 def build_proxy(
-    cfg: DictConfig, *, environments: EnvironmentManager, context: ContextT, **changes: Any
+    rollout: DictConfig, *, environments: EnvironmentManager, context: ContextT, **changes: Any
 ) -> AgentProxy[ContextT]:
     """Build the proxy that plays by the node `rollout`, with `changes` to its settings."""
-    settings = replace(episode_settings(cfg), **changes)
-    failures = read_settings(FailureSettings, cfg.rollout.get("failures") or OmegaConf.create())
+    settings = replace(episode_settings(rollout), **changes)
+    failures = read_settings(FailureSettings, rollout.get("failures") or OmegaConf.create())
     return AgentProxy(
         environments=environments, context=context, failures=failures, **vars(settings)
     )
 
 
-def episode_settings(cfg: DictConfig) -> EpisodeSettings:
-    """Return the settings of episodes, in training and in evaluation."""
-    return read_settings(EpisodeSettings, cfg.rollout)
+def episode_settings(rollout: DictConfig) -> EpisodeSettings:
+    """Return the settings of episodes in the node `rollout`, in training and in evaluation."""
+    return read_settings(EpisodeSettings, rollout)
 
 
 def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
@@ -146,19 +144,19 @@ def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
     return endpoint
 
 
-def build_engine(cfg: DictConfig, bundle: ModelBundle) -> RolloutEngine:
-    """Build the config's rollout engine of a model that does not train.
+def build_engine(engine: DictConfig, bundle: ModelBundle) -> RolloutEngine:
+    """Build the rollout engine of the node `rollout.engine` for a model that does not train.
 
     Raises:
         ConfigError: it can't sample for the model.
     """
     with config_errors("rollout.engine"):
-        return engine_factory(cfg)(PolicyModule(bundle))
+        return engine_factory(engine)(PolicyModule(bundle))
 
 
-def build_environments(cfg: DictConfig, **changes: Any) -> EnvironmentManager:
-    """Build the manager of the config's environment, with `changes` to its settings."""
-    return EnvironmentManager(**(manager_settings(cfg.env) | changes))
+def build_environments(env: DictConfig, **changes: Any) -> EnvironmentManager:
+    """Build the manager of the environment of the node `env`, with `changes` to its settings."""
+    return EnvironmentManager(**(manager_settings(env) | changes))
 
 
 def build_critic(
@@ -223,7 +221,9 @@ def _shared_with_critic(cfg: DictConfig) -> dict[str, Any]:
 def build_agent(components: RunComponents) -> AgentModule:
     """Build the run's agent."""
     cfg = components.cfg
-    engine = checked_engine_factory(cfg, components.proxy)
+    engine = checked_engine_factory(
+        cfg.rollout.engine, components.proxy, context=plain(cfg.context)
+    )
     return assemble_agent(cfg, components.policy, components.critic, engine=engine)
 
 
@@ -253,12 +253,12 @@ def assemble_agent(
         masks=instantiate(algorithm.masks, _convert_="all"),
         loss=instantiate(algorithm.loss, _convert_="all"),
         optimizer=instantiate(cfg.optimizer, _convert_="all"),
-        engine=engine or engine_factory(cfg),
+        engine=engine or engine_factory(cfg.rollout.engine),
         normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
         optimization=read_settings(OptimizationSettings, cfg),
         critic_learning_rate=read_settings(CriticSettings, cfg.critic).lr,
         update=update,
-        truncation=truncation_of(episode_settings(cfg)),
+        truncation=truncation_of(episode_settings(cfg.rollout)),
     )
 
 
@@ -273,27 +273,25 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
         seed=cfg.seed,
         held_out=cfg.validation.held_out,
         curriculum=instantiate(cfg.curriculum, _convert_="all"),
-        rewards=build_rewards(cfg),
+        rewards=build_named(cfg.algorithm.get("rewards")),
         group_filter=instantiate(cfg.algorithm.get("filter"), _convert_="all"),
         observations=cfg.algorithm.masks.get("observations", False),
     )
 
 
-def build_rewards(cfg: DictConfig) -> list[RewardFunction]:
-    """Build the config's reward functions, a dictionary of named targets; null ones are left out."""
-    return [
-        instantiate(reward, _convert_="all")
-        for reward in (cfg.algorithm.get("rewards") or {}).values()
-        if reward
-    ]
+def build_named(targets: DictConfig | None) -> list[Any]:
+    """Build a dictionary of named targets, such as reward functions or callbacks; null ones are left out."""
+    return [instantiate(target, _convert_="all") for target in (targets or {}).values() if target]
 
 
 def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
     """Build the warm start's module and demonstrations."""
     cfg = components.cfg
     module = assemble_warm_start(cfg, components.policy, components.critic)
+    left_out = held_out_states(components.validation_sets[0]) if cfg.validation.held_out else ()
+    environments = build_environments(cfg.env, held_out=frozenset(left_out))
     demonstrations = DemonstrationDataModule(
-        proxy_with(components, held_out=frozenset(held_out_states(components))),
+        replace(components.proxy, environments=environments),
         policy=instantiate(cfg.warm_start.demonstrator),
         settings=read_settings(WarmStartSettings, cfg.warm_start),
         update=read_settings(UpdateSettings, cfg["update"]),
@@ -316,26 +314,10 @@ def assemble_warm_start(
     )
 
 
-def proxy_with(components: RunComponents, **changes: Any) -> AgentProxy[ContextManager]:
-    """Return the run's proxy in environments with some settings changed."""
-    return replace(components.proxy, environments=build_environments(components.cfg, **changes))
-
-
-def held_out_states(components: RunComponents) -> list[str]:
-    """Return the initial states that demonstrations and training leave out."""
-    validation_set = components.validation_sets[0]
-    if validation_set.proxy.environments.held_out_fraction is not None:
-        return []
-    return validation_set.state_keys() if components.cfg.validation.held_out else []
-
-
-def build_callbacks(cfg: DictConfig) -> list[pl.Callback]:
-    """Build the config's callbacks, a dictionary of named targets; null ones are left out."""
-    return [
-        instantiate(callback, _convert_="all")
-        for callback in (cfg.callbacks or {}).values()
-        if callback
-    ]
+def held_out_states(validation_set: ValidationSet) -> list[str]:
+    """Return the initial states of a validation set that demonstrations leave out; none that a fraction holds out."""
+    by_fraction = validation_set.proxy.environments.held_out_fraction is not None
+    return [] if by_fraction else validation_set.state_keys()
 
 
 def build_logger(cfg: DictConfig, run: Run) -> Any:

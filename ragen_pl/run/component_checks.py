@@ -23,7 +23,7 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.rewards.shaping import RewardFunction
-from ragen_pl.run.build import build_callbacks, build_rewards
+from ragen_pl.run.build import build_named
 from ragen_pl.run.start_check import engine_class
 from ragen_pl.run_facts import ChecksRun, ChecksSettings, RunFacts
 
@@ -85,11 +85,11 @@ def build_components(cfg: DictConfig) -> Components:
             loss=instantiate(algorithm.loss, _convert_="all"),
             normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
             group_filter=instantiate(algorithm.get("filter"), _convert_="all"),
-            rewards=build_rewards(cfg),
+            rewards=build_named(algorithm.get("rewards")),
             adaptive_temperature=instantiate(
                 cfg.rollout.get("adaptive_temperature"), _convert_="all"
             ),
-            callbacks=build_callbacks(cfg),
+            callbacks=build_named(cfg.callbacks),
         )
 
 
@@ -170,7 +170,7 @@ def _check_ahead(cfg: DictConfig, loss: UpdateLoss) -> None:
     """Check that the engine can sample while the policy trains, and that the loss corrects for older weights."""
     if not cfg.rollout.iterations_ahead:
         return
-    engine = engine_class(cfg)
+    engine = engine_class(cfg.rollout.engine)
     # another one is checked when it is there
     if engine is not None:
         check_asynchronous(engine)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-
-from omegaconf import DictConfig
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.run.folder import Run
@@ -17,22 +15,26 @@ from ragen_pl.run.same_run import facts_of, token_file
 
 def agree_with_others(
     watch: RankWatch,
-    cfg: DictConfig,
+    config: Mapping[str, str],
     run: Run,
     *,
     members: int,
     step: int = 1,
     store: Callable[[], int | None] = lambda: None,
+    limit_s: float,
+    folder_s: float,
 ) -> int | None:
     """Compare this rank's run with that of the others. All members must call it.
 
     Args:
         watch: This rank's connection.
-        cfg: The run's config, with the limits in `trainer`.
+        config: Digest of each value of the run's config by its key.
         run: The run as this rank has found it; its folder exists on the first rank.
         members: Number of ranks that compare.
         step: Distance of their numbers.
         store: Opens a store on the first rank, and returns its port; None if there is none.
+        limit_s: `trainer.timeout_s`, within which all ranks have to come.
+        folder_s: `trainer.shared_folder_s`, within which they have to see a file of the first one.
 
     Returns:
         The store's port.
@@ -41,17 +43,16 @@ def agree_with_others(
         RankFailedError: They differ, or a rank is missing.
         ConfigError: The first rank is missing.
     """
-    limit_s, within_s = cfg.trainer.timeout_s, cfg.trainer.shared_folder_s
     change = Change(0, "start of the ranks", limit_s, members * step, step)
     watch.say({"change": asdict(change)})
-    patience = limit_s + within_s
+    patience = limit_s + folder_s
     try:
         with token_file(run.folder) if watch.rank == 0 else nullcontext() as made:
             if watch.rank == 0:
                 watch.tell_all({"token": made, "store": store()})
             token = watch.hear("token", limit_s=patience)
             watch.say(
-                {"facts": facts_of(cfg, run, token=token, within_s=within_s), "count": members}
+                {"facts": facts_of(config, run, token=token, within_s=folder_s), "count": members}
             )
             watch.hear("agreed", limit_s=patience)
         port: int | None = watch.hear("store", limit_s=patience)

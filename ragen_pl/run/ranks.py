@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -136,20 +136,21 @@ def set_remedy(remedy: Callable[[], str]) -> None:
     _Process.remedy = remedy
 
 
-def agree(cfg: DictConfig, run: Run) -> None:
+def agree(trainer: DictConfig, run: Run, *, config: Mapping[str, str]) -> None:
     """Check that all ranks are of one run, before a model is loaded. Each that was started from outside must call it.
 
     Ranks that another one has launched have its folder and its command.
 
     Args:
-        cfg: The run's config.
+        trainer: Node `trainer` of the config, with devices and limits.
         run: The run as this rank has found it; its folder exists on the first rank.
+        config: Digest of each value of the config by its key.
 
     Raises:
         RankFailedError: They differ, or a rank is missing. The first process of each machine prints it in one line.
         ConfigError: The first rank is missing.
     """
-    watch, outside, devices = join(), outside_processes(), cfg.trainer.devices
+    watch, outside, devices = join(), outside_processes(), trainer.devices
     given = devices * _Process.nodes if isinstance(devices, int) and devices > 0 else None
     members, step = (outside, 1) if outside > 1 else (_Process.nodes, _Process.devices)
     # where the launcher and the config do not fit together, Lightning says it
@@ -157,7 +158,14 @@ def agree(cfg: DictConfig, run: Run) -> None:
     if watch is None or members < 2 or unfit:
         return
     port = agree_with_others(
-        watch, cfg, run, members=members, step=step, store=_store_of_this_start
+        watch,
+        config,
+        run,
+        members=members,
+        step=step,
+        store=_store_of_this_start,
+        limit_s=trainer.timeout_s,
+        folder_s=trainer.shared_folder_s,
     )
     if port is not None:
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}

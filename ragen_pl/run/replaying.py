@@ -182,7 +182,7 @@ def build_module(
     """
     with config_errors("model"):
         bundle = build_bundle(settings)
-        models = Models(build_policy(settings, bundle), build_critic(settings, bundle))
+        models = Models(build_policy(bundle, settings["update"]), build_critic(settings, bundle))
     module: Recordable
     if recorded.steps[0].phase == UPDATE:
         run = Run(recorded.run)

@@ -50,11 +50,11 @@ class RankFacts:
     versions: Mapping[str, str]
 
 
-def facts_of(cfg: DictConfig, run: Run, *, token: str, within_s: float) -> dict[str, Any]:
+def facts_of(config: Mapping[str, str], run: Run, *, token: str, within_s: float) -> dict[str, Any]:
     """Return a rank's `RankFacts` as JSON takes them, once the first rank has written its token file.
 
     Args:
-        cfg: The run's config.
+        config: Digest of each value of the run's config by its key.
         run: The run as this rank has found it.
         token: The token of the file.
         within_s: Seconds to wait for the file, which a network file system may show late.
@@ -64,7 +64,7 @@ def facts_of(cfg: DictConfig, run: Run, *, token: str, within_s: float) -> dict[
             folder=str(run.folder),
             sees_folder=_appears(run.folder / _TOKEN.format(token), within_s=within_s),
             begins=beginning_of(run),
-            config=config_digests(cfg),
+            config=dict(config),
             versions=_versions(),
         )
     )

@@ -5,13 +5,13 @@ It runs after the Trainer has placed the model: on the device of the run, in its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ragen_pl.config.errors import config_errors
 from ragen_pl.distributed import all_ranks_do, rank
@@ -26,18 +26,25 @@ from ragen_pl.rollout.proxy import AgentProxy
 ForwardContext = Callable[[], AbstractContextManager[object]]
 
 
-def engine_factory(cfg: DictConfig) -> EngineFactory:
-    """Return the config's rollout engine, which is built from a policy."""
-    factory: EngineFactory = instantiate(cfg.rollout.engine, _convert_="all")
+def engine_factory(engine: DictConfig) -> EngineFactory:
+    """Return the rollout engine of the node `rollout.engine`, which is built from a policy."""
+    factory: EngineFactory = instantiate(engine, _convert_="all")
     return factory
 
 
-def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -> EngineFactory:
-    """Return the config's rollout engine, which is compared with the trainer when it is first built.
+def checked_engine_factory(
+    engine: DictConfig, proxy: AgentProxy[ContextManager], *, context: Mapping[str, Any]
+) -> EngineFactory:
+    """Return the rollout engine of a node, which is compared with the trainer when it is first built.
 
     A model that was built from its config is not compared with an engine in place that calls the trainer's functions.
+
+    Args:
+        engine: Node `rollout.engine` of the config.
+        proxy: Plays the run's episodes.
+        context: Settings of the run's `ContextManager`.
     """
-    factory, traits = engine_factory(cfg), engine_class(cfg)
+    factory, traits = engine_factory(engine), engine_class(engine)
     same = traits is not None and traits.in_place and traits.shares_forward
     checked = False
 
@@ -46,17 +53,15 @@ def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -
     ) -> RolloutEngine:
         nonlocal checked
         with config_errors("rollout.engine"):
-            engine = all_ranks_do(lambda: factory(policy, forward_context=forward_context))
+            built = all_ranks_do(lambda: factory(policy, forward_context=forward_context))
         if checked or (same and policy.bundle.source is None):
-            return engine
+            return built
 
         def compare(**settings: Any) -> None:
-            context = _context(cfg, policy)
-            size = image_size(proxy.environments)
             check_engine(
-                context,
-                engine,
-                image_size=size,
+                ContextManager(policy.bundle, **context),
+                built,
+                image_size=image_size(proxy.environments),
                 policy=policy,
                 truncation=proxy.truncation,
                 forward_context=forward_context,
@@ -65,20 +70,20 @@ def checked_engine_factory(cfg: DictConfig, proxy: AgentProxy[ContextManager]) -
 
         try:
             with _refusals(policy):
-                load_engine(engine, policy, version=0)
-                _on_first_rank(compare) if engine.in_place else compare()
+                load_engine(built, policy, version=0)
+                _on_first_rank(compare) if built.in_place else compare()
         except BaseException:
-            engine.close()
+            built.close()
             raise
         checked = True
-        return engine
+        return built
 
     return build
 
 
-def engine_class(cfg: DictConfig) -> type[EngineTraits] | None:
-    """Return the class of the config's rollout engine; None where it is not known before the engine is built."""
-    target = get_object(cfg.rollout.engine._target_)
+def engine_class(engine: DictConfig) -> type[EngineTraits] | None:
+    """Return the class of the node `rollout.engine`; None where it is not known before the engine is built."""
+    target = get_object(engine._target_)
     return target if isinstance(target, type) and issubclass(target, EngineTraits) else None
 
 
@@ -86,15 +91,19 @@ class TrainerCheck(pl.Callback):
     """Compare the trainer with the model's own forward before a warm start.
 
     Args:
-        cfg: Config of the run.
         policy: Policy.
         environments: Environments of the run.
+        context: Settings of the run's `ContextManager`.
     """
 
     def __init__(
-        self, cfg: DictConfig, policy: PolicyModule, environments: EnvironmentManager
+        self,
+        policy: PolicyModule,
+        environments: EnvironmentManager,
+        *,
+        context: Mapping[str, Any],
     ) -> None:
-        self.cfg, self.policy, self.environments = cfg, policy, environments
+        self.policy, self.environments, self.context = policy, environments, context
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare them, unless the model was built from its config."""
@@ -103,7 +112,7 @@ class TrainerCheck(pl.Callback):
 
         def compare(**settings: Any) -> None:
             check_trainer(
-                _context(self.cfg, self.policy),
+                ContextManager(self.policy.bundle, **self.context),
                 image_size=image_size(self.environments),
                 policy=self.policy,
                 forward_context=trainer.precision_plugin.forward_context,
@@ -122,11 +131,6 @@ def _on_first_rank(compare: Callable[..., None]) -> None:
 def _refusals(policy: EnginePolicy) -> AbstractContextManager[None]:
     """Raise in one line whatever a family that is not supported leads to."""
     return config_errors(f"model.build: this family ({policy.bundle.facts.family}) can't be run")
-
-
-def _context(cfg: DictConfig, policy: EnginePolicy) -> ContextManager:
-    settings: Any = OmegaConf.to_container(cfg.context, resolve=True)
-    return ContextManager(policy.bundle, **settings)
 
 
 def image_size(environments: EnvironmentManager) -> tuple[int, int] | None:

@@ -25,6 +25,8 @@ from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.settings import read_settings
+from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import collective_rollout
@@ -40,14 +42,15 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.rank_states import RankStatesError
 from ragen_pl.run import ranks
-from ragen_pl.run.baselines import baseline_metrics, warn_of_garbage
+from ragen_pl.run.baselines import baseline_metrics, blank_image_metrics, warn_of_garbage
 from ragen_pl.run.build import (
     RunComponents,
     assemble,
     build_agent,
-    build_callbacks,
     build_datamodule,
     build_logger,
+    build_named,
+    build_validation_set,
     build_warm_start,
     check_optimizer,
     plain,
@@ -58,7 +61,7 @@ from ragen_pl.run.checks import check_space
 from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
 from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
-from ragen_pl.run.same_run import beginning_of, config_digest
+from ragen_pl.run.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.run.start_check import TrainerCheck
 from ragen_pl.run.starts import counted_start
@@ -116,13 +119,13 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
         try:
             quieten()
             if not launched:
-                ranks.agree(cfg, run)
+                ranks.agree(cfg.trainer, run, config=config_digests(cfg))
             report_accelerator(cfg.trainer.get("accelerator", "auto"))
             check_optimizer(cfg.optimizer, key="optimizer")
             if cfg.warm_start.enabled:
                 check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
             if checkpoint_bytes is not None and first:
-                kept = kept_checkpoints(build_callbacks(cfg))
+                kept = kept_checkpoints(build_named(cfg.callbacks))
                 check_space(run.folder, checkpoint=checkpoint_bytes, kept=kept)
             if first:
                 log.info("building the model")
@@ -196,12 +199,12 @@ def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponent
     Returns:
         The components to go on with: other ones if the weights were sharded for the warm start.
     """
-    cfg, weights = components.cfg.warm_start, run.warm_start
-    if not cfg.enabled:
+    settings, weights = read_settings(WarmStartSettings, components.cfg.warm_start), run.warm_start
+    if not settings.enabled:
         return components
-    if cfg.weights is not None and not run.has_initial_weights:
-        given = Path(cfg.weights).expanduser()
-        source = f"warm_start.weights={cfg.weights}"
+    if settings.weights is not None and not run.has_initial_weights:
+        given = Path(settings.weights).expanduser()
+        source = f"warm_start.weights={settings.weights}"
         hint = "give the file of a run with the same model and algorithm"
         load_initial_weights(components, given, source=source, hint=hint)
         _copy_initial_weights(given, weights)
@@ -237,9 +240,18 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         enable_model_summary=False,
         default_root_dir=run.folder,
         callbacks=[
-            *warm_start_callbacks(cfg, run),
+            *callbacks_in_warm_start(build_named(cfg.callbacks)),
+            RandomState(),
+            RunCheckpoint(
+                dirpath=str(run.folder),
+                filename=checkpoint.stem,
+                every_n_train_steps=cfg.warm_start.checkpoint_every_n_steps,
+                save_last=False,
+            ),
             UnusedWeights(),
-            TrainerCheck(cfg, components.policy, components.proxy.environments),
+            TrainerCheck(
+                components.policy, components.proxy.environments, context=plain(cfg.context)
+            ),
         ],
     )
     # the seed of dropout
@@ -262,20 +274,9 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
     trainer.strategy.barrier()
 
 
-def warm_start_callbacks(cfg: DictConfig, run: Run) -> list[pl.Callback]:
-    """Return the config's callbacks that the warm start uses too, and its own checkpoint."""
-    checkpoint = RunCheckpoint(
-        dirpath=str(run.folder),
-        filename=run.warm_start_checkpoint.stem,
-        every_n_train_steps=cfg.warm_start.checkpoint_every_n_steps,
-        save_last=False,
-    )
-    configured = [
-        callback
-        for callback in build_callbacks(cfg)
-        if isinstance(callback, RolloutCallback) and callback.in_warm_start
-    ]
-    return [*configured, RandomState(), checkpoint]
+def callbacks_in_warm_start(callbacks: Sequence[pl.Callback]) -> list[pl.Callback]:
+    """Return those of a run's callbacks that the warm start uses too."""
+    return [one for one in callbacks if isinstance(one, RolloutCallback) and one.in_warm_start]
 
 
 @rank_zero_only
@@ -295,7 +296,7 @@ def reinforce(
     if run.checkpoint is not None:
         check_resumable(run.checkpoint, agent, needed="agent", trusted=cfg.trust)
     summary = RunSummary(print_at_end=False)
-    callbacks = [RolloutUpdate(), UnusedWeights(), summary, *build_callbacks(cfg)]
+    callbacks = [RolloutUpdate(), UnusedWeights(), summary, *build_named(cfg.callbacks)]
     for callback in callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)
@@ -321,7 +322,12 @@ def reinforce(
     with nullcontext() if engine is None else collective_rollout(engine):
         if trainer.is_global_zero:
             device = trainer.strategy.root_device
-            baselines = baseline_metrics(components, agent, engine=engine, device=device)
+            baselines = baseline_metrics(cfg.validation.baselines, components.validation_sets[0])
+            if engine is not None:
+                blank_set = build_validation_set(
+                    components.proxy, cfg.env, episodes=cfg.validation.episodes, blank_images=True
+                )
+                baselines |= blank_image_metrics(blank_set, agent, engine, device=device)
     # built again after the Trainer has closed it
     agent.teardown("validate")
     if trainer.is_global_zero:

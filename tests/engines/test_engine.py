@@ -491,7 +491,9 @@ def test_unexpanded_ids_have_one_token_for_each_image(vlm, window):
 
 
 def test_the_config_names_the_engine(lm):
-    assert isinstance(engine_factory(composed())(PolicyModule(lm)), TransformersEngine)
+    assert isinstance(
+        engine_factory(composed().rollout.engine)(PolicyModule(lm)), TransformersEngine
+    )
 
 
 def talk(bundle, **settings):

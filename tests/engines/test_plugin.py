@@ -77,7 +77,7 @@ def proxy(publisher) -> Iterator[Proxy]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch) -> None:
-    monkeypatch.setattr(plugin, "_PAUSE", 0.0)
+    monkeypatch.setattr(plugin, "PAUSE_S", 0.0)
 
 
 def by(proxy: Proxy, publisher: Publisher) -> str:

@@ -140,7 +140,7 @@ def pull(start, connect, tmp_path) -> Callable[..., VLLMServerEngine]:
 
 
 @pytest.fixture
-def proxy(lm) -> Iterator[Callable[[VLLMServerEngine], Proxy]]:
+def proxy(lm) -> Iterator[Callable[[str], Proxy]]:
     """Return a function that puts a proxy before an engine's server of weights."""
     made: list[Proxy] = []
 
@@ -151,11 +151,6 @@ def proxy(lm) -> Iterator[Callable[[VLLMServerEngine], Proxy]]:
     yield make
     for one in made:
         one.close()
-
-
-def place(engine: VLLMServerEngine) -> str:
-    """Return the address of an engine's server of weights."""
-    return "/".join(engine._pool.weights.url.split("/")[:3])
 
 
 def test_servers_download_the_weights(start, pull, fresh_lm) -> None:
@@ -183,7 +178,7 @@ def test_an_update_that_another_run_has_not_finished_is_no_obstacle(start, pull)
 def test_a_broken_transfer_is_resumed(start, pull, proxy) -> None:
     server = start()
     engine = pull(server)
-    way = proxy(place(engine))
+    way = proxy(engine.weights_url)
     server.proxy, way.breaks = way.place, [10_000, 20_000]
     engine.load_weights(1)
     ranges = [headers.get("Range") for path, headers in way.asked if path.endswith("safetensors")]
@@ -194,7 +189,7 @@ def test_a_broken_transfer_is_resumed(start, pull, proxy) -> None:
 def test_a_spoiled_transfer_stops_one_server_only(start, pull, proxy) -> None:
     spoiled, fine = start(), start()
     engine = pull(spoiled, fine, timeout_s=600.0)
-    before, way = spoiled.weights, proxy(place(engine))
+    before, way = spoiled.weights, proxy(engine.weights_url)
     spoiled.proxy, way.flips = way.place, 1000
     engine.load_weights(1)
     assert sampled(engine) == expected() and len(fine.asked) == 8
@@ -208,7 +203,7 @@ def test_a_spoiled_transfer_stops_one_server_only(start, pull, proxy) -> None:
 def test_weights_that_no_server_gets_end_the_run_with_the_reason(start, pull, proxy) -> None:
     server = start()
     engine = pull(server, timeout_s=2.0)
-    way = proxy(place(engine))
+    way = proxy(engine.weights_url)
     server.proxy, way.flips = way.place, 1000
     with pytest.raises(
         RolloutError, match=r"no server has answered for 2 s .*its SHA-256 is not that of"

@@ -20,7 +20,7 @@ from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.rollout import agreement
-from ragen_pl.run.build import assemble
+from ragen_pl.run.build import assemble, plain
 from ragen_pl.run.start_check import checked_engine_factory
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,9 @@ def built(engine: type) -> TransformersEngine:
     components = assemble(composed(engine))
     assert components.bundle.source is None
     components.policy.eval()
-    return checked_engine_factory(components.cfg, components.proxy)(components.policy)
+    cfg = components.cfg
+    build = checked_engine_factory(cfg.rollout.engine, components.proxy, context=plain(cfg.context))
+    return build(components.policy)
 
 
 def test_an_engine_with_a_copy_is_compared_with_the_trainer(monkeypatch):

@@ -307,7 +307,7 @@ def test_addresses_of_the_api_are_those_of_the_server(
     engine = connect(f"{server.url}/v1/", weights_folder="weights")
     assert engine.urls == [server.url] and sampled(engine) == expected()
     # a server has another working directory
-    assert str(engine._folder.path).startswith(str(tmp_path / "weights"))
+    assert server.read.startswith(str(tmp_path / "weights"))
 
 
 def test_a_dead_servers_requests_go_to_the_others(start, connect, caplog) -> None:

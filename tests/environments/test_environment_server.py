@@ -23,7 +23,6 @@ from module_process import start_module
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
-from envs.adapters import openenv_episode
 from envs.adapters.openenv import OpenEnv
 from envs.policies import RandomPolicy
 from ragen_pl.environments.answers import AnswerReader
@@ -56,7 +55,7 @@ class FaultyServer(EnvironmentServer):
         # sessions whose last answer was lost
         self.silent: set[Any] = set()
 
-    async def _say(self, session: Any, message: dict[str, Any]) -> None:
+    async def say(self, session: Any, message: dict[str, Any]) -> None:
         is_step = message["data"].get("metadata", {}).get("step", 0) > 0
         if is_step and self.luck.random() < self.lost_sessions:
             self.lost += 1
@@ -70,7 +69,7 @@ class FaultyServer(EnvironmentServer):
             self.silent.add(session)
         else:
             self.silent.discard(session)
-            await super()._say(session, message)
+            await super().say(session, message)
 
 
 class Served:
@@ -141,7 +140,7 @@ class Served:
         def end() -> None:
             for site in list(self._runner.sites):
                 site._server.close()
-            for session in list(self.server._open):
+            for session in list(self.server.open_sessions):
                 if (transport := session.socket._req.transport) is not None:
                     transport.abort()
             self._end.set()
@@ -192,7 +191,7 @@ def rollout(
         ScriptedResponder(policy=RandomPolicy()), specs, seed_key=(0, "test"), on_turn=on_turn
     )
     # idle sessions end
-    manager._workers.run([(worker, env.close) for env, worker in manager._idle])
+    manager.close_idle()
     return played
 
 
@@ -360,9 +359,10 @@ def test_a_full_server_refuses_after_the_search(serve: Any) -> None:
     with pytest.raises(ConnectionError, match=r"all 1 sessions are taken \(CAPACITY_REACHED\)"):
         second.reset(seed=0)
     first.close()
-    second._episode.search_s = 30.0
-    second.reset(seed=0)
     second.close()
+    third = OpenEnv(urls=[served.url], members=True)
+    third.reset(seed=0)
+    third.close()
 
 
 def faults(served: list[Served], *, count: int) -> None:
@@ -395,16 +395,14 @@ def test_no_step_is_lost_or_taken_twice_under_faults_and_load(serve: Any) -> Non
 def test_another_answer_ends_replays(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     first, second = serve(), serve(kwargs={"slip_probability": 0.0, "size": 5})
     env = OpenEnv(urls=[first.url, second.url], members=True)
-    env._episode._next = 0
     env.reset(seed=0)
     env.step(0)
-    first.kill()
+    next(one for one in (first, second) if one.health()["open"]).kill()
     with pytest.raises(ConnectionError, match="answered differently after 0 of the same actions"):
         env.step(1)
     assert caplog.text.count("are not replayed any more") == 1
-    assert not env._episode.replays and OpenEnv(urls=[first.url])._episode.replays
+    assert not env.replays and OpenEnv(urls=[first.url]).replays
     env.close()
-    openenv_episode._differing.clear()
 
 
 def test_a_key_is_asked_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

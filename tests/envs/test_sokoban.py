@@ -256,14 +256,15 @@ def test_a_plan_is_the_next_push_of_a_shortest_solution(seed):
     env = Sokoban(plans=True)
     env.reset(seed=seed)
     rng = np.random.default_rng(0)
-    while not env._over:
+    over = False
+    while not over:
         words = env.plan().split()
         assert (words[0], words[3]) == ("reach", "push")
         boxes = env.state.boxes
         while env.state.boxes == boxes:
             row, column = divmod(env.state.player.bit_length() - 1, env.size)
             action = env.optimal_action(rng)
-            env.step(action)
+            _, _, over, _, _ = env.step(action)
         assert [str(row), str(column)] == words[1:3]
         assert env.action_names[action] == words[4]
 

@@ -171,7 +171,7 @@ def test_no_key_of_episodes_is_dropped(root: Path, monkeypatch: pytest.MonkeyPat
     (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     evaluated = composed(*resolved(f"ckpt={run}", "trust=true"), command="evaluate", checked=False)
     assert given == {name: evaluated.rollout[name] for name in given}
-    settings = vars(episode_settings(evaluated))
+    settings = vars(episode_settings(evaluated.rollout))
     adaptive = AdaptiveTemperature(low=0.5)
     assert settings == given | {"adaptive_temperature": adaptive}
 

@@ -53,7 +53,9 @@ def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
     cfg = composed(*overrides, *sizes, f"trainer.precision={precision}")
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
     bundle = build_bundle(cfg)
-    agent = assemble_agent(cfg, build_policy(cfg, bundle), build_critic(cfg, bundle)).to(DEVICE)
+    agent = assemble_agent(cfg, build_policy(bundle, cfg["update"]), build_critic(cfg, bundle)).to(
+        DEVICE
+    )
     agent.trainer = pl.Trainer(precision=precision, max_epochs=1, barebones=True)
     agent.store_reference()
     batch = move_data_to_device(minibatch_of(agent, workload_of(cfg, bundle)), torch.device(DEVICE))

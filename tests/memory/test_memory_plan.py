@@ -98,7 +98,7 @@ def allocated(action) -> int:
 def stepped(cfg):
     """Return an agent and its optimizer after a step, and a function that does the step."""
     bundle = build_bundle(cfg)
-    agent = assemble_agent(cfg, build_policy(cfg, bundle), build_critic(cfg, bundle))
+    agent = assemble_agent(cfg, build_policy(bundle, cfg["update"]), build_critic(cfg, bundle))
     agent.trainer = pl.Trainer(
         accelerator="cpu", precision=cfg.trainer.precision, max_epochs=1, barebones=True
     )

@@ -85,10 +85,10 @@ def build_engine(rank: int, folder: str) -> None:
     """Build an engine that fails on one rank; write the error."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     target = f"{__name__}.{engine_of_first_rank.__name__}"
-    cfg = OmegaConf.create({"rollout": {"engine": {"_target_": target, "_partial_": True}}})
+    engine = OmegaConf.create({"_target_": target, "_partial_": True})
     agent = played_agents.build_agent()
     with pytest.raises(ConfigError) as caught:
-        checked_engine_factory(cfg, proxy=None)(agent.policy)
+        checked_engine_factory(engine, proxy=None, context={})(agent.policy)
     Path(folder, f"{rank}.txt").write_text(str(caught.value))
     dist.destroy_process_group()
 

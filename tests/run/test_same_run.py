@@ -91,10 +91,10 @@ def agreed(watches):
         made = watches(len(folders))
 
         def one(number: int) -> BaseException | None:
-            trainer = {"timeout_s": 5.0, "shared_folder_s": wait_s}
-            cfg = OmegaConf.create({"seed": seeds[number], "trainer": trainer})
+            config, run = {"seed": str(seeds[number])}, Run(folders[number])
+            limits = {"limit_s": 5.0, "folder_s": wait_s}
             try:
-                agree_with_others(made[number], cfg, Run(folders[number]), members=len(folders))
+                agree_with_others(made[number], config, run, members=len(folders), **limits)
             except BaseException as error:
                 return error
             return None
@@ -144,9 +144,8 @@ def test_another_config_on_a_rank_ends_all(agreed, tmp_path):
 
 def test_a_missing_rank_is_named_at_the_start(watches, tmp_path):
     (first,) = watches(1)
-    cfg = OmegaConf.create({"trainer": {"timeout_s": 0.2, "shared_folder_s": 5.0}})
     with pytest.raises(RankFailedError):
-        agree_with_others(first, cfg, Run(tmp_path), members=2)
+        agree_with_others(first, {}, Run(tmp_path), members=2, limit_s=0.2, folder_s=5.0)
     assert first.failure is not None
     expected = "start of the ranks: no answer from rank 1 (never started) for 0.2 s"
     assert first.failure.line == expected and first.code == 1
@@ -154,9 +153,8 @@ def test_a_missing_rank_is_named_at_the_start(watches, tmp_path):
 
 def test_a_missing_first_rank_is_one_line(watches, tmp_path):
     (second,) = watches(1, first=1)
-    cfg = OmegaConf.create({"trainer": {"timeout_s": 0.1, "shared_folder_s": 0.1}})
     with pytest.raises(ConfigError, match=r"no answer from the first rank for 0.2 s; start all"):
-        agree_with_others(second, cfg, Run(tmp_path), members=2)
+        agree_with_others(second, {}, Run(tmp_path), members=2, limit_s=0.1, folder_s=0.1)
 
 
 def start(folder: Path, *, begins: str = "step 8", config: str = "a", most: int | None = 3):

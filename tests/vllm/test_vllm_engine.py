@@ -178,7 +178,7 @@ def test_release_aborts_what_is_under_way(engine):
     engine.submit([request(engine.bundle, "Go.", tokens=500)], keep=True)
     engine.release()
     assert engine.collect() == []
-    assert not engine._llm.llm_engine.has_unfinished_requests()
+    assert engine.is_idle
 
 
 # ---- ends

@@ -68,7 +68,7 @@ def after_an_error(engine, rank: int) -> list:
     except LookupError as caught:
         error = str(caught)
     assert steps == 3
-    assert not engine._llm.llm_engine.has_unfinished_requests()
+    assert engine.is_idle
     with engine.collective_rollout():
         (one,) = generate(engine, [request(engine.bundle, "Go.", seed=rank)], keep=False)
     return [one.ids.tolist(), error]
@@ -82,7 +82,7 @@ def after_an_abort(engine, rank: int) -> list[int]:
             engine.collect(wait=False)
             engine.release()
         (one,) = generate(engine, [request(engine.bundle, "Go.", seed=rank)], keep=False)
-    assert not engine._llm.llm_engine.has_unfinished_requests()
+    assert engine.is_idle
     return one.ids.tolist()
 
 

@@ -113,13 +113,12 @@ def test_downloaded_weights_are_those_of_a_shared_folder(connect, server):
 
 def test_weights_that_are_not_those_of_the_manifest_are_left(connect, server, monkeypatch):
     bundle = build("text")
-    engine = connect(bundle, transfer="pull")
+    engine = connect(bundle, transfer="pull", timeout_s=60.0)
     engine.load_weights(0)
     before = checksums(server)
     change_weights(bundle, seed=5)
     with monkeypatch.context() as patch, pytest.raises(RolloutError, match="its SHA-256 is not"):
         patch.setattr(serving, "digest", lambda path: "0" * 64)
-        patch.setattr(engine._pool, "_timeout_s", 5.0)
         engine.load_weights(1)
     assert checksums(server) == before
     engine.load_weights(1)

@@ -206,6 +206,11 @@ class VLLMEngine(VLLMRules):
             self._abort(list(self._sessions))
             self._sessions.clear()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether vLLM has no request under way."""
+        return not self._llm.llm_engine.has_unfinished_requests()
+
     def _abort(self, names: list[str]) -> None:
         if self._lockstep is not None and self._lockstep.under_way:
             self._lockstep.abort(names)

@@ -127,6 +127,8 @@ class VLLMServerEngine(VLLMServerRules):
         self.sampled_tokens = self.resent = 0
         self.exchange = Exchange(self.bundle, finite=router_url is not None)
         self._folder: WeightFolder | None = None
+        self.weights_url: str | None = None
+        """Address of the first rank from which servers download weights; None on other ranks, and for a folder."""
         self._thread: RequestThread[int, Generation] = RequestThread(concurrency)
         self._resources = ExitStack()
         self._resources.callback(self._thread.close)
@@ -195,6 +197,7 @@ class VLLMServerEngine(VLLMServerRules):
         if transfer == "pull" or serve_address is not None:
             server = self._thread.call(serve(serve_address, self.urls[0]))
             self._resources.callback(lambda: self._thread.call(server.close()))
+            self.weights_url = server.url
         self._folder = WeightFolder(self.bundle, place, adapters=self._adapters, server=server)
         self._resources.callback(self._folder.remove)
 

@@ -36,7 +36,8 @@ ADAPTERS = "ragen-"
 ATTEMPTS = 5
 """Attempts of a transfer that brings nothing new."""
 _WRONG_DIGESTS = 2
-_PAUSE = 0.1
+PAUSE_S = 0.1
+"""First pause before another attempt in seconds, doubled with each one."""
 _BLOCK = 2**22
 _ANSWERS_IN = 30.0
 _USERS, _PARTIAL = "users", ".partial"
@@ -177,7 +178,7 @@ def _manifest(url: str) -> dict[str, Any]:
             failures += 1
             if failures >= ATTEMPTS or isinstance(error, urllib.error.HTTPError):
                 raise TransferError(f"no manifest from {_place(url)} ({error})") from error
-            time.sleep(_PAUSE * 2**failures)
+            time.sleep(PAUSE_S * 2**failures)
 
 
 def _download(place: str, folder: Path, entry: dict[str, Any]) -> None:
@@ -209,7 +210,7 @@ def _download(place: str, folder: Path, entry: dict[str, Any]) -> None:
             partial.unlink(missing_ok=True)
             raise TransferError(f"{name} from {_place(place)}: {trouble}")
         if failures:
-            time.sleep(_PAUSE * 2**failures)
+            time.sleep(PAUSE_S * 2**failures)
 
 
 def _append(url: str, partial: Path, size: int) -> str:

@@ -53,7 +53,8 @@ class WeightServer:
         application = web.Application()
         application.router.add_get("/{token}/{folder}/{name}", self._answer)
         self._runner = web.AppRunner(application, access_log=None)
-        self._place = ""
+        self.url: str | None = None
+        """Its address, once it listens."""
 
     async def open(self, host: str, port: int) -> None:
         """Listen.
@@ -68,7 +69,7 @@ class WeightServer:
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         port = self._runner.addresses[0][1]
-        self._place = f"http://{f'[{host}]' if ':' in host else host}:{port}/{self._token}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def close(self) -> None:
         """Stop to listen."""
@@ -77,7 +78,7 @@ class WeightServer:
     def publish(self, folder: Path) -> str:
         """Serve a folder in place of the one before; return the address of its manifest."""
         self._folder = folder
-        return f"{self._place}/{folder.name}/{MANIFEST}"
+        return f"{self.url}/{self._token}/{folder.name}/{MANIFEST}"
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         parts, folder = request.match_info, self._folder
