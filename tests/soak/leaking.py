@@ -42,18 +42,22 @@ class Leaks:
         )
         self.kinds: dict[str, Callable[[], object]] = {
             "nothing": lambda: None,
-            "memory": lambda: self.held.append(bytearray(b"x") * 2**20),
+            "memory": lambda: self.held.append(bytearray(b"x") * 2**22),
             "memory_of_children": self.grow_child,
             "objects": lambda: self.held.extend([] for _ in range(20)),
             "threads": self.start_thread,
             "descriptors": lambda: self.held.append(open("/dev/null")),  # noqa: SIM115
-            "shared": lambda: Path(tempfile.mkstemp(dir=self.shared)[1]).write_bytes(b"x"),
+            "shared": self.write_shared,
             "children": lambda: self.held.append(subprocess.Popen(["sleep", "600"])),
             "database": lambda: self.add_points("x" * 1000),
         }
 
     def start_thread(self) -> None:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    def write_shared(self) -> None:
+        with tempfile.NamedTemporaryFile(dir=self.shared, delete=False) as file:
+            file.write(b"x")
 
     def grow_child(self) -> None:
         assert self.child.stdin and self.child.stdout
@@ -68,7 +72,7 @@ class Leaks:
 
     def failing(self, kind: str) -> list[str]:
         """Let something grow, and return what the judge finds."""
-        file = self.folder / kind
+        file = self.folder / f"{kind}.jsonl"
         meter = SoakMeter(file=str(file), store=str(self.store), shared=str(self.shared))
         for iteration in range(MEASUREMENTS):
             self.kinds[kind]()

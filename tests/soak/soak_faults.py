@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +94,7 @@ class Disturbed:
         Raises:
             RuntimeError: It has ended without a fault, or goes on no more.
         """
-        due, fault = self._interval(), None
+        due, fault, acted = self._interval(), None, 0
         self._ranks = self._start()
         try:
             last, changed = -1, time.monotonic()
@@ -102,6 +102,9 @@ class Disturbed:
                 iteration = progress(self._folder)
                 if iteration != last:
                     last, changed = iteration, time.monotonic()
+                if iteration > acted + 1:
+                    # whatever comes now is not its work
+                    fault = None
                 if time.monotonic() > changed + STALL_S:
                     raise RuntimeError(f"no progress after {fault}:\n{self._ranks.tail()}")
                 if any(code is not None for code in self._ranks.codes):
@@ -116,10 +119,11 @@ class Disturbed:
                     )
                     fault, self._ranks = None, self._start()
                 elif due <= iteration < iterations - 1:
-                    fault = self._draw()
+                    fault, acted = self._draw(), iteration
                     self.counts[fault] += 1
                     print(f"iteration {iteration}: {fault}", flush=True)
-                    with self._faults[fault]():
+                    # a rank may end meanwhile
+                    with suppress(psutil.NoSuchProcess), self._faults[fault]():
                         time.sleep(self._rng.uniform(0.5, 5.0))
                     due = iteration + self._interval()
                 time.sleep(0.1)
@@ -128,7 +132,8 @@ class Disturbed:
 
     def _start(self) -> Ranks:
         self.starts += 1
-        return Ranks(self._settings, folder=self._folder, count=RANKS, name=f"start_{self.starts}")
+        name = f"start_{self.starts}"
+        return Ranks(self._settings, folder=self._folder, count=RANKS, name=name, forked=True)
 
     def _interval(self) -> int:
         return self._rng.randint(1, 2 * self._every - 1)
@@ -138,7 +143,7 @@ class Disturbed:
             self._next = self._rng.sample(list(self._faults), len(self._faults))
         return self._next.pop()
 
-    def _rank(self) -> psutil.Popen:
+    def _rank(self) -> psutil.Process:
         return self._rng.choice(self._ranks.processes)
 
     @contextmanager
@@ -166,7 +171,7 @@ class Disturbed:
             rank.rlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         yield
         for rank in self._ranks.processes:
-            if rank.poll() is None:
+            if rank.is_running():
                 rank.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
     @contextmanager
@@ -200,7 +205,7 @@ def progress(folder: Path) -> int:
 
 def undisturbed(folder: Path, settings: Sequence[str]) -> None:
     """Run to the end without faults."""
-    ranks = Ranks(settings, folder=folder, count=RANKS)
+    ranks = Ranks(settings, folder=folder, count=RANKS, forked=True)
     try:
         last, changed = -1, time.monotonic()
         while None in ranks.codes:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import torch
 from fake_vllm import Handler, Server
+from module_process import start_module
 from small_runs import RUN_TESTS, free_port
 from tiny_models import TEXT
 
@@ -199,36 +200,65 @@ class Ranks:
         folder: Working folder, with the output of each rank.
         count: Number of ranks.
         name: First part of the names of the outputs.
+        forked: Whether they are forks of a process that has imported the heavy packages. A start then takes seconds,
+            and the memory of a rank is not its own.
     """
 
     def __init__(
-        self, overrides: Sequence[str], *, folder: Path, count: int = 1, name: str = "start"
+        self,
+        overrides: Sequence[str],
+        *,
+        folder: Path,
+        count: int = 1,
+        name: str = "start",
+        forked: bool = False,
     ) -> None:
-        port, self.outputs = str(free_port()), []
-        self.processes: list[psutil.Popen] = []
-        for rank in range(count):
+        port = str(free_port())
+        self.outputs = [folder / f"{name}_rank_{rank}.txt" for rank in range(count)]
+        self.processes: list[psutil.Process] = []
+        self._code_of: list[Callable[[], int | None]] = []
+        for rank, output in enumerate(self.outputs):
             place = {
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
             }  # fmt: skip
-            self.outputs.append(folder / f"{name}_rank_{rank}.txt")
-            with self.outputs[-1].open("ab") as output:
-                command = [sys.executable, "-m", "ragen_pl.fit", *overrides]
-                self.processes.append(
-                    psutil.Popen(
-                        command,
-                        cwd=folder,
-                        env=variables() | (place if count > 1 else {}),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
+            environment = variables() | (place if count > 1 else {})
+            start = self._fork if forked else self._start
+            start(overrides, folder, output, environment)
+
+    def _fork(
+        self, overrides: Sequence[str], folder: Path, output: Path, environment: dict[str, str]
+    ) -> None:
+        process = start_module(
+            "ragen_pl.fit",
+            overrides,
+            folder=folder,
+            output=output,
+            paths=PATHS,
+            environment=environment,
+        )
+        self.processes.append(psutil.Process(process.pid))
+        self._code_of.append(lambda: process.exitcode)
+
+    def _start(
+        self, overrides: Sequence[str], folder: Path, output: Path, environment: dict[str, str]
+    ) -> None:
+        with output.open("ab") as file:
+            process = psutil.Popen(
+                [sys.executable, "-m", "ragen_pl.fit", *overrides],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+        self.processes.append(process)
+        self._code_of.append(process.poll)
 
     @property
     def codes(self) -> list[int | None]:
         """Exit codes; None for a rank that runs."""
-        return [process.poll() for process in self.processes]
+        return [code() for code in self._code_of]
 
     def join(self, *, limit_s: float) -> list[int]:
         """Wait until all have ended, and return their exit codes. After the limit they are killed."""
@@ -241,11 +271,12 @@ class Ranks:
         return [int(code) for code in self.codes if code is not None]
 
     def kill(self) -> None:
-        """Kill all that still run."""
-        for process in self.processes:
-            if process.poll() is None:
+        """Kill all that still run, and wait for their end."""
+        for process, code in zip(self.processes, self._code_of, strict=True):
+            if code() is None:
                 process.kill()
-                process.wait()
+            while code() is None:
+                time.sleep(0.05)
 
     def tail(self) -> str:
         """Return the last lines of each rank."""
