@@ -9,7 +9,7 @@ import pytest
 from module_process import ROOT, run_module
 
 HERE = Path(__file__).parent
-LIMIT_S = 300
+LIMIT_S = 900
 
 
 @pytest.mark.slow
