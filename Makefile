@@ -21,9 +21,10 @@ venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) 
 # Set in many containers: every process would then compile all packages anew, which takes longer than their import.
 unexport PYTHONDONTWRITEBYTECODE
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+SOAK = $(ONE_THREAD) PYTHONUNBUFFERED=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/run
 
 .DEFAULT_GOAL := help
-.PHONY: help fit vllm test soak test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
+.PHONY: help fit vllm test soak soak-memory soak-faults test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -36,6 +37,12 @@ test: lint  ## Install, then run linters, the type checker and all tests, the sl
 
 soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes each, which `make test` leaves out
 	$(ONE_THREAD) $(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+soak-memory: $(VENV)/.installed-dev  ## Install, then see whether the memory of a long run grows: make soak-memory ARGS="--minutes 30"
+	$(SOAK) $(PY) tests/soak/soak_memory.py $(ARGS)
+
+soak-faults: $(VENV)/.installed-dev  ## Install, then disturb a run by random faults: make soak-faults ARGS="--iterations 1000"
+	$(SOAK) $(PY) tests/soak/soak_faults.py $(ARGS)
 
 test-nodes: $(VENV)/.installed-dev  ## Install, then run torchrun over two network namespaces and kill its ranks; a quarter of an hour, as root
 	$(ONE_THREAD) $(PY) -m pytest -m machines tests/machines/test_two_nodes.py $(PYTEST_ARGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -160,7 +160,7 @@ def slid(rows: Rows, move: int) -> Rows:
     return lines if name in ("Left", "Right") else tuple(zip(*lines, strict=True))
 
 
-@cache
+@lru_cache(maxsize=1 << 16)
 def _joined(line: tuple[int, ...]) -> tuple[int, ...]:
     """Slide a line to its start."""
     tiles: list[int] = []

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch.multiprocessing as mp
+from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
@@ -114,6 +115,8 @@ def _become(
     environment: Mapping[str, str],
 ) -> None:
     os.environ |= environment
+    # Lightning read it from the environment of the process that this is a fork of
+    rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -21,6 +21,14 @@ class KeepsFiles(Protocol):
 
 
 @runtime_checkable
+class RemovesFiles(Protocol):
+    """Logger that removes what `KeepsFiles` has logged."""
+
+    def remove_files(self, place: str) -> None:
+        """Remove the files under a name."""
+
+
+@runtime_checkable
 class KeepsTraces(Protocol):
     """Logger that takes episodes, as traces of agent, turns and environment steps."""
 

@@ -30,8 +30,8 @@ _UPDATE = ("approx_kl", "reference_kl", "clip_fraction")
 class PlotRun(RolloutCallback):
     """Keep a row of metrics an iteration and draw the rows into `<run>/plots` and MLflow's artifacts.
 
-    Checkpoints hold the rows, so the curves of a resumed run go on. `plots/rows.jsonl` is rewritten every
-    iteration, so a killed run leaves it.
+    Checkpoints hold the rows, so the curves of a resumed run go on. `plots/rows.jsonl` gets them as they come, so a
+    killed run leaves it.
 
     Args:
         every_n_iterations: iterations between two drawings; the end of a run always draws.
@@ -41,6 +41,7 @@ class PlotRun(RolloutCallback):
     def __init__(self, *, every_n_iterations: Count = 20) -> None:
         self.every_n_iterations = every_n_iterations
         self.rows: list[Row] = []
+        self._file = RowsFile()
         # Until when the time has been assigned to a phase, and the time of the run up to then, including
         # the parts of the run before a resume.
         self._mark = time.perf_counter()
@@ -138,8 +139,7 @@ class PlotRun(RolloutCallback):
 
     def _write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / ROWS) as partial:
-            partial.write_text("".join(json_text(row) + "\n" for row in self.rows))
+        self._file.write(folder / ROWS, self.rows)
 
     # ---- drawing
 
@@ -177,10 +177,35 @@ class PlotRun(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.rows = [dict(row) for row in state_dict["rows"]]
+        self.rows, self._file = [dict(row) for row in state_dict["rows"]], RowsFile()
         self._seconds = dict(state_dict["seconds"])
         self._validation = dict(state_dict["validation"])
         self._elapsed = state_dict["elapsed"]
+
+
+class RowsFile:
+    """The file of a process's rows. All but the last one stay as they are, and are written once.
+
+    The first write replaces the file of an earlier process.
+    """
+
+    def __init__(self) -> None:
+        # rows that stay, and where they end in the file
+        self._kept = self._end = 0
+
+    def write(self, file: Path, rows: Sequence[Row]) -> None:
+        """Write the rows that are new, and the last one of before, which may have changed."""
+        lines = [f"{json_text(row)}\n".encode() for row in rows[self._kept :]]
+        if self._kept:
+            with file.open("r+b") as stream:
+                stream.seek(self._end)
+                stream.write(b"".join(lines))
+                stream.truncate()
+        else:
+            with atomic_write(file) as partial:
+                partial.write_bytes(b"".join(lines))
+        self._end += sum(map(len, lines[:-1]))
+        self._kept += len(lines[:-1])
 
 
 def _plotted(prefix: str, metrics: Mapping[str, Any], plotted: Sequence[str] = _METRICS) -> Row:

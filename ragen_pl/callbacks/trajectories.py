@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from PIL import Image
 
 from ragen_pl.callbacks.access import (
     KeepsTraces,
+    RemovesFiles,
     datamodule_of,
     log_files,
     run_folder,
@@ -30,6 +32,7 @@ from ragen_pl.viewing.token_credit import token_credit
 # Pixels: the gap between the images of a strip, the height that smaller images are enlarged to.
 _GAP = 4
 _HEIGHT = 96
+_FOLDER, _NAME = "trajectories", "iteration_"
 
 
 class LogTrajectories(RolloutCallback):
@@ -39,17 +42,27 @@ class LogTrajectories(RolloutCallback):
     advantages and masks, a strip of images for each episode, and the page `page.html`. MLflow has the same
     files as artifacts, and some of the episodes as traces.
 
+    The folders of the first iteration, of the newest ones, and the first at or after each power of two stay, so that
+    their number hardly grows. MLflow keeps the same ones, and all traces.
+
     Args:
         every_n_iterations: interval in iterations; the first iteration is always kept.
         count: approximate number of episodes kept: whole groups, spread evenly over the iteration's.
         traces: number of the kept episodes that become MLflow traces.
+        keep_last: number of the newest iterations whose folders stay; None for all.
     """
 
     @checked
     def __init__(
-        self, *, every_n_iterations: Count = 10, count: CountOrZero = 4, traces: CountOrZero = 2
+        self,
+        *,
+        every_n_iterations: Count = 10,
+        count: CountOrZero = 4,
+        traces: CountOrZero = 2,
+        keep_last: Count | None = 10,
     ) -> None:
         self.every_n_iterations, self.count, self.traces = every_n_iterations, count, traces
+        self.keep_last = keep_last
 
     def on_rollout_end(
         self,
@@ -61,7 +74,7 @@ class LogTrajectories(RolloutCallback):
         iteration = trainer.current_epoch
         if not trainer.is_global_zero or iteration % self.every_n_iterations:
             return
-        name = f"trajectories/iteration_{iteration:04d}"
+        name = f"{_FOLDER}/{_NAME}{iteration:04d}"
         folder = run_folder(trainer) / name
         datamodule = datamodule_of(trainer)
         reader = datamodule.proxy.context if isinstance(datamodule, RolloutDataModule) else None
@@ -82,6 +95,33 @@ class LogTrajectories(RolloutCallback):
         for logger in trainer.loggers:
             if isinstance(logger, KeepsTraces) and self.traces:
                 logger.log_traces(folder, count=self.traces)
+        self._remove_others(trainer, folder.parent)
+
+    def _remove_others(self, trainer: pl.Trainer, folder: Path) -> None:
+        """Remove the folders of iterations that do not stay."""
+        if self.keep_last is None:
+            return
+        names = {int(one.name.removeprefix(_NAME)): one for one in folder.glob(f"{_NAME}*[0-9]")}
+        stay = staying(names, newest=self.keep_last)
+        for iteration in sorted(names.keys() - stay):
+            shutil.rmtree(names[iteration])
+            for logger in trainer.loggers:
+                if isinstance(logger, RemovesFiles):
+                    logger.remove_files(f"{_FOLDER}/{names[iteration].name}")
+
+
+def staying(iterations: Collection[int], *, newest: int) -> set[int]:
+    """Return the first iteration, the newest ones, and the first at or after each power of two.
+
+    What stays of some iterations and later ones is what stays of all of them.
+
+    >>> sorted(staying(range(0, 1000, 10), newest=3))
+    [0, 10, 20, 40, 70, 130, 260, 520, 970, 980, 990]
+    """
+    ordered = sorted(iterations)
+    # numbers of as many bits are from one power of two to the next
+    firsts = {number.bit_length(): number for number in reversed(ordered)}
+    return {*firsts.values(), *ordered[:1], *ordered[-newest:]}
 
 
 def _credit(

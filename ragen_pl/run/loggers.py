@@ -21,7 +21,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
+from ragen_pl.checked import checked
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.constraints import Count
 from ragen_pl.lock import hold, one_at_a_time
 from ragen_pl.run.logged_points import LoggedPoints
 from ragen_pl.run.outbox import Outbox, calls_in
@@ -44,6 +46,8 @@ _SYNC_S = 3600.0
 _STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
 # Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
 _NOT_LOGGED = frozenset({"epoch"})
+# not thinned: validations are few already, a warm start counts steps, and an alarm is at one iteration
+_WHOLE = ("val", "warm_start/", "collapse/")
 
 
 class RunLogger(MLFlowLogger):
@@ -58,6 +62,8 @@ class RunLogger(MLFlowLogger):
         experiment_name: MLflow's experiment.
         uri: the tracking server; default MLFLOW_TRACKING_URI, else a sqlite file `<root>/mlflow.db`.
         root: folder of the local store; default `paths.root` of the config, else next to the run.
+        every_n_iterations: iterations between two points of a metric, for runs of many thousands. Those of validations,
+            the warm start and alarms are all logged.
 
     Raises:
         ConfigError: the server of a new run cannot be reached or returns an error.
@@ -68,6 +74,7 @@ class RunLogger(MLFlowLogger):
         """Check that the tracking server can be reached."""
         check_reachable(tracking_uri(root, uri=settings.get("uri")))
 
+    @checked
     def __init__(
         self,
         *,
@@ -76,7 +83,9 @@ class RunLogger(MLFlowLogger):
         experiment_name: str = "ragen_pl",
         uri: str | None = None,
         root: str | None = None,
+        every_n_iterations: Count = 1,
     ) -> None:
+        self.every_n_iterations = every_n_iterations
         self.folder = Path(run_dir).absolute()
         self.settings = dict(settings or {})
         root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
@@ -98,8 +107,11 @@ class RunLogger(MLFlowLogger):
         calls = self.folder / FOLDER
         start = None if self._resumed else self._create()
         for call in calls_in(calls):
+            names: dict[int, list[str]] = {}
             for name, _, _, step in call.get("points", ()):
-                self._earlier.add([name], step)
+                names.setdefault(step, []).append(name)
+            for step, logged in names.items():
+                self._earlier.add(logged, step)
         super().__init__(experiment_name=self._experiment_name, tracking_uri=self._tracking_uri)
         self._sender = MlflowSender(self.folder)
         self._outbox = Outbox(calls, self._sender)
@@ -186,8 +198,14 @@ class RunLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics that have no point at this step."""
-        named = {name: value for name, value in metrics.items() if name not in _NOT_LOGGED}
+        """Log the metrics that have no point at this step, and are due at it."""
+        # iterations are counted from 1
+        is_due = not step or step == 1 or step % self.every_n_iterations == 0
+        named = {
+            name: value
+            for name, value in metrics.items()
+            if name not in _NOT_LOGGED and (is_due or name.startswith(_WHOLE))
+        }
         if new := self._earlier.new(named, step):
             super().log_metrics(new, step)
 
@@ -198,6 +216,11 @@ class RunLogger(MLFlowLogger):
             self._client.log_artifacts(self._sender.run_id, str(path), place)
         else:
             self._client.log_artifact(self._sender.run_id, str(path), place)
+
+    @rank_zero_only
+    def remove_files(self, place: str) -> None:
+        """Remove the artifacts under a name."""
+        self._client.put("remove", place=place)
 
     @rank_zero_only
     def log_traces(self, folder: Path, *, count: int) -> None:

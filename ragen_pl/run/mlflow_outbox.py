@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -157,6 +158,7 @@ class MlflowSender:
             "file": self._send_file,
             "folder": self._send_folder,
             "traces": self._send_traces,
+            "remove": self._send_remove,
         }
 
     def begin(self) -> bool:
@@ -187,6 +189,8 @@ class MlflowSender:
             self._remove_copy(arguments.get("path"))
         except FileNotFoundError as error:
             raise RefusedError(f"{error.filename} is gone") from error
+        except NotImplementedError as error:  # of stores that remove nothing
+            raise RefusedError(f"{call['call']}: {error}") from error
         except MlflowException as error:
             if error.error_code not in _REFUSED:
                 # the store may be at fault: that is trouble, and raises
@@ -260,6 +264,10 @@ class MlflowSender:
             run_id=self.run_id,
         )
         flush_traces()
+
+    def _send_remove(self, place: str) -> None:
+        run = self._client.get_run(self.run_id)
+        get_artifact_repository(run.info.artifact_uri).delete_artifacts(place)
 
 
 def client_of_new_store(uri: str) -> MlflowClient:

@@ -58,7 +58,8 @@ class Outbox:
     def __init__(self, folder: Path, sender: Sender) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._sender = folder, sender
-        self._file = (folder / _CALLS).open("ab")
+        # unbuffered: what a full disk has not taken is not written later, after other calls
+        self._file = (folder / _CALLS).open("ab", buffering=0)
         _drop_cut_line(folder / _CALLS)
         self._size = (folder / _CALLS).stat().st_size
         self._sent = _noted(folder)
@@ -70,11 +71,20 @@ class Outbox:
         self._thread.start()
 
     def put(self, call: Call) -> None:
-        """Append a call, which is sent soon. It never waits for the server."""
+        """Append a call, which is sent soon. It never waits for the server.
+
+        Raises:
+            OSError: It cannot be written, such as to a full disk. The calls before it are whole.
+        """
         line = json.dumps(call).encode() + b"\n"
         with self._changed:
-            self._file.write(line)
-            self._file.flush()
+            try:
+                written = 0
+                while written < len(line):
+                    written += self._file.write(line[written:])
+            except OSError:
+                self._file.truncate(self._size)
+                raise
             self._size += len(line)
             self._changed.notify_all()
 

@@ -43,6 +43,7 @@ _CURVES = (
 _STAGE = "rollout/curriculum_stage"
 _STAGE_COLOR = "#8a5aa8"
 _MINUTE = 60.0
+_MANY = 1000
 
 
 def draw_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
@@ -103,7 +104,8 @@ def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("success (95% interval, Wilson)")
     axes.set_xlabel("iteration" if by == "iteration" else "minutes of reinforcement learning")
-    axes.legend(frameon=False)
+    # the best place is searched for among all points
+    axes.legend(frameon=False, loc="lower right" if len(rows) > _MANY else "best")
 
 
 def _mark_stages(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
@@ -140,13 +142,16 @@ def _phases(axes: Axes, *, rows: Sequence[Row]) -> None:
     x = [row["iteration"] for row in timed]
     columns = {phase: [row.get(f"time/{phase}_s", 0.0) for row in timed] for phase in PHASES}
     total = sum(map(sum, columns.values())) or 1.0
+    edges = [one - 0.5 for one in x] + [x[-1] + 0.5]
     bottom = [0.0] * len(timed)
     for phase, seconds in columns.items():
         label = f"{phase}: {sum(seconds) / _MINUTE:.1f} min, {100 * sum(seconds) / total:.0f}%"
-        axes.bar(x, seconds, bottom=bottom, width=0.9, color=_PHASE_COLORS[phase], label=label)
-        bottom = [low + height for low, height in zip(bottom, seconds, strict=True)]
+        top = [low + height for low, height in zip(bottom, seconds, strict=True)]
+        # one shape for all iterations: a bar for each takes seconds where there are thousands
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=_PHASE_COLORS[phase], label=label)
+        bottom = top
     axes.set_xlabel("iteration")
     axes.set_ylabel("seconds")
     # Room for the legend above the bars.
     axes.set_ylim(0, 1.4 * max(bottom, default=1.0))
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left")

@@ -165,7 +165,14 @@ def recorded(folder: Path) -> list[str]:
     patterns = (f"trajectories/*/{FILE}", f"evaluations/*/*/{FILE}")
     files = [file for pattern in patterns for file in folder.glob(pattern)]
     names = [file.parent.relative_to(folder).as_posix() for file in files if _inside(folder, file)]
-    return sorted(names, key=lambda name: (name.startswith("trajectories"), name), reverse=True)
+    return sorted(names, key=_age, reverse=True)
+
+
+def _age(name: str) -> tuple[bool, int, str]:
+    """Return the order of a folder with records: those of training last, by the number of the iteration."""
+    is_training = name.startswith("trajectories")
+    # later iterations may have more digits
+    return is_training, len(name) if is_training else 0, name
 
 
 def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:

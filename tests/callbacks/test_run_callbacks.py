@@ -23,7 +23,7 @@ from ragen_pl.callbacks.summary import (
     resume_command,
     summary_table,
 )
-from ragen_pl.callbacks.trajectories import LogTrajectories, strip
+from ragen_pl.callbacks.trajectories import LogTrajectories, staying, strip
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.trajectory import Observation, Trajectory
 from ragen_pl.viewing.records import read_records
@@ -156,6 +156,38 @@ def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) ->
     files = MlflowClient(uri).list_artifacts(logger.run_id, "trajectories/iteration_0000")
     names = [Path(file.path).name for file in files]
     assert names == ["0.png", "images", "page.html", "trajectories.jsonl"]
+
+
+def test_trajectories_of_some_iterations_stay_here_and_in_mlflow(
+    tmp_path: Path, empty_store: Path
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    from ragen_pl.run.loggers import RunLogger
+
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
+    logger = RunLogger(run_dir=str(tmp_path), uri=uri)
+    kept = LogTrajectories(every_n_iterations=1, count=1, traces=0, keep_last=2)
+    fit(tmp_path, kept, module=ScriptedPolicy(), logger=logger, max_epochs=10)
+    # the first one, powers of two, and the newest two
+    stay = [f"iteration_{number:04d}" for number in (0, 1, 2, 4, 8, 9)]
+    assert sorted(path.name for path in (tmp_path / "trajectories").iterdir()) == stay
+    artifacts = MlflowClient(uri).list_artifacts(logger.run_id, "trajectories")
+    assert sorted(Path(one.path).name for one in artifacts) == stay
+
+
+def test_all_trajectories_stay_where_that_is_wanted(tmp_path: Path) -> None:
+    kept = LogTrajectories(every_n_iterations=1, count=1, keep_last=None)
+    fit(tmp_path, kept, module=ScriptedPolicy(), max_epochs=8)
+    assert len(list((tmp_path / "trajectories").iterdir())) == 8
+
+
+def test_what_stays_does_not_depend_on_when_the_others_are_removed() -> None:
+    stepwise: set[int] = set()
+    for number in range(0, 3000, 20):
+        stepwise = staying(stepwise | {number}, newest=10)
+    assert stepwise == staying(range(0, 3000, 20), newest=10)
+    assert len(stepwise) < 24
 
 
 def test_some_episodes_are_mlflow_traces(tmp_path: Path, empty_store: Path) -> None:

@@ -268,3 +268,33 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     logger.finalize("success")
     assert (logger.version, logger.save_dir) == (None, str(folder))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_points_are_logged_every_few_iterations(run: Path) -> None:
+    logger = RunLogger(run_dir=str(run), settings=settings(run.parents[1]), every_n_iterations=4)
+    for step in range(1, 10):
+        logger.log_metrics({"rollout/success": 0.5, "collapse/events": 0.0}, step)
+    logger.log_metrics({"val/success": 0.5, "val_far/success": 0.5}, 7)
+    logger.close()
+    client, run_id = stored(run)
+    steps = {
+        name: sorted(point.step for point in client.get_metric_history(run_id, name))
+        for name in ("rollout/success", "collapse/events", "val/success", "val_far/success")
+    }
+    assert steps == {
+        "rollout/success": [1, 4, 8],
+        "collapse/events": list(range(1, 10)),
+        "val/success": [7],
+        "val_far/success": [7],
+    }
+
+
+def test_points_of_an_earlier_process_are_known_by_the_iteration(run: Path) -> None:
+    """What a resumed run keeps of them is one entry an iteration."""
+    first = RunLogger(run_dir=str(run), settings=settings(run.parents[1]))
+    for step in range(1, 6):
+        first.log_metrics({f"rollout/{n}": 0.5 for n in range(30)}, step)
+    first.close()
+    resumed = RunLogger(run_dir=str(run), settings=settings(run.parents[1]))
+    assert [len(resumed._earlier._at[step]) for step in range(1, 6)] == [1] * 5
+    resumed.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import shutil
 import sqlite3
 import threading
@@ -119,6 +120,22 @@ def test_a_line_that_a_killed_process_has_cut_is_dropped(outbox, server, tmp_pat
     put(again, 2)
     assert again.close(limit_s=LIMIT_S) is None
     assert server.got == [1, 2] == [call["n"] for call in calls_in(tmp_path / "calls")]
+
+
+def test_a_full_disk_leaves_whole_calls(outbox, server, tmp_path):
+    box = outbox()
+    put(box, 1)
+    size = (tmp_path / "calls" / "calls.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            put(box, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    put(box, 3)
+    assert box.close(limit_s=LIMIT_S) is None
+    assert server.got == [1, 3] == [call["n"] for call in calls_in(tmp_path / "calls")]
 
 
 def test_a_server_that_has_lost_the_run_gets_all_calls_again(outbox, server):

@@ -13,12 +13,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ragen_pl.callbacks.plots import PlotRun
+from ragen_pl.callbacks.plots import PlotRun, RowsFile
 from ragen_pl.callbacks.summary import page_and_plots
-from ragen_pl.viewing.plots import draw_plots, stage_starts
+from ragen_pl.viewing.plots import PHASES, draw_plots, stage_starts
 
 
 class Data(pl.LightningDataModule):
@@ -113,6 +114,41 @@ def test_resumed_run_continues_the_curves(tmp_path: Path) -> None:
     assert rows[1]["val/success"] == 0.75 and rows[1]["time/update_s"] == before[1]["time/update_s"]
     elapsed = [row["elapsed_s"] for row in rows]
     assert elapsed == sorted(elapsed)
+
+
+def test_rows_are_written_once(tmp_path: Path) -> None:
+    file, writer = tmp_path / "rows.jsonl", RowsFile()
+    # of an earlier process, which was killed
+    file.write_text('{"iteration": 9.0}\n{"itera')
+    rows = [{"iteration": 1.0}]
+    writer.write(file, rows)
+    assert file.read_text() == '{"iteration": 1.0}\n'
+    rows += [{"iteration": 2.0}, {"iteration": 3.0, "update/approx_kl": 0.25}]
+    writer.write(file, rows)
+    before = file.stat().st_ino
+    # the last row changes and becomes shorter; those before it stay as they are written
+    rows[2] = {"iteration": 3.0}
+    rows[0]["iteration"] = 7.0
+    writer.write(file, rows)
+    rows.append({"iteration": 4.0})
+    writer.write(file, rows)
+    assert file.read_text().splitlines() == [f'{{"iteration": {n}.0}}' for n in (1, 2, 3, 4)]
+    assert file.stat().st_ino == before
+
+
+def test_many_rows_are_one_shape_of_each_phase(tmp_path: Path) -> None:
+    times = {f"time/{phase}_s": 1.0 for phase in PHASES}
+    rows = [{"iteration": float(n), "elapsed_s": n, **times} for n in range(1, 5001)]
+    figures = []
+    original = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Figure,
+            "savefig",
+            lambda figure, *a, **k: (figures.append(figure), original(figure, *a, **k)),
+        )
+        draw_plots(rows, tmp_path, title="long")
+    assert [len(figure.axes[0].patches) for figure in figures] == [len(PHASES)]
 
 
 def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
