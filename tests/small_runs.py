@@ -16,6 +16,7 @@ RUN_TESTS = Path(__file__).parent / "run"
 LIMIT_S = 240
 SMALL = (
     "env=frozenlake",
+    "model=small_lm",
     "++model.build.text.hidden_size=32",
     "++model.build.text.intermediate_size=64",
     "++model.build.text.num_attention_heads=2",
