@@ -1,0 +1,85 @@
+"""A run that is killed in the midst of its programs' episodes leaves no process, and is resumed exactly."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from program_client import CLIENT
+from small_runs import SMALL
+
+# episodes of one to three calls; each has a child in a session of its own, which would outlive it
+PROGRAM = """
+from chat import *
+CHILD = "import os, time; os.setsid(); print(flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-S", "-c", CHILD], stdout=subprocess.PIPE)
+child.stdout.readline()
+note = os.path.join(os.environ["NOTES"], str(os.getpid()))
+words = ""
+messages = []
+for turn in range(1 + SEED % 3):
+    if turn:
+        with open(note, "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+    messages.append({"role": "user", "content": f"turn {turn} of {SEED % 7}"})
+    messages.append(ask(messages)["choices"][0]["message"])
+    words += messages[-1]["content"] or ""
+report(reward=words.count("e") / 8, success="e" in words)
+if os.path.exists(note):
+    os.remove(note)
+"""
+
+
+def overrides(folder: Path, notes: Path) -> tuple[str, ...]:
+    """Return the settings of a run of programs. Each has a note from its second call to its end.
+
+    Args:
+        folder: gets the program.
+        notes: folder of the notes.
+    """
+    (folder / "chat.py").write_text(CLIENT)
+    (folder / "program.py").write_text(PROGRAM)
+    notes.mkdir()
+    small = (setting for setting in SMALL if not setting.startswith(("env", "warm_start")))
+    return (
+        *small,
+        "env=program",
+        f"env.command=[{sys.executable},-S,{folder / 'program.py'}]",
+        f"+env.kwargs.variables.NOTES={notes}",
+        "rollout.group_size=2",
+        "rollout.max_response_tokens=12",
+        "validation.episodes=4",
+        "callbacks.checkpoint.every_n_epochs=1",
+        "+callbacks.record._target_=killing.Record",
+    )
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_midst_of_its_programs_ends_bit_identical(job, tmp_path):
+    reference, killed = job(), job()
+    settings = overrides(tmp_path, tmp_path / "notes")
+    records = {name: tmp_path / name for name in ("whole", "resumed")}
+    for folder in records.values():
+        folder.mkdir()
+    run = {name: (*settings, f"+callbacks.record.folder={path}") for name, path in records.items()}
+    reference.run(*run["whole"], settings=())
+    assert not list((tmp_path / "notes").iterdir())
+    # those of one call have ended, the others wait for their second response
+    killed.kill_at("rollout-1-2", *run["resumed"], settings=())
+    notes = list((tmp_path / "notes").iterdir())
+    whole = json.loads((records["whole"] / "rank_0.json").read_text())["responses"]
+    again = {key: ids for key, ids in whole.items() if not key.startswith("0 ")}
+    interrupted = [ids for key, ids in again.items() if key.startswith("1 ") and len(ids) > 1]
+    assert len(notes) == len(interrupted) > 1
+    processes = [number for note in notes for number in note.read_text().split()]
+    assert len(processes) == 2 * len(notes)
+    # ends at the test's own limit of time where one of them stays
+    while any(Path(f"/proc/{number}").exists() for number in processes):
+        time.sleep(0.01)
+    killed.run(*run["resumed"], "ckpt_path=last", settings=())
+    assert killed.differs_from(reference) == []
+    resumed = json.loads((records["resumed"] / "rank_0.json").read_text())
+    assert resumed["responses"] == again
