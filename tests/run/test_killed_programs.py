@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from program_client import CLIENT
-from small_runs import SMALL
+from small_runs import LIMIT_S, SMALL
 
 # episodes of one to three calls; each has a child in a session of its own, which would outlive it
 PROGRAM = """
 from chat import *
-CHILD = "import os, time; os.setsid(); print(flush=True); time.sleep(600)"
+CHILD = "import os, signal; os.setsid(); print(flush=True); signal.pause()"
 child = subprocess.Popen([sys.executable, "-S", "-c", CHILD], stdout=subprocess.PIPE)
 child.stdout.readline()
 note = os.path.join(os.environ["NOTES"], str(os.getpid()))
@@ -57,6 +60,19 @@ def overrides(folder: Path, notes: Path) -> tuple[str, ...]:
     )
 
 
+def remaining(processes: Sequence[int]) -> list[int]:
+    """Wait until processes have ended; return and kill those that run on."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        if not any(Path(f"/proc/{number}").exists() for number in processes):
+            return []
+        time.sleep(0.01)
+    left = [number for number in processes if Path(f"/proc/{number}").exists()]
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    return left
+
+
 @pytest.mark.slow
 def test_a_run_killed_in_the_midst_of_its_programs_ends_bit_identical(job, tmp_path):
     reference, killed = job(), job()
@@ -74,11 +90,9 @@ def test_a_run_killed_in_the_midst_of_its_programs_ends_bit_identical(job, tmp_p
     again = {key: ids for key, ids in whole.items() if not key.startswith("0 ")}
     interrupted = [ids for key, ids in again.items() if key.startswith("1 ") and len(ids) > 1]
     assert len(notes) == len(interrupted) > 1
-    processes = [number for note in notes for number in note.read_text().split()]
+    processes = [int(number) for note in notes for number in note.read_text().split()]
     assert len(processes) == 2 * len(notes)
-    # ends at the test's own limit of time where one of them stays
-    while any(Path(f"/proc/{number}").exists() for number in processes):
-        time.sleep(0.01)
+    assert remaining(processes) == []
     killed.run(*run["resumed"], "ckpt_path=last", settings=())
     assert killed.differs_from(reference) == []
     resumed = json.loads((records["resumed"] / "rank_0.json").read_text())
