@@ -1,4 +1,4 @@
-"""A run that is killed in the midst of its programs' episodes leaves no process, and is resumed exactly."""
+"""Whole runs of agent programs: killed in the midst of episodes and resumed, and on two ranks."""
 
 from __future__ import annotations
 
@@ -97,3 +97,21 @@ def test_a_run_killed_in_the_midst_of_its_programs_ends_bit_identical(job, tmp_p
     assert killed.differs_from(reference) == []
     resumed = json.loads((records["resumed"] / "rank_0.json").read_text())
     assert resumed["responses"] == again
+
+
+@pytest.mark.slow
+def test_programs_of_two_ranks_and_few_workers_are_those_of_one_rank(job, tmp_path):
+    settings = (*overrides(tmp_path, tmp_path / "notes"), "trainer.max_epochs=1")
+
+    def play(name: str, *more: str) -> list[dict[str, list[list[int]]]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        job().run(*settings, f"+callbacks.record.folder={folder}", *more, settings=())
+        files = sorted(folder.glob("rank_*.json"))
+        return [json.loads(file.read_text())["responses"] for file in files]
+
+    (single,) = play("single")
+    two = ("trainer.devices=2", "trainer.strategy=ddp", "env.workers=3", "rollout.num_envs=5")
+    first, second = play("two", *two)
+    assert first.keys().isdisjoint(second) and len(first | second) == 16
+    assert first | second == single
