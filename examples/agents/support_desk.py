@@ -17,7 +17,6 @@ from envs.support_desk import SupportDesk
 # as in conf/env/support_desk.yaml; a task may have other values
 SETTINGS: dict[str, Any] = {
     "max_turns": 6,
-    "format_penalty": 0.25,
     "invalid_ends": True,
     "desk": {"rules": 2, "requests": 1, "orders": 1, "grant_share": 0.45, "wrong_cost": 0.1},
 }
@@ -48,16 +47,13 @@ def play(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
         {"role": "user", "content": observation},
     ]
     result: dict[str, Any] = {"success": False, "rewards": {}, "invalid": []}
-    penalty = {"format": -settings["format_penalty"]}
     for _ in range(settings["max_turns"]):
         response, choice = ask(messages)
         message = choice["message"]
         messages.append(message)
         calls = message.get("tool_calls") or []
         if not calls:
-            # the trainer itself takes the penalty for a response that was cut
-            if choice["finish_reason"] != "length":
-                result["rewards"][response] = penalty
+            # the trainer takes env.format_penalty for it
             result["invalid"].append(response)
             if settings["invalid_ends"]:
                 break
@@ -76,14 +72,17 @@ def play(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
         result["rewards"][response] = dict(info["reward_parts"])
         result["success"] = info["success"]
         if not info["action_is_valid"]:
-            result["rewards"][response] |= penalty
             result["invalid"].append(response)
         if over or (settings["invalid_ends"] and not info["action_is_valid"]):
             break
     return result
 
 
+def episode(task: dict[str, Any] | None) -> dict[str, Any]:
+    """Play an episode of a task, for `env.function`, and return its result."""
+    return play(int(os.environ["RAGEN_SEED"]), SETTINGS | (task or {}))
+
+
 if __name__ == "__main__":
-    settings = SETTINGS | (json.loads(os.environ.get("RAGEN_TASK", "null")) or {})
-    result = play(int(os.environ["RAGEN_SEED"]), settings)
+    result = episode(json.loads(os.environ["RAGEN_TASK"]))
     Path(os.environ["RAGEN_RESULT"]).write_text(json.dumps(result))

@@ -294,7 +294,7 @@ class EnvironmentManager:
             return self._answer(slot, response)
         slot.turn += 1
         result, relations = TurnResult(), slot.relations
-        if not response.valid:
+        if not response.actions:
             if response.problem is not None:
                 slot.observation = Observation(text=f"error: {response.problem}")
             self._refuse(slot, result)
@@ -306,6 +306,9 @@ class EnvironmentManager:
                 break
         if response.calls:
             result.observation = slot.observation = _tool_results(shown, calls=len(response.calls))
+        if response.actions and not response.valid:
+            # a malformed call beside those that were carried out
+            self._refuse(slot, result)
         if response.valid and relations is not None:
             result.statements = judged_statements(
                 response.statements,

@@ -34,8 +34,8 @@ class RecordedCall:
 
 def longest(calls: Sequence[RecordedCall], request: ChatRequest) -> RecordedCall | None:
     """Return the recorded call with the most messages whose request and response begin a request; None for none."""
-    continued = [call for call in calls if difference(call, request) is None]
-    return max(continued, key=lambda call: len(call.request.messages), default=None)
+    by_length = sorted(calls, key=lambda call: len(call.request.messages), reverse=True)
+    return next((call for call in by_length if difference(call, request) is None), None)
 
 
 def difference(call: RecordedCall, request: ChatRequest) -> str | None:

@@ -50,8 +50,9 @@ class MessageFormat(ABC):
     ) -> ParsedResponse:
         """Return the actions of a response: its tool calls, or without tools what it says.
 
-        A response with tools is valid if it has a call and all of its calls are well formed. Of more calls than
-        `max_actions` the first ones count.
+        A response with tools is valid if it has a call and all of its calls are well formed. Beside a malformed call,
+        which is part of its words, the well-formed ones count all the same, as they do for an agent program. Of more
+        calls than `max_actions` the first ones count.
 
         Args:
             text: the response, with the think tag that its prompt may have opened.
@@ -59,20 +60,19 @@ class MessageFormat(ABC):
             max_actions: largest number of actions.
         """
         message = self.message(text)
-        parsed = ParsedResponse(
-            think=message.reasoning, spans=message.spans, problem=message.problem
-        )
+        parsed = ParsedResponse(think=message.reasoning, spans=message.spans)
         if not self.has_tools:
             parsed.actions = named_actions(message.content, action_names, max_actions=max_actions)
-        elif message.problem is None:
-            calls = [
-                call_message(number, call.name, call.arguments)
-                for number, call in enumerate(message.calls)
-            ]
-            parsed.problem = self._problem_of(calls)
-            if parsed.problem is None:
-                parsed.calls = calls
-                parsed.actions = [action_text(call) for call in calls[:max_actions]]
+            return parsed
+        calls = [
+            call_message(number, call.name, call.arguments)
+            for number, call in enumerate(message.calls)
+        ]
+        unusable = self._problem_of(calls)
+        parsed.problem = message.problem or unusable
+        if unusable is None:
+            parsed.calls = calls
+            parsed.actions = [action_text(call) for call in calls[:max_actions]]
         return parsed
 
     def _problem_of(self, calls: Sequence[Message]) -> str | None:

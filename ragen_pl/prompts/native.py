@@ -108,7 +108,7 @@ class NativeFormat(MessageFormat):
             plain: removes control tokens from a text.
         """
         read = self.message(text)
-        if read.problem is not None or (read.calls and not calls):
+        if not calls and (read.calls or read.problem is not None):
             return {"role": "assistant", "content": plain(text)}
         message: Message = {"role": "assistant", "content": plain(read.content)}
         if read.reasoning is not None:

@@ -20,7 +20,7 @@ from ragen_pl.trajectory import Span
 
 @dataclass(kw_only=True, slots=True)
 class ParsedResponse:
-    """Contents of a response. `actions` is empty exactly where the response is not valid.
+    """Contents of a response. One that is not valid has no actions, except well-formed calls beside a malformed one.
 
     Attributes:
         think: the reasoning: the text of the reasoning block, or of a free think block.
@@ -43,7 +43,7 @@ class ParsedResponse:
     @property
     def valid(self) -> bool:
         """Whether the response has the required form and names known actions only."""
-        return bool(self.actions)
+        return bool(self.actions) and self.problem is None
 
 
 def parse_response(

@@ -345,7 +345,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         if result.error is not None:
             trajectory.error = result.error
         for number in result.invalid_turns:
-            trajectory.turns[number].action_is_valid = False
+            turn = trajectory.turns[number]
+            turn.action_is_valid = False
+            # once, where the response was cut or had a malformed call too
+            turn.reward_terms["format"] = -self.environments.format_penalty
         for number, terms in result.rewards_of.items():
             add_terms(trajectory.turns[number], terms)
         if result.status is not None and not trajectory.turns and result.error is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,11 +118,25 @@ def _strict_json(data: bytes | str) -> Any:
         ValueError: it is none, is nested too deeply, or holds NaN, infinity or half a surrogate pair.
         RecursionError: it is nested far too deeply.
     """
-    value = json.loads(data)
-    # NaN, infinity and 1e999 cannot be written, half a surrogate pair not be encoded
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+    value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    if "\\u" in text:
+        # half a surrogate pair cannot be encoded
+        json.dumps(value, ensure_ascii=False).encode()
     _check_depth(value)
     return value
+
+
+def _finite(text: str) -> float:
+    """Return a number of JSON.
+
+    Raises:
+        ValueError: it is NaN or infinite, as 1e999 is.
+    """
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
 
 def read_request(
@@ -224,8 +239,8 @@ class _MessageReader:
 
     def _message(self, number: int, given: object) -> dict[str, Any]:
         where = f"messages[{number}]"
-        role = given.get("role") if isinstance(given, Mapping) else None
-        if not isinstance(given, Mapping) or role not in _ROLES:
+        role = given.get("role") if isinstance(given, dict) else None
+        if not isinstance(given, dict) or role not in _ROLES:
             raise RequestError(400, f"{where}.role={role!r}: expected one of {', '.join(_ROLES)}")
         message: dict[str, Any] = {
             "role": "system" if role == "developer" else str(role),

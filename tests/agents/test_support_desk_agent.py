@@ -112,8 +112,9 @@ def test_a_sampling_model_gives_the_same_tokens():
     assert min(lengths) < 24 and max(lengths) == 24
 
 
+FIND = calls(("find", {"item": "book"}))
 SAYS = (
-    calls(("find", {"item": "book"})),
+    FIND + '\n<tool_call>\n{"name": "say", "argum\n</tool_call>',
     calls(("find", {"item": "lamp"}), ("say", {"text": "code"})),
     "I do not know.",
     calls(("refund", {"order": "A1", "amount": 5000})),
@@ -130,13 +131,17 @@ def test_calls_and_their_results_give_the_same_tokens():
 
     both = [played(bundle, engine, program=program) for program in (False, True)]
     check_same(*both, bundle)
-    assert {len(trajectory.turns) for trajectory in both[0]} == {6}
-    assert any(turn.reward for turn in both[0][0].turns)
+    (trajectory,) = both[0]
+    assert len(trajectory.turns) == 6
+    # more than the penalty of invalid responses
+    assert {turn.reward for turn in trajectory.turns} - {0.0, -0.25}
+    # a call beside a malformed one is carried out
+    assert len(trajectory.turns[0].actions) == 1 and not trajectory.turns[0].action_is_valid
 
 
 def test_an_invalid_response_ends_the_episode_where_it_does_in_the_environment():
     bundle = bundle_of("qwen2_5")
-    says = (SAYS[0], calls(("fly", {})))
+    says = (FIND, calls(("fly", {})))
     both = [
         played(
             bundle,

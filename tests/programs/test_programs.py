@@ -185,7 +185,8 @@ report(reward={"task": 1.0, "time": -0.25}, success=True, rewards={first["id"]: 
 """
     (episode,) = play(script(body))
     first, second = episode.turns
-    assert first.reward_terms == {"environment/program": 0.5}
+    # the trainer's penalty of an invalid response
+    assert first.reward_terms == {"environment/program": 0.5, "format": -0.05}
     assert not first.action_is_valid and second.action_is_valid
     assert second.reward_terms == {
         "environment/task": 1.0,
@@ -193,7 +194,19 @@ report(reward={"task": 1.0, "time": -0.25}, success=True, rewards={first["id"]: 
         "environment/tool": 0.125,
     }
     assert second.info["program"]["note"] == "x"
-    assert episode.reward == 1.375
+    assert episode.reward == 1.325
+
+
+def test_a_response_that_is_malformed_and_called_invalid_is_penalized_once(play, script):
+    body = """
+tools = [{"type": "function", "function": {"name": "price"}}]
+answer = ask("a", tools=tools)
+report(reward=1, invalid=[answer["id"]])
+"""
+    (episode,) = play(script(body), lambda *_: '<tool_call>{"name": 3}</tool_call>')
+    (turn,) = episode.turns
+    assert not turn.action_is_valid
+    assert turn.reward_terms == {"environment/program": 1.0, "format": -0.05}
 
 
 def test_rewards_over_http_have_a_key_of_their_own(play, script):

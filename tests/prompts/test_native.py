@@ -252,12 +252,11 @@ def test_several_calls_of_a_response_have_a_result_each(lm):
     ("response", "shown"),
     [
         (CALL.replace('"tea"', "tea"), "error: "),
-        (CALL + CALL.replace('"tea"', "tea"), "error: "),
         ("tea costs three", "error: expected a tool call"),
         (f"<think>{CALL}</think>hm", "error: expected a tool call"),
         ("", "error: expected a tool call"),
     ],
-    ids=["wrong JSON", "one of two calls", "words", "inside reasoning", "nothing"],
+    ids=["wrong JSON", "words", "inside reasoning", "nothing"],
 )
 def test_a_response_without_a_well_formed_call_is_not_valid(lm, response, shown):
     episode = played(lm, response, ANSWER)
@@ -267,6 +266,46 @@ def test_a_response_without_a_well_formed_call_is_not_valid(lm, response, shown)
     assert second.observation.text.startswith(shown) and not second.observation.results
     assert episode.success
     assert played(lm, response, ANSWER, invalid_ends=True).status is EpisodeStatus.TERMINATED
+
+
+@pytest.mark.parametrize("malformed_first", [False, True])
+def test_a_call_beside_a_malformed_one_is_carried_out_and_penalized(lm, malformed_first):
+    malformed = CALL.replace('"tea"', "tea")
+    response = malformed + CALL if malformed_first else CALL + malformed
+    episode = played(lm, response, ANSWER)
+    first, second = episode.turns
+    assert [json.loads(action) for action in first.actions] == [call("price", article="tea")]
+    assert not first.action_is_valid and first.reward_terms["format"] == -0.05
+    assert second.observation.results == ["3 coins"]
+    assert episode.success and second.action_is_valid
+    (only,) = played(lm, response, ANSWER, invalid_ends=True).turns
+    assert only.actions == first.actions and not only.action_is_valid
+
+
+def test_without_tools_a_malformed_call_is_an_answer(lm):
+    text = CALL.replace('"tea"', "tea")
+    parsed = (
+        ContextManager(lm, window="all")
+        .start("Talk.", tools=())
+        .native.parse(text, None, max_actions=1)
+    )
+    assert parsed.valid and parsed.actions == [text] and parsed.problem is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "lfm2_vl"])
+def test_a_call_beside_a_malformed_one_is_shown_again_where_prompts_are_rendered(name):
+    native = ContextManager(bundle_of(name), window="all").start("Sell.", tools=TOOLS).native
+    written = native.tools.written(content="", calls=[function_call(0, "price", article="tea")])
+    ((start, end),) = [call_.span for call_ in native.message(written).calls]
+    for cut in range(start + 1, end):
+        malformed = written[start:cut]
+        text = written + malformed
+        parsed = native.parse(text, None, max_actions=1)
+        assert len(parsed.calls) == len(parsed.actions) == 1
+        message = native.assistant_message(text, calls=parsed.calls, plain=str)
+        assert [one["function"]["name"] for one in message["tool_calls"]] == ["price"]
+        assert malformed.strip() in message["content"]
+        assert native.template.render([{"role": "user", "content": "go"}, message])
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,14 @@ class Job:
         """File that a process writes before it sends itself a signal."""
         return self.folder / "killed"
 
-    def kill_at(self, moment: str, *overrides: str, rank: int = 0) -> None:
+    def kill_at(
+        self, moment: str, *overrides: str, rank: int = 0, settings: tuple[str, ...] = SMALL
+    ) -> None:
         """Run until the callback of `killing.py` sends SIGKILL to one of the processes."""
         # rank 0 may outlive another rank and end with an error of its own
         codes = (-signal.SIGKILL, 1)
-        self.run(*overrides, *signal_at(moment, rank=rank), codes=codes, signaled=True)
+        ended = {"codes": codes, "signaled": True, "settings": settings}
+        self.run(*overrides, *signal_at(moment, rank=rank), **ended)
 
     def stop_at(self, moment: str, *overrides: str, rank: int = 0) -> str:
         """Run until the callback of `killing.py` sends SIGTERM to one of the processes."""

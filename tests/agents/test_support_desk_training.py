@@ -1,0 +1,95 @@
+"""The support desk as a program learns as the environment does: the same responses, iteration after iteration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from agent_programs import AGENTS
+from module_process import run_module
+from small_runs import ROOT, RUN_TESTS
+
+from ragen_pl.run.sharded_checkpoint import CheckpointFiles
+
+# a run of two takes minutes where the machine is busy
+LIMIT_S = 900
+BOTH = (
+    "++model.build.text.hidden_size=64",
+    "++model.build.text.intermediate_size=128",
+    "context.max_tokens=4096",
+    "env.format_penalty=0.25",
+    "rollout.groups=8",
+    "rollout.group_size=2",
+    "rollout.max_response_tokens=40",
+    "validation.episodes=16",
+    "validation.held_out=false",
+    "validation.baselines=null",
+    "trainer.max_epochs=2",
+    "algorithm.loss.policy.aggregation=token-mean",
+    "algorithm.loss.kl.aggregation=token-mean",
+    "logger=none",
+    "callbacks.progress=null",
+    "callbacks.trajectories=null",
+    "+callbacks.record._target_=killing.Record",
+)
+
+
+def trained(folder: Path, *overrides: str) -> tuple[dict[str, list[list[int]]], dict[str, float]]:
+    """Run `python -m ragen_pl.fit` in a folder; return the responses of every iteration and the last metrics."""
+    run = folder / "run"
+    folder.mkdir()
+    # programs find modules in the run's working folder
+    (folder / "support_desk.py").symlink_to(AGENTS / "support_desk.py")
+    places = (f"paths.run_dir={run}", f"+callbacks.record.folder={folder}")
+    code, output = run_module(
+        "ragen_pl.fit",
+        [*BOTH, *overrides, *places],
+        folder=folder,
+        paths=(RUN_TESTS, ROOT),
+        timeout=LIMIT_S,
+    )
+    assert code == 0, output[-3000:]
+    record = json.loads((folder / "rank_0.json").read_text())
+    return record["responses"], json.loads((run / "metrics.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_program_learns_as_the_environment_does(tmp_path):
+    environment, program = tmp_path / "environment", tmp_path / "program"
+    expected, metrics = trained(
+        environment,
+        "env=support_desk",
+        "env.prompt_format=native",
+        "context.system_prompt=instructions",
+        "warm_start.steps=250",
+        "warm_start.batch_size=8",
+        "warm_start.episodes=1024",
+        "warm_start.optimizer.lr=4e-3",
+    )
+    words = yaml.safe_load((environment / "run" / "config.yaml").read_text())["model"]["build"][
+        "words"
+    ]
+    found, other_metrics = trained(
+        program,
+        "env=program",
+        "env.function=support_desk.episode",
+        f"+env.words={json.dumps(words)}",
+        "warm_start=demonstrations",
+        "warm_start.enabled=true",
+        f"warm_start.weights={environment / 'run' / 'warm_start.pt'}",
+    )
+    assert found == expected
+    # some responses of the warm start's policy are valid, so there is something to learn
+    assert metrics["rollout/return_std"] > 0 and 0 < metrics["rollout/valid_actions"] < 1
+    for name in ("rollout/return", "rollout/valid_actions", "val/return", "val/success"):
+        assert other_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
+    weights, others = (
+        CheckpointFiles().load_checkpoint(
+            folder / "run" / "checkpoints" / "last.ckpt", weights_only=True
+        )["state_dict"]
+        for folder in (environment, program)
+    )
+    torch.testing.assert_close(others, weights, rtol=0.0, atol=1e-6)
