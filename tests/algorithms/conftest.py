@@ -20,8 +20,8 @@ from ragen_pl.trajectory import Span, Trajectory
 
 torch.set_num_threads(1)
 TINY = (
-    "env=frozenlake", "model=small_lm", "curriculum=null", "validation.held_out=false", "validation.episodes=4", "seed=3",
-    "env.invalid_ends=false", "env.max_turns=3", "rollout.groups=4", "rollout.group_size=4",
+    "env=frozenlake", "model=small_lm", "curriculum=null", "validation.held_out=false", "validation.episodes=4",
+    "seed=3", "env.invalid_ends=false", "env.max_turns=3", "rollout.groups=4", "rollout.group_size=4",
     "rollout.max_response_tokens=8", "update.minibatches=2", "update.epochs=2", "optimizer.lr=1e-2",
     "++model.build.text.hidden_size=16", "++model.build.text.intermediate_size=16",
     "++model.build.text.num_attention_heads=2", "++model.build.text.num_hidden_layers=1",
