@@ -81,7 +81,7 @@ OF_THE_COMMAND = [
     ("algorithm=grpo rollout.group_size=1", "rollout.group_size=1: .* set at least 2"),
     ("algorithm.loss.policy.aggregation=constant", "a constant goes with aggregation .constant."),
     ("rollout.max_response_tokens=4000", "leaves no room for a prompt in context.max_tokens=2048"),
-    ("env=frozenlake context.max_tokens=30", "the first prompt has .* tokens .*; raise it"),
+    ("env=frozenlake context.max_tokens=46", "the first prompt has .* tokens .*; raise it"),
     (
         "optimizer._target_=bitsandbytes.optim.AdamW8bit",
         r"no package .bitsandbytes.; install it \(pip install bitsandbytes",

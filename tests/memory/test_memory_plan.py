@@ -265,11 +265,11 @@ def test_images_that_the_context_has_no_room_for_are_not_planned():
         "algorithm=grpo",
         *SMALL,
         "context.window=all",
-        "context.max_tokens=120",
+        "context.max_tokens=136",
     )
     bundle = build_bundle(cfg)
     workload = workload_of(cfg, bundle)
-    assert workload.length <= 120
+    assert workload.length <= 136
     assert 1 < len(workload.images) < cfg.env.max_turns
     assert sum(bundle.num_image_tokens(image) for image in workload.images) < workload.prompt
     assert plan_memory(cfg).workload.length == workload.length
@@ -472,6 +472,7 @@ def test_a_sharded_reference_keeps_its_head_whole_for_a_full_divergence(folder):
 def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
     monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: object())
     overrides = ("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}")
+    overrides += ("rollout.max_response_tokens=24",)
     vllm = ("rollout/engine=vllm", "rollout.engine.cache_bytes=1000000")
     plain, copied = (plan_memory(on_cpu(*overrides, *more)).phases for more in ((), vllm))
     weights = plain[-1].parts["weights"]
