@@ -8,11 +8,11 @@ import pytest
 
 
 @pytest.mark.slow
-def test_twenty_iterations_double_the_success_of_the_warm_start(tmp_path):
+def test_ten_iterations_double_the_success_of_the_warm_start(tmp_path):
     overrides = [
         "experiment=without_plans",
-        "trainer.max_epochs=20",
-        "trainer.check_val_every_n_epoch=20",
+        "trainer.max_epochs=10",
+        "trainer.check_val_every_n_epoch=10",
         "validation.episodes=256",
         "logger=csv",
         f"paths.root={tmp_path}",
