@@ -37,7 +37,7 @@ VOCABULARIES = {
     "support_desk": (658, "93852f5f0dd09d4d"),
     "svg": (540, "77a19e2336fa5a1c"),
     "textarena": (520, "ffaf32f30a70c390"),
-    "web_shop": (669, "a3ecc66c42b3e837"),
+    "web_shop": (667, "b4aa172c8e86bba4"),
 }
 PLAIN = (512, "039f90b254bc2f47")
 SHIPPED = sorted(file.stem for file in (config_dir() / "env").glob("*.yaml"))
