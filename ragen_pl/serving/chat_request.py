@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +11,10 @@ import numpy as np
 
 from ragen_pl.serving.errors import RequestError, unsupported
 from ragen_pl.serving.images import ImageReader
+from ragen_pl.serving.strict_json import strict_json
 from ragen_pl.trajectory import ChatRequest
 
-MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_STOPS, MAX_DEPTH = 4096, 128, 64, 16, 64
+MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_STOPS = 4096, 128, 64, 16
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
 # of the sampling, which the config of a run decides
 SAMPLING = (
@@ -103,40 +102,12 @@ def read_json(data: bytes) -> dict[str, Any]:
         RequestError: it is none, is nested too deeply, or holds NaN, infinity or half a surrogate pair.
     """
     try:
-        body = _strict_json(data)
+        body = strict_json(data)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise RequestError(400, "the body is no JSON object", code="invalid_json")
     return body
-
-
-def _strict_json(data: bytes | str) -> Any:
-    """Return a JSON value.
-
-    Raises:
-        ValueError: it is none, is nested too deeply, or holds NaN, infinity or half a surrogate pair.
-        RecursionError: it is nested far too deeply.
-    """
-    text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
-    value = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    if "\\u" in text:
-        # half a surrogate pair cannot be encoded
-        json.dumps(value, ensure_ascii=False).encode()
-    _check_depth(value)
-    return value
-
-
-def _finite(text: str) -> float:
-    """Return a number of JSON.
-
-    Raises:
-        ValueError: it is NaN or infinite, as 1e999 is.
-    """
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
-    return number
 
 
 def read_request(
@@ -321,7 +292,7 @@ def _arguments(given: object) -> Any:
     """Return the arguments of a call as an object, or as text where they are none."""
     if isinstance(given, str):
         try:
-            read = _strict_json(given) if given else {}
+            read = strict_json(given) if given else {}
         except (ValueError, RecursionError):
             return given
         return read if isinstance(read, dict) else given
@@ -390,15 +361,3 @@ def _boolean(given: Mapping[str, Any], name: str, *, default: bool) -> bool:
 def _flag(metadata: Mapping[str, Any], name: str) -> bool:
     """Return a truth value of the metadata, which has texts in OpenAI's API."""
     return metadata.get(name, True) not in (False, "false", "False", "0")
-
-
-def _check_depth(value: object) -> None:
-    level: list[Any] = [value]
-    if not isinstance(value, dict | list):
-        return
-    for _ in range(MAX_DEPTH):
-        groups = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [item for group in groups for item in group if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
