@@ -202,9 +202,10 @@ class EnvironmentManager:
 
     def close_idle(self) -> None:
         """Close the environments that no slot holds, each in its thread; later episodes make new ones."""
-        idle, self._idle = self._idle, []
-        self._usable[:] = [one for one in self._usable if not any(one is other for other in idle)]
-        self._workers.run([(worker, env.close) for env, worker in idle])
+        closed = {id(env) for env, _ in self._idle}
+        self._usable[:] = [(env, worker) for env, worker in self._usable if id(env) not in closed]
+        self._workers.run([(worker, env.close) for env, worker in self._idle])
+        self._idle.clear()
 
     def _discard(self, slot: EnvironmentSlot) -> None:
         self._usable[:] = [(env, worker) for env, worker in self._usable if env is not slot.env]
@@ -294,10 +295,8 @@ class EnvironmentManager:
             return self._answer(slot, response)
         slot.turn += 1
         result, relations = TurnResult(), slot.relations
-        if not response.actions:
-            if response.problem is not None:
-                slot.observation = Observation(text=f"error: {response.problem}")
-            self._refuse(slot, result)
+        if not response.actions and response.problem is not None:
+            slot.observation = Observation(text=f"error: {response.problem}")
         shown: list[Observation] = []
         for action in response.actions:
             self._act(slot, action, result)
@@ -306,8 +305,7 @@ class EnvironmentManager:
                 break
         if response.calls:
             result.observation = slot.observation = _tool_results(shown, calls=len(response.calls))
-        if response.actions and not response.valid:
-            # a malformed call beside those that were carried out
+        if not response.valid:  # calls beside a malformed one have been carried out
             self._refuse(slot, result)
         if response.valid and relations is not None:
             result.statements = judged_statements(
