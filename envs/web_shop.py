@@ -209,19 +209,18 @@ class WebShop(ToolEnvironment):
 
         Results are compared up to the first that fits: `30 to 40, p7 90 no, p4 30 1* no, p12 40 fits`.
         """
+        bounds = self.request.bounds()
         if self.opened is not None:
-            verdict = self._compared(self.opened)
-            if verdict.endswith("fits"):
-                missing = " ".join(self.missing_options(self.opened))
-                verdict = verdict.removesuffix("fits") + (f"{missing} open" if missing else "ready")
-            return f"{self.request.bounds()}, {verdict}"
+            missing = " ".join(self.missing_options(self.opened))
+            fitting = f"{missing} open" if missing else "ready"
+            verdict = fitting if self.request.fits(self.opened) else "no"
+            return f"{bounds}, {self._compared(self.opened)} {verdict}"
         if self.results:
-            compared = []
-            for id in self.results:
-                compared.append(self._compared(self.products[id]))
-                if id == self._fitting():
-                    break
-            return ", ".join([self.request.bounds(), *compared])
+            found = self._fitting()
+            worse = self.results[: self.results.index(found)] if found else self.results
+            compared = [f"{self._compared(self.products[id])} no" for id in worse]
+            compared += [f"{self._compared(self.products[found])} fits"] if found else []
+            return ", ".join([bounds, *compared])
         return self.request.query()
 
     def state_key(self) -> str:
@@ -268,7 +267,7 @@ class WebShop(ToolEnvironment):
         return self.opened
 
     def _compared(self, product: Product) -> str:
-        """Return the product's price, what it is compared by beside the price, and whether it fits."""
+        """Return the product's price and, if that is within its bounds, stars and a material that is not asked for."""
         request, (low, high) = self.request, self.request.prices
         parts = [product.id, str(product.price)]
         if low <= product.price <= high:
@@ -276,7 +275,7 @@ class WebShop(ToolEnvironment):
                 parts.append(f"{product.stars}*")
             if request.material and product.material != request.material:
                 parts.append(product.material)
-        return " ".join([*parts, "fits" if request.fits(product) else "no"])
+        return " ".join(parts)
 
     def _fitting(self) -> str | None:
         """Return the first result that has all that is asked for."""
