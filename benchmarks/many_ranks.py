@@ -57,7 +57,7 @@ FRACTION = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a rank has, and the thoughts of a probe."""
+    """Numbers of groups, episodes and thoughts of a rank."""
 
     groups: int = 4
     group_size: int = 2
@@ -77,7 +77,7 @@ class Collective:
 
 
 def measure(ranks: int, load: Load, *, start_method: str) -> list[dict[str, Any]]:
-    """Return what each rank has received in bytes (`received`, `gathered`, `values`) and what it was left with.
+    """Return the bytes that each rank has received (`received`, `gathered`, `values`) and the values it ends with.
 
     Args:
         ranks: number of ranks.

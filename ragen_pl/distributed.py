@@ -103,7 +103,7 @@ def values_of(sources: Sequence[int], value: T) -> list[T]:
 
 
 def exchanged(outgoing: Mapping[int, T]) -> list[T]:
-    """Return what other ranks send to this one, in the order of the senders. All ranks must call it.
+    """Return the values that other ranks send to this one, in the order of the senders. All ranks must call it.
 
     A value goes from its rank to its receiver alone, besides 8 bytes between any two ranks.
 

@@ -266,7 +266,7 @@ def _library() -> None:
 
 
 def _distance(thing: Sequence[Any]) -> tuple[int, int, int]:
-    """Return what things in view are ordered by: how far they are, first ahead and to the side."""
+    """Return a key that orders things in view by distance, near ones and those straight ahead first."""
     ahead, right = thing[:2]
     return ahead + abs(right), abs(right), right
 

@@ -1,4 +1,4 @@
-"""What a rank receives in the collectives of an iteration does not grow with the ranks, counted by the kernel."""
+"""Bytes that a rank receives in the collectives of an iteration, by the kernel: they do not grow with the ranks."""
 
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ def load(benchmark):
 
 @pytest.fixture(scope="module")
 def measured(benchmark, load):
-    """What each rank has received, by the number of ranks."""
+    """Bytes and values that each rank has received, by the number of ranks."""
     method = FORKS.get_start_method()
     return {ranks: benchmark.measure(ranks, load, start_method=method) for ranks in RANKS}
 

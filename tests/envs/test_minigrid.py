@@ -109,7 +109,7 @@ def test_generator_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_is_the_place_of_the_missions_thing_in_view() -> None:
     task = "BabyAI-GoToLocalS8N4-v0"
     env, plain = MiniGrid(id=task, plans=True), MiniGrid(id=task)
-    told = 0
+    plans_seen = 0
     for seed in range(30):
         text, _ = env.reset(seed=seed)
         plain.reset(seed=seed)
@@ -118,5 +118,5 @@ def test_a_plan_is_the_place_of_the_missions_thing_in_view() -> None:
         thing = mission.split(maxsplit=3)[3]
         seen = [one for one in things.split(", ") if one.startswith(thing)]
         assert env.plan() == (seen[0] if seen else None)
-        told += bool(seen)
-    assert 5 < told < 30
+        plans_seen += bool(seen)
+    assert 5 < plans_seen < 30

@@ -290,7 +290,7 @@ def test_points_are_logged_every_few_iterations(run: Path) -> None:
 
 
 def test_points_of_an_earlier_process_are_known_by_the_iteration(run: Path) -> None:
-    """What a resumed run keeps of them is one entry an iteration."""
+    """A resumed run keeps one entry of them an iteration."""
     first = RunLogger(run_dir=str(run), settings=settings(run.parents[1]))
     for step in range(1, 6):
         first.log_metrics({f"rollout/{n}": 0.5 for n in range(30)}, step)

@@ -23,7 +23,7 @@ CHILD = (
 
 
 class Leaks:
-    """What grows, in a folder.
+    """Resources that grow, measured in a folder.
 
     Args:
         folder: Gets the store, the folder in place of shared memory, and the measurements.

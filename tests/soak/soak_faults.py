@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import random
 import resource
-import shutil
 import signal
 import sqlite3
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -34,6 +32,7 @@ from soak_services import (
     EnvironmentService,
     PlayerService,
     Ranks,
+    end,
     lines_of,
     points_of,
     services,
@@ -304,12 +303,7 @@ def main() -> None:
     print(f"with {run.counts.total()} faults and {run.starts} starts in {time.monotonic() - start:.0f} s: "
           f"{dict(run.counts)}; ended by {dict(run.endings)}")  # fmt: skip
     problems = differences(whole, disturbed) + unsent(disturbed)
-    for problem in problems:
-        print(f"DIFFERS: {problem}")
-    if problems:
-        sys.exit(f"both runs are in {folder}")
-    if arguments.folder is None:
-        shutil.rmtree(folder)
+    end(problems, folder, keep=arguments.folder is not None)
     print("passed: trajectories, weights and points are those of the undisturbed run")
 
 

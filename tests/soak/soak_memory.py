@@ -14,14 +14,13 @@ import argparse
 import math
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from soak_judge import MIB, Measurement, findings
-from soak_services import LIMIT_S, SETTINGS, Ranks, lines_of, services, unsent
+from soak_services import LIMIT_S, SETTINGS, Ranks, end, lines_of, services, unsent
 
 STOPPED = 143
 
@@ -49,12 +48,7 @@ def main() -> None:
         overrides=overrides,
     )
     problems = report(measured) + unsent(folder)
-    for problem in problems:
-        print(f"FAILED: {problem}")
-    if problems:
-        sys.exit(f"measurements and output are in {folder}")
-    if arguments.folder is None:
-        shutil.rmtree(folder)
+    end(problems, folder, keep=arguments.folder is not None)
     print("passed")
 
 

@@ -1,9 +1,10 @@
-"""What a run of a soak depends on: a double of a vLLM server, a server of environments, and the run's own processes."""
+"""Processes of a soak run: a double of a vLLM server, a server of environments, and the run's own processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -325,7 +326,7 @@ def points_of(store: Path) -> dict[tuple[str, int], float | None]:
 
 
 def unsent(folder: Path) -> list[str]:
-    """Return what a run has logged and MLflow does not have, and print the number of its points.
+    """Return a phrase on points that a run has logged and MLflow lacks, and print the number of its points.
 
     Args:
         folder: Of the run and of MLflow's sqlite file.
@@ -337,3 +338,13 @@ def unsent(folder: Path) -> list[str]:
     return (
         [] if logged == kept.keys() else [f"{len(logged - kept.keys())} points are not in MLflow"]
     )
+
+
+def end(problems: Sequence[str], folder: Path, *, keep: bool) -> None:
+    """Print the problems of a soak and exit, or remove its folder where there are none."""
+    for problem in problems:
+        print(f"FAILED: {problem}")
+    if problems:
+        sys.exit(f"runs, measurements and output are in {folder}")
+    if not keep:
+        shutil.rmtree(folder)
