@@ -36,10 +36,10 @@ def background_threads() -> list[threading.Thread]:
 
 
 class SlowEngine(CopyEngine):
-    """Continuous engine whose responses in the background wait for `go`, or never come without one."""
+    """Continuous engine whose responses in the background each take one of `go`, or never come without it."""
 
     continuous = True
-    go: threading.Event | None = None
+    go: threading.Semaphore | None = None
 
     def submit(self, requests, *, keep):
         super().submit(requests, keep=keep)
@@ -49,9 +49,8 @@ class SlowEngine(CopyEngine):
         if in_background():
             if self.go is not None and time.monotonic() > self.last:
                 raise TimeoutError("no step of the optimizer beside this rollout")
-            if self.go is None or not self.go.is_set():
+            if self.go is None or not self.go.acquire(blocking=False):
                 return []
-            self.go.clear()
         return super().collect(wait=wait)
 
 
@@ -123,10 +122,11 @@ def test_a_rollout_is_sampled_while_the_iteration_before_it_trains(ahead_of):
     """No response of a rollout ahead comes before an optimizer step of the iteration before."""
 
     class Steps(RolloutCallback):
-        def on_train_batch_end(self, *arguments):
-            SlowEngine.go.set()
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx < 3:  # one step for each turn, and none left for the next rollout
+                SlowEngine.go.release()
 
-    SlowEngine.go = threading.Event()
+    SlowEngine.go = threading.Semaphore(0)
     try:
         # 4 steps in each of three iterations, and 3 turns in each of two rollouts ahead
         _, points, trainer = ahead_of(engine=SlowEngine).fit(Steps())

@@ -57,7 +57,7 @@ def test_a_run_without_a_critic_starts_from_a_checkpoint_with_one(job, first):
 
 @pytest.mark.slow
 def test_a_frozen_encoder_is_that_of_the_warm_start_and_in_checkpoints(job):
-    settings = ("env=frozenlake_visual", *SMALL[1:], CONSTANT_RATE, "update.freeze_vision=true")
+    settings = ("env=frozenlake_visual", *SMALL[2:], CONSTANT_RATE, "update.freeze_vision=true")
     run, reference = job(), job()
     run.run("trainer.max_epochs=1", settings=settings)
     learned = torch.load(run.folder / "warm_start.pt")["module"]
