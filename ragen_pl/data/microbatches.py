@@ -13,6 +13,8 @@ from ragen_pl.distributed import max_over_ranks
 
 # fraction of padding below which one more microbatch costs more than it saves
 _LITTLE_PADDING = 0.05
+# of a forward pass without a gradient
+_SCORING_BUCKETS = 8
 
 
 def split_by_length(lengths: Tensor, buckets: int) -> list[Tensor]:
@@ -57,6 +59,24 @@ def split_by_tokens(lengths: Tensor, tokens: int) -> list[Tensor]:
             microbatches.append(order[start:end])
             start = end
     return microbatches
+
+
+def split_for_scoring(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """Split rows into few length buckets with little padding, and these into microbatches of at most `tokens`.
+
+    Args:
+        lengths: int64 `[rows]`.
+        tokens: Limit of a microbatch's positions, padding included; a longer row is alone.
+
+    Examples:
+        >>> [rows.tolist() for rows in split_for_scoring(torch.tensor([9, 2, 9, 2]), 9)]
+        [[1, 3], [0], [2]]
+    """
+    return [
+        rows[part]
+        for rows in split_by_length(lengths, _SCORING_BUCKETS)
+        for part in split_by_tokens(lengths[rows], tokens)
+    ]
 
 
 def with_equal_count(microbatches: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, Minibatch, Samples, TrajectoryBatch
-from ragen_pl.data.microbatches import split_by_tokens, with_equal_count
+from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.distributed import rank, sum_over_ranks
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.finite import class_path, require_finite
@@ -110,7 +110,7 @@ class Scorer:
         if self.critic is None:
             return
         final = batch.final
-        own = [] if final is None else split_by_tokens(final.length, tokens_per_forward)
+        own = [] if final is None else split_for_scoring(final.length, tokens_per_forward)
         microbatches = with_equal_count(own)
         if not microbatches:
             return
@@ -208,7 +208,7 @@ def prepare_batch(
     """
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
     loss.check_division(layout, batch.episodes.advances)
-    microbatches = with_equal_count(split_by_tokens(samples.length, tokens_per_forward))
+    microbatches = with_equal_count(split_for_scoring(samples.length, tokens_per_forward))
     reference = scorer.vocabulary_reference(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
     scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)

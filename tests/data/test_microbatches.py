@@ -6,7 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_pl.data.microbatches import split_by_length, split_by_tokens, split_into
+from ragen_pl.data.microbatches import (
+    split_by_length,
+    split_by_tokens,
+    split_for_scoring,
+    split_into,
+)
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(torch.tensor)
 
@@ -38,6 +43,15 @@ def test_split_by_tokens_keeps_the_budget(length, tokens):
     microbatches = split_by_tokens(length, tokens)
     assert sorted(torch.cat(microbatches).tolist()) == list(range(len(length)))
     assert all(len(rows) * int(length[rows].max()) <= tokens for rows in microbatches)
+
+
+@given(lengths, st.integers(60, 300))
+def test_split_for_scoring_keeps_the_budget_and_pads_no_more_than_buckets(length, tokens):
+    microbatches = split_for_scoring(length, tokens)
+    assert sorted(torch.cat(microbatches).tolist()) == list(range(len(length)))
+    assert all(len(rows) * int(length[rows].max()) <= tokens for rows in microbatches)
+    by_length = computed_positions(length, split_by_length(length, 8))
+    assert computed_positions(length, microbatches) <= by_length
 
 
 @given(lengths, st.integers(1, 300), st.integers(0, 5))
