@@ -75,7 +75,7 @@ class ReasoningGym(Environment):
     - `form`: regular expression of a valid answer; null where any text is.
     - `rules`: instructions in full sentences; null for general ones.
     - `working`: whether `describe()`, and with it the think block of demonstrations, shows the working; known for
-      `chain_sum`, its running totals.
+      `chain_sum`, its running totals, and for `gsm_symbolic`, the equations of the library's solution.
     - `difficulty_key`: number or list in the metadata that says how hard an item is; null for difficulty 1.
     """
 
@@ -277,7 +277,36 @@ def _running_totals(metadata: Mapping[str, Any]) -> str:
     return ", ".join(steps)
 
 
-_WORKINGS: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": _running_totals}
+_NUMBER = r"[£$€]?\s?[0-9][0-9,]*(?:[.][0-9]+)?%?"
+_UNIT = r"(?:\s+(?!x\b)[^\W\d]+(?:[/-][^\W\d]+)*|(?:/[^\W\d]+)+)*"
+_OPERATION = rf"\s*[-+*/x×÷]\s*[(]?{_NUMBER}{_UNIT}[)]?"
+_EQUATION = re.compile(rf"[(]?{_NUMBER}{_UNIT}[)]?(?:{_OPERATION})+\s*=\s*{_NUMBER}")
+# how equations in sentences become plain ones, one after the other
+_PLAIN_EQUATION = (
+    (r"[£$€,]", ""),
+    (r"\bx\b|×", "*"),
+    ("÷", "/"),
+    (r"/?[^\W\d_]+(?:[/-][^\W\d_]+)*", ""),
+    (r"\s*([-+*/=])\s*", r" \1 "),
+    (r"\s+", " "),
+)
+
+
+def _equations(metadata: Mapping[str, Any]) -> str:
+    """Return the equations in the sentences of a solution, without units: `6 * 2 = 12, 195 * 12 = 2340`."""
+    equations = []
+    for found in _EQUATION.findall(metadata["answer_cot"]):
+        equation = found
+        for pattern, plain in _PLAIN_EQUATION:
+            equation = re.sub(pattern, plain, equation)
+        equations.append(equation.strip())
+    return ", ".join(equations) or "no equation"
+
+
+_WORKINGS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "chain_sum": _running_totals,
+    "gsm_symbolic": _equations,
+}
 
 
 def _random_expression(numbers: list[int], rng: np.random.Generator) -> str:

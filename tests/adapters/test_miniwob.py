@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.environments
 
 @pytest.fixture(scope="module")
 def browser():
-    env = MiniWoB()
+    env = MiniWoB(plans=True)
     yield env
     env.close()
 
@@ -43,6 +45,9 @@ def test_the_scripted_player_does_the_task(env, task):
         assert info["task"] == task and observation in env.observation_space
         for _ in range(8):
             assert len(env.describe()) < 200 and "\n" not in env.describe()
+            call = json.loads(env.optimal_action(rng))
+            last = env.plan().split(": ", 1)[1].split(", ")[-1]
+            assert last.startswith(f"{call['arguments']['element']} ")
             observation, reward, terminated, _, info = env.step(env.optimal_action(rng))
             assert info["action_is_valid"] and info["action_is_effective"]
             if terminated:

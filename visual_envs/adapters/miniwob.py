@@ -17,7 +17,7 @@ from envs.adapters.optional import optional_import
 from envs.base import Observation
 from envs.tools import ToolEnvironment, ToolError, tool
 from visual_envs.adapters.miniwob_pages import CLICK, READ, SELECT, TYPE, Page, read_page
-from visual_envs.adapters.miniwob_policies import POLICIES
+from visual_envs.adapters.miniwob_policies import POLICIES, search
 
 # a task ends after this many milliseconds of real time: never
 _NO_LIMIT = "core.EPISODE_MAX_TIME = 1e9;"
@@ -69,6 +69,7 @@ class MiniWoB(ToolEnvironment):
     ## Arguments
     - `tasks`: names of the library's tasks; None for all that have a scripted policy.
     - `pictures`: whether the observation has an image.
+    - `plans`: whether `plan()` tells how the next call's element is found, with which demonstrations then reason.
     - `max_observation_length`: largest number of characters of the text; the rest is cut.
 
     ## Version History
@@ -93,6 +94,7 @@ class MiniWoB(ToolEnvironment):
         *,
         tasks: Sequence[str] | None = None,
         pictures: bool = True,
+        plans: bool = False,
         max_observation_length: int = 4000,
         render_mode: str | None = None,
     ) -> None:
@@ -100,7 +102,7 @@ class MiniWoB(ToolEnvironment):
         self.tasks = tuple(tasks or POLICIES)
         if unknown := [task for task in self.tasks if task not in POLICIES]:
             raise ValueError(f"tasks: found {unknown}, expected some of {', '.join(POLICIES)}")
-        self.pictures = pictures
+        self.pictures, self.plans = pictures, plans
         if pictures:
             image = spaces.Box(0, 255, (_HEIGHT, _WIDTH, 3), np.uint8)
             self.observation_space = spaces.Dict({"text": self.observation_space, "image": image})
@@ -165,6 +167,12 @@ class MiniWoB(ToolEnvironment):
             if element.value
         ]
         return " ".join(f"set {', '.join(values) or 'none'}".split())[:150]
+
+    def plan(self) -> str | None:
+        """Return how the element of the scripted policy's next call is found, `find No: 2 Yes, 3 No`."""
+        if not self.plans:
+            return None
+        return search(self.page, POLICIES[self._task][1](self.page, self._fields))[:300]
 
     def difficulty(self) -> int:
         """Return about how many calls the task takes."""

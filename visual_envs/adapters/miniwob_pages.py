@@ -95,9 +95,14 @@ class Element:
         """Whether it is a field for text."""
         return self.tag == "textarea" or self.tag in _TYPED
 
+    @property
+    def kind(self) -> str:
+        """Tag, or kind of an input."""
+        return self.tag.removeprefix("input_")
+
     def line(self) -> str:
         """Return the element as a line of the observation."""
-        words = [str(self.number) if self.number else "-", self.tag.removeprefix("input_")]
+        words = [str(self.number) if self.number else "-", self.kind]
         if self.text:
             words.append(f'"{self.text}"')
         elif self.name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 from envs.tools import call_text
@@ -113,3 +114,19 @@ POLICIES: dict[str, tuple[int, TaskPolicy]] = {
     "email-inbox-noscroll": (4, _mail),
 }
 """Tasks, each with about as many calls as it takes and its policy."""
+
+
+def search(page: Page, call: str) -> str:
+    """Return how a call's element is found: those of its kind up to it, each with its number and its label.
+
+    An example is `find Cancel: 2 Yes, 3 No, 4 Cancel`. What has no label is called by its kind and place, `radio 2`.
+    """
+    target = page.numbered(json.loads(call)["arguments"]["element"])
+    labels = {element.ref: label for element, label in page.labeled()}
+    kind = [element for element in page.elements if element.number and element.tag == target.tag]
+    seen = [
+        (labels.get(element.ref) or element.text or element.name or f"{element.kind} {place}")
+        for place, element in enumerate(kind[: kind.index(target) + 1], start=1)
+    ]
+    steps = (f"{element.number} {label}" for element, label in zip(kind, seen, strict=False))
+    return f"find {seen[-1]}: {', '.join(steps)}"
