@@ -155,6 +155,19 @@ def test_working_shows_the_running_totals() -> None:
         assert " ".join([first, *(" ".join(step.split()[1:3]) for step in steps)]) in str(question)
 
 
+def test_working_shows_the_equations_of_a_solution() -> None:
+    env = ReasoningGym(dataset="gsm_symbolic", items=1000, working=True)
+    rng, ends, right = np.random.default_rng(0), 0, 0
+    for seed in range(50):
+        env.reset(seed=seed)
+        equations = [step.split(" = ") for step in env.describe().split(", ")]
+        if equations == [["no equation"]]:
+            continue
+        ends += float(equations[-1][-1].rstrip("%")) == float(env.optimal_action(rng))
+        right += all(re.fullmatch(r"[-+*/(). %0-9]+", part) for each in equations for part in each)
+    assert ends >= 45 and right >= 45
+
+
 def test_a_question_in_other_words_is_the_same_initial_state() -> None:
     env = shipped("countdown")
     env.reset(seed=0)
