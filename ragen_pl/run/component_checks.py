@@ -1,7 +1,6 @@
 """Checks of the components of a run against each other. They are built from the config, no model is.
 
-A constructor refuses its own arguments. What a component needs from the rest of the run it says by attributes
-(`needs_values`, `needs_groups`, …) or by `check_run`.
+A constructor refuses its own arguments. `check_run` of a component refuses a run that lacks something it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.errors import config_errors
 from ragen_pl.engines.protocol import check_asynchronous
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
@@ -54,13 +53,13 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
     """
     components = build_components(cfg)
     with config_errors("algorithm"):
-        _check_critic(cfg, components.estimator)
-        _check_states(components.estimator, environment)
-        _check_groups(cfg, components)
-        _check_normalizer(components)
-        _check_ahead(cfg, components.loss)
+        _check_engine(cfg)
         facts = run_facts(cfg, environment, components)
         for component in (
+            components.estimator,
+            components.group_filter,
+            components.normalizer,
+            components.loss,
             components.masks,
             components.adaptive_temperature,
             *components.rewards,
@@ -97,7 +96,7 @@ def run_facts(
     cfg: DictConfig, environment: gymnasium.Env[Any, Any], components: Components
 ) -> RunFacts:
     """Return the facts of the run that components may depend on."""
-    prompt_format = PromptFormat(cfg.env.prompt_format)
+    prompt_format, penalty = PromptFormat(cfg.env.prompt_format), components.loss.kl
     return RunFacts(
         group_size=cfg.rollout.group_size,
         temperature=cfg.rollout.temperature,
@@ -107,6 +106,12 @@ def run_facts(
         blocks=frozenset(prompt_format.tags),
         environment=type(environment).__name__,
         environment_members=frozenset(dir(environment)),
+        turn_limit_bootstraps=cfg.env.turn_limit_bootstraps,
+        critic=cfg.algorithm.critic,
+        estimator=type(components.estimator).__name__,
+        standardizes=components.estimator.standardizes,
+        rewards_penalized=penalty is not None and penalty.changes_rewards,
+        iterations_ahead=cfg.rollout.iterations_ahead,
         loss=components.loss,
         callbacks=tuple(components.callbacks),
     )
@@ -126,70 +131,9 @@ def check_logger(cfg: DictConfig) -> None:
             logger.check_settings(dict(cfg.logger), root=cfg.paths.root)
 
 
-def _check_critic(cfg: DictConfig, estimator: Estimator) -> None:
-    name, critic = type(estimator).__name__, cfg.algorithm.critic
-    if estimator.needs_values and critic == "none":
-        raise ConfigError(
-            f"algorithm.critic=none: {name} needs values; set algorithm.critic=shared (or own)"
-        )
-    if not estimator.needs_values and critic != "none":
-        raise ConfigError(
-            f"algorithm.critic={critic}: {name} reads no values; set algorithm.critic=none"
-        )
-    if not estimator.needs_values and cfg.env.turn_limit_bootstraps:
-        raise ConfigError(
-            f"env.turn_limit_bootstraps=true: {name} has no values to bootstrap from; set false, or an "
-            "algorithm with a critic"
-        )
-
-
-def _check_states(estimator: Estimator, environment: gymnasium.Env[Any, Any]) -> None:
-    if estimator.needs_states and "state_key" not in dir(environment):
-        raise ConfigError(
-            f"algorithm.estimator={type(estimator).__name__}: {type(environment).__name__} has no state_key() "
-            "to compare turns from the same state by; give it one, or set algorithm=grpo"
-        )
-
-
-def _check_groups(cfg: DictConfig, components: Components) -> None:
-    if cfg.rollout.group_size > 1:
-        return
-    for key, component in (
-        ("algorithm.estimator", components.estimator),
-        ("algorithm.filter", components.group_filter),
-        ("algorithm.normalize", components.normalizer),
-    ):
-        if component is not None and component.needs_groups:
-            raise ConfigError(
-                f"rollout.group_size=1: {type(component).__name__} compares the episodes of a group; "
-                f"set at least 2, or change {key}"
-            )
-
-
-def _check_ahead(cfg: DictConfig, loss: UpdateLoss) -> None:
-    """Check that the engine can sample while the policy trains, and that the loss corrects for older weights."""
-    if not cfg.rollout.iterations_ahead:
-        return
+def _check_engine(cfg: DictConfig) -> None:
+    """Check that the engine can sample while the policy trains, if it has to."""
     engine = engine_class(cfg.rollout.engine)
     # another one is checked when it is there
-    if engine is not None:
+    if cfg.rollout.iterations_ahead and engine is not None:
         check_asynchronous(engine)
-    loss.require_correction()
-
-
-def _check_normalizer(components: Components) -> None:
-    """Check that the estimator does not undo the normalization.
-
-    Standardization undoes a shift and a scale that all returns of its mean share.
-    """
-    normalizer, estimator = components.normalizer, components.estimator
-    kl = components.loss.kl
-    if normalizer is None or normalizer.clips or (kl is not None and kl.changes_rewards):
-        return
-    scope, standardized = normalizer.by.scope, estimator.standardizes
-    if None in (scope, standardized) or (scope, standardized) == ("group", "batch"):
-        return
-    raise ConfigError(
-        f"algorithm.normalize.by={type(normalizer.by).__name__}: {type(estimator).__name__} standardizes returns "
-        "itself, which undoes it; set Raw, or another estimator"
-    )
