@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from endpoint_clients import until
 from module_process import start_module
 
 import envs  # noqa: F401 - registers the environments
@@ -303,7 +304,11 @@ def test_the_only_server_is_started_again(serve: Any) -> None:
 
 def test_sessions_that_are_closed_in_a_pause_are_replayed(serve: Any) -> None:
     served = serve(idle_s=0.5)
-    played = remote(served, on_turn=AtTurn(24, lambda: time.sleep(1.5)))
+
+    def pause() -> None:
+        until(lambda: served.health()["open"] == 0)
+
+    played = remote(served, on_turn=AtTurn(24, pause))
     assert_equal(played, local())
     assert served.count("idle") > 0 and replayed(played) > 0
     assert served.count("steps") == steps_of(played) + replayed(played)
@@ -499,10 +504,10 @@ def test_errors_of_an_environment_end_its_episode_or_its_session() -> None:
             if action == "gone":
                 raise ConnectionResetError("simulator")
             if action == "hang":
-                time.sleep(5.0)
+                time.sleep(60.0)
             return "went", 0.0, False, False, {}
 
-    hosted = HostedEnvironment(Breaks, target="Breaks", timeout_s=0.5)
+    hosted = HostedEnvironment(Breaks, target="Breaks", timeout_s=60.0)
     reset = {"type": "reset", "data": {"seed": 0}}
     assert hosted.answer(step("x"))["data"]["code"] == "SESSION_ERROR"
     hosted.answer(reset)
@@ -511,11 +516,11 @@ def test_errors_of_an_environment_end_its_episode_or_its_session() -> None:
     answer = hosted.answer(step("bug"))
     assert answer["data"] == {"message": "KeyError: 'door'", "code": "EXECUTION_ERROR"}
     assert not hosted.is_usable
-    for text, message in (
-        ("gone", "ConnectionResetError: simulator"),
-        ("hang", "longer than 0.5 s"),
+    for text, timeout_s, message in (
+        ("gone", 60.0, "ConnectionResetError: simulator"),
+        ("hang", 3.0, "longer than 3 s"),
     ):
-        other = HostedEnvironment(Breaks, target="Breaks", timeout_s=0.5)
+        other = HostedEnvironment(Breaks, target="Breaks", timeout_s=timeout_s)
         other.answer(reset)
         with pytest.raises(ConnectionError, match=message):
             other.answer(step(text))

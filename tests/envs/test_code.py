@@ -223,9 +223,7 @@ def test_hostile_programs_neither_pass_nor_harm(env, tmp_path, name):
     program = HOSTILE[name]
     if "{" in program:
         program = program.format(path=path, other=other)
-    began = time.monotonic()
     text, reward, _, _, info = env.step(program)
-    assert time.monotonic() - began < 30
     assert not info["success"] and reward == -0.1 and text in env.observation_space
     assert sorted(each.name for each in tmp_path.iterdir()) == ["other"]
     assert other.read_text() == "kept"

@@ -302,7 +302,7 @@ def test_an_environment_that_hangs_is_refused(
     custom, monkeypatch, tmp_path, environment, call, process
 ):
     # the creation may take ten times as long
-    timeout_s = 0.1 if call == "its constructor" else 2.0
+    timeout_s = 0.3 if call == "its constructor" else 5.0
     settings = {"env__timeout_s": timeout_s, "env__process": process}
     with pytest.raises(ConfigError) as error:
         checked(custom, monkeypatch, tmp_path, environment, **settings)
