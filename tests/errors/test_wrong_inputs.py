@@ -73,7 +73,7 @@ OF_THE_COMMAND = [
     ("model.build.text.num_attention_heads=3", "expected a divisor of .*hidden_size=128"),
     ("algorithm.critic=none", "BilevelGAE needs values; set algorithm.critic"),
     ("-m seed=0,1 trainer.devices=2", "--multirun with 2 ranks: .* start the runs one by one"),
-    ("callbacks.collapse.alarms.entropy.reading=entropy_rato", "did you mean entropy_ratio?"),
+    ("callbacks.collapse.alarms.entropy.diagnostic=entropy_rato", "did you mean entropy_ratio?"),
     ("warm_start.steps=0", "warm_start.steps=0: expected"),
     ("trainer.precision=bf16-true", "trainer.precision=bf16-true: expected"),
     ("+trainer.gradient_clip_algorithm=value", "gradient_clip_algorithm=value: expected"),
