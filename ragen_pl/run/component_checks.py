@@ -5,44 +5,25 @@ A constructor refuses its own arguments. `check_run` of a component refuses a ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
-import lightning.pytorch as pl
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
-from ragen_pl.algorithms.group_filter import GroupFilter
-from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.config.errors import config_errors
 from ragen_pl.engines.protocol import check_asynchronous
 from ragen_pl.modules.losses import UpdateLoss
-from ragen_pl.modules.masking import Masks
 from ragen_pl.prompt_formats import PromptFormat
-from ragen_pl.rewards.shaping import RewardFunction
 from ragen_pl.run.build import build_named
 from ragen_pl.run.start_check import engine_class
 from ragen_pl.run_facts import ChecksRun, ChecksSettings, RunFacts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """Components of a run that need no model."""
-
-    estimator: Estimator
-    masks: Masks
-    loss: UpdateLoss
-    normalizer: RewardNormalizer | None
-    group_filter: GroupFilter | None
-    rewards: list[RewardFunction]
-    adaptive_temperature: Any
-    callbacks: list[pl.Callback]
-
-
 def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> None:
-    """Build the components of a run and check them against each other.
+    """Build the components of a run that need no model, and check them against each other.
 
     Args:
         cfg: config of `ragen_pl.fit`.
@@ -51,52 +32,35 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
     Raises:
         ConfigError: a constructor refuses its arguments, or two components do not fit together.
     """
-    components = build_components(cfg)
+    algorithm = cfg.algorithm
+    with config_errors("algorithm, rollout or callbacks"):
+        instantiate(cfg.get("curriculum"), _convert_="all")
+        estimator: Estimator = instantiate(algorithm.estimator, _convert_="all")
+        loss: UpdateLoss = instantiate(algorithm.loss, _convert_="all")
+        others = [
+            instantiate(algorithm.get("filter"), _convert_="all"),
+            instantiate(algorithm.get("normalize"), _convert_="all"),
+            instantiate(algorithm.masks, _convert_="all"),
+            instantiate(cfg.rollout.get("adaptive_temperature"), _convert_="all"),
+            *build_named(algorithm.get("rewards")),
+        ]
+        callbacks: list[object] = build_named(cfg.callbacks)
     with config_errors("algorithm"):
         _check_engine(cfg)
-        facts = run_facts(cfg, environment, components)
-        for component in (
-            components.estimator,
-            components.group_filter,
-            components.normalizer,
-            components.loss,
-            components.masks,
-            components.adaptive_temperature,
-            *components.rewards,
-            *components.callbacks,
-        ):
+        facts = _run_facts(cfg, environment, estimator, loss, callbacks)
+        for component in (estimator, loss, *others, *callbacks):
             if isinstance(component, ChecksRun):
                 component.check_run(facts)
 
 
-def build_components(cfg: DictConfig) -> Components:
-    """Build the components of a run that need no model.
-
-    Raises:
-        ConfigError: a constructor refuses its arguments.
-    """
-    algorithm = cfg.algorithm
-    with config_errors("algorithm, rollout or callbacks"):
-        instantiate(cfg.get("curriculum"), _convert_="all")
-        return Components(
-            estimator=instantiate(algorithm.estimator, _convert_="all"),
-            masks=instantiate(algorithm.masks, _convert_="all"),
-            loss=instantiate(algorithm.loss, _convert_="all"),
-            normalizer=instantiate(algorithm.get("normalize"), _convert_="all"),
-            group_filter=instantiate(algorithm.get("filter"), _convert_="all"),
-            rewards=build_named(algorithm.get("rewards")),
-            adaptive_temperature=instantiate(
-                cfg.rollout.get("adaptive_temperature"), _convert_="all"
-            ),
-            callbacks=build_named(cfg.callbacks),
-        )
-
-
-def run_facts(
-    cfg: DictConfig, environment: gymnasium.Env[Any, Any], components: Components
+def _run_facts(
+    cfg: DictConfig,
+    environment: gymnasium.Env[Any, Any],
+    estimator: Estimator,
+    loss: UpdateLoss,
+    callbacks: Sequence[object],
 ) -> RunFacts:
-    """Return the facts of the run that components may depend on."""
-    prompt_format, penalty = PromptFormat(cfg.env.prompt_format), components.loss.kl
+    prompt_format = PromptFormat(cfg.env.prompt_format)
     return RunFacts(
         group_size=cfg.rollout.group_size,
         temperature=cfg.rollout.temperature,
@@ -108,12 +72,12 @@ def run_facts(
         environment_members=frozenset(dir(environment)),
         turn_limit_bootstraps=cfg.env.turn_limit_bootstraps,
         critic=cfg.algorithm.critic,
-        estimator=type(components.estimator).__name__,
-        standardizes=components.estimator.standardizes,
-        rewards_penalized=penalty is not None and penalty.changes_rewards,
+        estimator=type(estimator).__name__,
+        standardizes=estimator.standardizes,
+        rewards_penalized=loss.kl is not None and loss.kl.changes_rewards,
         iterations_ahead=cfg.rollout.iterations_ahead,
-        loss=components.loss,
-        callbacks=tuple(components.callbacks),
+        loss=loss,
+        callbacks=tuple(callbacks),
     )
 
 
