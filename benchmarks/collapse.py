@@ -191,7 +191,10 @@ def write_page(
         ahead = "" if at is None or failed is None else f"{failed - at:+d}"
         limit = f"below {alarm.below:g}" if alarm.below is not None else f"above {alarm.above:g}"
         rows.append(
-            (at or 10**6, f"| `{name}` | `{alarm.reading}` {limit} | {at or 'never'} | {ahead} |")
+            (
+                at or 10**6,
+                f"| `{name}` | `{alarm.diagnostic}` {limit} | {at or 'never'} | {ahead} |",
+            )
         )
     last = max(baseline.diagnostics)
     alarm_rows = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))

@@ -126,7 +126,7 @@ def build_batch(size: Size) -> TrajectoryBatch:
 
 @dataclass(slots=True)
 class Step:
-    """What a step gives."""
+    """Results of a step."""
 
     loss: float
     gradients: dict[str, Tensor]

@@ -63,7 +63,7 @@ class Invoice(ToolEnvironment):
     Terminated by a decision.
 
     ## Arguments
-    - `lines`: number of items. `most`: largest count and price. `wrong_share`: fraction of wrong invoices.
+    - `lines`: number of items. `max_number`: largest count and price. `wrong_share`: fraction of wrong invoices.
     - `short_share`: fraction of lines of which less was delivered than ordered, which is no error of the invoice.
     - `false_accept`, `read_cost`: see Rewards.
     """
@@ -87,7 +87,7 @@ class Invoice(ToolEnvironment):
         self,
         *,
         lines: Annotated[int, Interval(ge=1, le=5)] = 2,
-        most: Annotated[int, Interval(ge=2, le=99)] = 5,
+        max_number: Annotated[int, Interval(ge=2, le=99)] = 5,
         wrong_share: Probability = 0.6,
         short_share: Probability = 0.3,
         false_accept: Reward = 1.0,
@@ -95,7 +95,7 @@ class Invoice(ToolEnvironment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
-        self.line_count, self.most = lines, most
+        self.line_count, self.max_number = lines, max_number
         self.wrong_share, self.short_share = wrong_share, short_share
         self.false_accept, self.read_cost = false_accept, read_cost
         self.lines: list[Line] = []
@@ -170,7 +170,7 @@ class Invoice(ToolEnvironment):
     def argument_values(self, argument: str) -> list[Any]:
         """Return reasons with any item, field and number."""
         items, fields = sorted(ITEMS), FIELDS[:3]
-        return ["ok", *(f"{item} {field} {self.most}" for item in items for field in fields)]
+        return ["ok", *(f"{item} {field} {self.max_number}" for item in items for field in fields)]
 
     def _ordered(self) -> list[Line]:
         return [line for line in self.lines if line.ordered]
@@ -208,7 +208,7 @@ class Invoice(ToolEnvironment):
 
     def _draw_line(self, item: str) -> Line:
         draw = self.np_random
-        ordered, price = (int(number) for number in draw.integers(1, self.most + 1, 2))
+        ordered, price = (int(number) for number in draw.integers(1, self.max_number + 1, 2))
         short = ordered > 1 and draw.random() < self.short_share
         delivered = int(draw.integers(1, ordered)) if short else ordered
         return Line(item, ordered, price, delivered, delivered, price, delivered * price)
@@ -219,7 +219,7 @@ class Invoice(ToolEnvironment):
         place, field = int(draw.integers(self.line_count)), str(draw.choice(FIELDS))
         line = self.lines[place]
         if field == "item":
-            count, price = (int(number) for number in draw.integers(1, self.most + 1, 2))
+            count, price = (int(number) for number in draw.integers(1, self.max_number + 1, 2))
             wrong = Line(other, 0, 0, 0, count, price, count * price)
             self.lines.insert(place, wrong)
         elif field == "sum":
@@ -228,7 +228,7 @@ class Invoice(ToolEnvironment):
             self.lines[place] = wrong
         else:
             right = line.count if field == "count" else line.price
-            values = [number for number in range(1, self.most + 1) if number != right]
+            values = [number for number in range(1, self.max_number + 1) if number != right]
             # What was ordered but not delivered is the likely error.
             likely = field == "count" and line.ordered != right
             value = line.ordered if likely else int(draw.choice(values))

@@ -20,6 +20,12 @@ class RunFacts:
         blocks: tags of the response's blocks.
         environment: name of the environment's class.
         environment_members: names of its members.
+        turn_limit_bootstraps: whether the value of the last state follows an episode that the turn limit ends.
+        critic: `shared`, `own` or `none`.
+        estimator: name of the estimator's class.
+        standardizes: trajectories over which the estimator standardizes returns; None if it does not.
+        rewards_penalized: whether a KL penalty is taken from the rewards.
+        iterations_ahead: updates between the weights of a rollout and those that are trained on it.
         loss: loss of the updates.
         callbacks: callbacks of the run, in order.
     """
@@ -32,8 +38,30 @@ class RunFacts:
     blocks: frozenset[str]
     environment: str
     environment_members: frozenset[str]
+    turn_limit_bootstraps: bool
+    critic: str
+    estimator: str
+    standardizes: str | None
+    rewards_penalized: bool
+    iterations_ahead: int
     loss: object
     callbacks: tuple[object, ...]
+
+    def require_groups(self, component: object, *, key: str) -> None:
+        """Check that a group has several episodes, which a component compares.
+
+        Args:
+            component: the component.
+            key: setting that names it.
+
+        Raises:
+            ValueError: a group has one episode.
+        """
+        if self.group_size == 1:
+            raise ValueError(
+                f"rollout.group_size=1: {type(component).__name__} compares the episodes of a group; set at least 2, "
+                f"or change {key}"
+            )
 
 
 @runtime_checkable

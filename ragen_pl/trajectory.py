@@ -51,7 +51,7 @@ class EpisodeStatus(StrEnum):
 
 
 class FailureCause(StrEnum):
-    """What an error of an environment is blamed on.
+    """Cause of an environment's error.
 
     `INFRASTRUCTURE` is a connection, a time limit, a process that ended or a service that is full: a fresh environment
     may get on. `DATA` is all else: the same episode would fail again.

@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         while server.most_under_way < server.together:
             time.sleep(0.005)
         if fault == "late":
-            time.sleep(1.0)
+            time.sleep(6.0)
         # before the answer: its client sends the next request as soon as it has it
         with server.lock:
             server.under_way -= 1

@@ -20,7 +20,7 @@ from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.server import AgentServer
 from ragen_pl.serving.session import Call, Event, EventKind, Session
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 WEATHER = {

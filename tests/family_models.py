@@ -12,44 +12,39 @@ from typing import Any
 
 import torch
 from families import FAMILIES
+from family_processors import (
+    gemma3_processor,
+    gemma4_processor,
+    internvl_processor,
+    lfm2_vl_processor,
+    llava_next_processor,
+    llava_onevision_processor,
+    qwen_processor,
+    smolvlm_processor,
+)
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
     Gemma3TextConfig,
-    Gemma4AudioFeatureExtractor,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
-    Gemma4ImageProcessor,
-    Gemma4Processor,
     Gemma4TextConfig,
-    Gemma4VideoProcessor,
     GenerationConfig,
-    GotOcr2ImageProcessor,
     InternVLConfig,
     InternVLForConditionalGeneration,
-    InternVLProcessor,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2VlConfig,
     Lfm2VlForConditionalGeneration,
-    Lfm2VlImageProcessor,
-    Lfm2VlProcessor,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -60,7 +55,6 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -74,9 +68,6 @@ from transformers import (
     Qwen3VLVideoProcessor,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
-    SmolVLMImageProcessor,
-    SmolVLMProcessor,
-    SmolVLMVideoProcessor,
 )
 
 from ragen_pl.models.bundle import ModelBundle
@@ -293,86 +284,6 @@ def _lfm2_vl(text: Text, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return Lfm2VlForConditionalGeneration(config)
 
 
-def _qwen_processor(
-    kind: Any, video: Any, **sizes: Any
-) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
-    def build(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-        processor: ProcessorMixin = kind(
-            Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=84 * 84, **sizes), tokenizer, video_processor=video(),
-            chat_template=tokenizer.chat_template,
-        )  # fmt: skip
-        return processor
-
-    return build
-
-
-def _gemma3_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
-    return Gemma3Processor(
-        images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4
-    )
-
-
-def _gemma4_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    # 70 is the smallest number of tokens an image may have
-    images = Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70)
-    return Gemma4Processor(
-        Gemma4AudioFeatureExtractor(), images, tokenizer, Gemma4VideoProcessor(), image_seq_length=70,
-        chat_template=tokenizer.chat_template,
-    )  # fmt: skip
-
-
-def _smolvlm_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    images = SmolVLMImageProcessor(
-        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
-    )
-    return SmolVLMProcessor(
-        images, tokenizer, video_processor=SmolVLMVideoProcessor(), image_seq_len=4,
-        chat_template=tokenizer.chat_template,
-    )  # fmt: skip
-
-
-def _llava_next_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    images = LlavaNextImageProcessor(
-        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=[[16, 32], [32, 16]]
-    )  # fmt: skip
-    return LlavaNextProcessor(
-        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
-    )  # fmt: skip
-
-
-def _llava_onevision_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    images = LlavaOnevisionImageProcessor(
-        size={"height": 16, "width": 16}, image_grid_pinpoints=[[16, 32], [32, 16]]
-    )
-    return LlavaOnevisionProcessor(
-        images, tokenizer, LlavaOnevisionVideoProcessor(), num_image_tokens=4, vision_feature_select_strategy="full",
-        chat_template=tokenizer.chat_template,
-    )  # fmt: skip
-
-
-def _internvl_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    images = GotOcr2ImageProcessor(size={"height": 32, "width": 32})
-    return InternVLProcessor(
-        images, tokenizer, video_processor=_internvl_video(), image_seq_length=4, chat_template=tokenizer.chat_template
-    )  # fmt: skip
-
-
-def _internvl_video() -> Any:
-    from transformers import InternVLVideoProcessor
-
-    return InternVLVideoProcessor()
-
-
-def _lfm2_vl_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    images = Lfm2VlImageProcessor(
-        tile_size=32, encoder_patch_size=8, downsample_factor=2, min_image_tokens=4, max_image_tokens=16,
-        max_num_patches=64, max_tiles=4, use_thumbnail=False,
-    )  # fmt: skip
-    return Lfm2VlProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
-
-
 Builder = Callable[[Text, PreTrainedTokenizerFast], PreTrainedModel]
 
 
@@ -408,31 +319,31 @@ MODELS: dict[str, FamilyModel] = {
     "gemma4": FamilyModel(model=_gemma4),
     "lfm2": FamilyModel(model=_lfm2, recurrent=True),
     "qwen2_5_vl": FamilyModel(
-        model=_qwen2_5_vl, processor=_qwen_processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
+        model=_qwen2_5_vl, processor=qwen_processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
     ),
     "qwen3_vl": FamilyModel(
         model=_qwen3_vl,
-        processor=_qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, patch_size=16),
+        processor=qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, patch_size=16),
     ),
     "qwen3_5_vl": FamilyModel(
         model=_qwen3_5_vl,
-        processor=_qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, patch_size=16),
+        processor=qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, patch_size=16),
         recurrent=True,
     ),
-    "gemma4_vl": FamilyModel(model=_gemma4_vl, processor=_gemma4_processor),
+    "gemma4_vl": FamilyModel(model=_gemma4_vl, processor=gemma4_processor),
     "gemma4_vl_experts": FamilyModel(
-        model=_gemma4_vl_experts, processor=_gemma4_processor, family="gemma4_vl"
+        model=_gemma4_vl_experts, processor=gemma4_processor, family="gemma4_vl"
     ),
-    "gemma3_vl": FamilyModel(model=_gemma3_vl, processor=_gemma3_processor),
-    "smolvlm": FamilyModel(model=_smolvlm, processor=_smolvlm_processor),
-    "llava_next": FamilyModel(model=_llava_next, processor=_llava_next_processor),
+    "gemma3_vl": FamilyModel(model=_gemma3_vl, processor=gemma3_processor),
+    "smolvlm": FamilyModel(model=_smolvlm, processor=smolvlm_processor),
+    "llava_next": FamilyModel(model=_llava_next, processor=llava_next_processor),
     "llava_onevision": FamilyModel(
-        model=_llava_onevision, processor=_llava_onevision_processor, single_image=True
+        model=_llava_onevision, processor=llava_onevision_processor, single_image=True
     ),
     "internvl": FamilyModel(
-        model=_internvl, processor=_internvl_processor, image_settings={"crop_to_patches": False}
+        model=_internvl, processor=internvl_processor, image_settings={"crop_to_patches": False}
     ),
-    "lfm2_vl": FamilyModel(model=_lfm2_vl, processor=_lfm2_vl_processor, recurrent=True),
+    "lfm2_vl": FamilyModel(model=_lfm2_vl, processor=lfm2_vl_processor, recurrent=True),
 }
 
 

@@ -107,7 +107,7 @@ def play(
 
 
 def build_batch(agent: AgentModule, **changes) -> TrajectoryBatch:
-    """What the agent's update would see."""
+    """Batch of the agent's update."""
     return agent.prepare(collate(play(agent, **changes), agent.policy.bundle))
 
 

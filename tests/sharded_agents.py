@@ -1,4 +1,4 @@
-"""What one of two ranks finds with sharded weights, and with whole weights and averaged gradients."""
+"""Results of one of two ranks with sharded weights, and with whole weights and averaged gradients."""
 
 from __future__ import annotations
 

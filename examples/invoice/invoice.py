@@ -51,7 +51,7 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
 
     ## Arguments
     - `lines`: number of lines. `wrong_share`: share of invoices with one wrong field.
-    - `most`: largest count and price. `false_accept`, `read_cost`: see Rewards.
+    - `max_number`: largest count and price. `false_accept`, `read_cost`: see Rewards.
     """
 
     action_names = ("Next", "Accept", "Count", "Price", "Sum")
@@ -66,16 +66,16 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
         *,
         lines: int = 3,
         wrong_share: float = 0.5,
-        most: int = 5,
+        max_number: int = 5,
         false_accept: float = 1.0,
         read_cost: float = 0.01,
     ) -> None:
-        if lines < 1 or most < 2 or not 0 <= wrong_share <= 1:
+        if lines < 1 or max_number < 2 or not 0 <= wrong_share <= 1:
             raise ValueError(
-                f"found lines={lines}, most={most}, wrong_share={wrong_share}; "
+                f"found lines={lines}, max_number={max_number}, wrong_share={wrong_share}; "
                 "expected at least 1, at least 2, and 0 to 1"
             )
-        self.lines, self.wrong_share, self.most = lines, wrong_share, most
+        self.lines, self.wrong_share, self.max_number = lines, wrong_share, max_number
         self.false_accept, self.read_cost = false_accept, read_cost
         self.action_space = spaces.Discrete(len(self.action_names))
         self.observation_space = spaces.Text(max_length=80)
@@ -88,7 +88,7 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
         """Draw an order, and an invoice that is right or has one wrong field."""
         super().reset(seed=seed)
         draw = self.np_random
-        orders = draw.integers(1, self.most + 1, (self.lines, 2)).tolist()
+        orders = draw.integers(1, self.max_number + 1, (self.lines, 2)).tolist()
         self.invoice, self.at = [Line.correct(*order) for order in orders], 0
         if draw.random() < self.wrong_share:
             place = int(draw.integers(self.lines))
@@ -141,8 +141,8 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
     def _with_error(self, line: Line) -> Line:
         field = FIELDS[int(self.np_random.integers(len(FIELDS)))]
         value = getattr(line, field)
-        most = self.most**2 if field == "sum" else self.most
-        other = int(self.np_random.choice([n for n in range(1, most + 1) if n != value]))
+        highest = self.max_number**2 if field == "sum" else self.max_number
+        other = int(self.np_random.choice([n for n in range(1, highest + 1) if n != value]))
         wrong_line = replace(line, **{field: other})
         # The sum follows from the billed values, so exactly one field is wrong.
         return (

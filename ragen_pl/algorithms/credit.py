@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.turns import nearest_in_turn, turn_ends
 from ragen_pl.algorithms.whitening import AllReduce
+from ragen_pl.run_facts import RunFacts
 
 
 @dataclass(kw_only=True, slots=True)
@@ -178,6 +179,34 @@ class Estimator(Protocol):
     def standardizes(self) -> StandardizationScope | None:
         """Trajectories over which the estimator standardizes returns, None if it does not."""
         return None
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that the run has the critic, the states and the groups that the estimator needs, and no idle critic.
+
+        Raises:
+            ValueError: it has not.
+        """
+        name = type(self).__name__
+        if self.needs_values and facts.critic == "none":
+            raise ValueError(
+                f"algorithm.critic=none: {name} needs values; set algorithm.critic=shared (or own)"
+            )
+        if not self.needs_values and facts.critic != "none":
+            raise ValueError(
+                f"algorithm.critic={facts.critic}: {name} reads no values; set algorithm.critic=none"
+            )
+        if not self.needs_values and facts.turn_limit_bootstraps:
+            raise ValueError(
+                f"env.turn_limit_bootstraps=true: {name} has no values to bootstrap from; set false, or an algorithm "
+                "with a critic"
+            )
+        if self.needs_states and "state_key" not in facts.environment_members:
+            raise ValueError(
+                f"algorithm.estimator={name}: {facts.environment} has no state_key() to compare turns from the same "
+                "state by; give it one, or set algorithm=grpo"
+            )
+        if self.needs_groups:
+            facts.require_groups(self, key="algorithm.estimator")
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Estimate the advantages of a batch of trajectories.

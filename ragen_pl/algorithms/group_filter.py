@@ -18,6 +18,7 @@ from torch import Tensor
 from ragen_pl.algorithms.advantages.group import group_std
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, CountOrZero, NonNegative, PositiveFraction
+from ragen_pl.run_facts import RunFacts
 
 
 class Filter(Protocol):
@@ -203,6 +204,11 @@ class GroupFilter:
     def needs_groups(self) -> bool:
         """Whether the filter compares the returns inside a group."""
         return self.keep.needs_groups or self.reweight > 0
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that a group has several episodes, if the filter compares them."""
+        if self.needs_groups:
+            facts.require_groups(self, key="algorithm.filter")
 
     def __call__(self, returns: Tensor, group: Tensor) -> FilterResult:
         """Judge the trajectories of an iteration, all ranks included.

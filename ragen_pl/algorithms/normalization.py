@@ -21,6 +21,7 @@ from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.checked import checked
 from ragen_pl.constraints import CountOrZero, PositiveFraction
+from ragen_pl.run_facts import RunFacts
 
 _EPS = 1e-6
 Scale = tuple[Tensor, Tensor]
@@ -237,6 +238,24 @@ class RewardNormalizer:
     def needs_groups(self) -> bool:
         """Whether the rule compares the returns inside a group."""
         return self.by.needs_groups
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that groups can be compared, and that the estimator does not undo the normalization.
+
+        Standardization undoes a shift and a scale that all returns of its mean share.
+
+        Raises:
+            ValueError: they can't, or it does.
+        """
+        if self.needs_groups:
+            facts.require_groups(self, key="algorithm.normalize")
+        scopes = self.by.scope, facts.standardizes
+        if self.clips or facts.rewards_penalized or None in scopes or scopes == ("group", "batch"):
+            return
+        raise ValueError(
+            f"algorithm.normalize.by={type(self.by).__name__}: {facts.estimator} standardizes returns itself, which "
+            "undoes it; set Raw, or another estimator"
+        )
 
     def __call__(
         self,

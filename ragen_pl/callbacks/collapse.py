@@ -41,14 +41,14 @@ class Alarm:
     """A limit on one diagnostic of `Diagnostics`; exactly one of `below` and `above` is given.
 
     Attributes:
-        reading: name of the diagnostic, without `diagnostics/`.
+        diagnostic: name of the diagnostic, without `diagnostics/`.
         below: lower limit.
         above: upper limit.
         patience: number of iterations in a row that must pass the limit.
         max_success: no alarm at a success rate of at least this: the responses of a successful run may become alike.
     """
 
-    reading: Annotated[str, declared("DIAGNOSTICS")]
+    diagnostic: Annotated[str, declared("DIAGNOSTICS")]
     below: float | None = None
     above: float | None = None
     patience: Count = 1
@@ -58,13 +58,13 @@ class Alarm:
         """Check that there is exactly one limit."""
         if (self.below is None) == (self.above is None):
             raise ValueError(
-                f"alarm on {self.reading}: found below={shown(self.below)} and above={shown(self.above)}, "
+                f"alarm on {self.diagnostic}: found below={shown(self.below)} and above={shown(self.above)}, "
                 "expected one of below and above; set the other to null"
             )
 
     def holds(self, diagnostics: Mapping[str, float]) -> bool:
         """Return whether the limit is passed: never by a missing diagnostic, always by NaN, at any success."""
-        value = diagnostics.get(self.reading)
+        value = diagnostics.get(self.diagnostic)
         if value is None:
             return False
         if math.isnan(value):
@@ -76,7 +76,7 @@ class Alarm:
     def describe(self, value: float) -> str:
         """Return the diagnostic's value and the limit as text."""
         limit = f"below {self.below:g}" if self.below is not None else f"above {self.above:g}"
-        return f"{self.reading} {value:.4g}, {limit}"
+        return f"{self.diagnostic} {value:.4g}, {limit}"
 
 
 class Action(StrEnum):
@@ -225,7 +225,7 @@ class CollapseMonitor(pl.Callback):
             if quiet:
                 self.counts[name] = 0
             # The diagnostics of a probe are missing in most iterations, which then do not count.
-            elif alarm.reading in diagnostics:
+            elif alarm.diagnostic in diagnostics:
                 self.counts[name] = self.counts[name] + 1 if name in holding else 0
         return [name for name in holding if self.counts[name] >= self.alarms[name].patience]
 
@@ -249,13 +249,14 @@ class CollapseMonitor(pl.Callback):
         self.quiet_until = iteration + self.cooldown
         self.counts = dict.fromkeys(self.alarms, 0)
         alarms = {name: self.alarms[name] for name in tripped}
-        values = {alarm.reading: diagnostics[alarm.reading] for alarm in alarms.values()}
+        values = {alarm.diagnostic: diagnostics[alarm.diagnostic] for alarm in alarms.values()}
         event = {
             "iteration": iteration,
             "alarms": list(alarms),
-            "readings": values,
+            "diagnostics": values,
             "message": "; ".join(
-                f"{name}: {alarm.describe(values[alarm.reading])}" for name, alarm in alarms.items()
+                f"{name}: {alarm.describe(values[alarm.diagnostic])}"
+                for name, alarm in alarms.items()
             ),
             "done": done or ["warned"],
         }

@@ -35,7 +35,7 @@ class Mitigation:
         kl_coefficient: coefficient of the penalty on leaving the reference; 0 is off.
         entropy_target: nats a token; the entropy bonus rises while entropy is below it and falls above.
         entropy_rate: change of the bonus' coefficient an iteration for each nat of difference.
-        entropy_most: highest coefficient of the bonus.
+        max_entropy_coefficient: highest coefficient of the bonus.
         learning_rate_share: factor on the learning rate, now and over the rest of its schedule.
         group_filter: filter of the groups that are trained on, the DataModule's `group_filter`.
     """
@@ -44,7 +44,7 @@ class Mitigation:
     kl_coefficient: NonNegative | None = None
     entropy_target: NonNegative | None = None
     entropy_rate: NonNegative = 0.01
-    entropy_most: NonNegative = 0.05
+    max_entropy_coefficient: NonNegative = 0.05
     learning_rate_share: PositiveFraction | None = None
     group_filter: GroupFilter | None = None
 
@@ -114,6 +114,6 @@ class Mitigation:
         if self.entropy_target is None or not math.isfinite(entropy):
             return coefficient
         moved = coefficient + self.entropy_rate * (self.entropy_target - entropy)
-        moved = min(max(moved, 0.0), self.entropy_most)
+        moved = min(max(moved, 0.0), self.max_entropy_coefficient)
         agent.loss.adjust(entropy_coefficient=moved)
         return moved

@@ -184,7 +184,7 @@ class Source(TypedDict, total=False):
     untrained: bool
 
 
-# a share, or a count
+# a fraction, or a count
 _Limit = Fraction | CountOrZero
 
 

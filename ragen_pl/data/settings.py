@@ -12,7 +12,7 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, CountOrZero, Fraction, NonNegative, Positive
 
 IterationsAhead = Literal[0, 1]
-"""Most updates between the weights that sample a rollout and those that are trained on it."""
+"""Largest number of updates between the weights that sample a rollout and those that are trained on it."""
 
 
 @checked

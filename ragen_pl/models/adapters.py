@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ragen_pl.constraints import Count, Fraction, Positive
+from ragen_pl.models.settings import NO_PEFT
 from ragen_pl.models.vision_parts import VisionParts, weights_of
 
 if TYPE_CHECKING:
@@ -97,9 +98,7 @@ def add_lora(
         from peft import LoraConfig
         from peft.tuners.tuners_utils import cast_adapter_dtype
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
-        ) from error
+        raise ModuleNotFoundError(NO_PEFT) from error
     config = LoraConfig(**{"target_modules": "all-linear", **settings})
     config.exclude_modules = _combined_exclusions(config.exclude_modules, excluded)
     if config.modules_to_save or config.bias != "none":

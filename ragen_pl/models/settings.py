@@ -7,6 +7,7 @@ work without this package.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Interval
@@ -69,13 +70,14 @@ class DecoderSettings(TypedDict, total=False):
     max_position_embeddings: Annotated[int, Interval(ge=1, le=2**24)]
 
 
+NO_PEFT = "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
 _SCALED = ("16-mixed", "16")
 # precisions of the Trainer in which float32 weights are computed on in 16 bits
 _AUTOCAST = ("bf16-mixed", "bf16", *_SCALED)
 
 
 class ModelRules:
-    """What a model needs of the rest of a config."""
+    """Requirements of a model on the rest of a config."""
 
     @staticmethod
     def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
@@ -86,6 +88,8 @@ class ModelRules:
         build = OmegaConf.select(cfg, "model.build") or {}
         if OmegaConf.select(cfg, "algorithm") is not None:
             yield from _training_problems(cfg, build)
+        if build.get("lora") is not None and find_spec("peft") is None:
+            yield NO_PEFT
         yield from _attention_problems(cfg, build)
 
 

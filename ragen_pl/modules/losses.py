@@ -22,6 +22,7 @@ from ragen_pl.engines.errors import RolloutError
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
 from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
+from ragen_pl.run_facts import RunFacts
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,11 @@ class UpdateLoss:
                 f"{key}={coefficient:g}: this run keeps no reference policy; "
                 "set algorithm.loss.kl.coefficient=0.0 instead of algorithm.loss.kl=null"
             )
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that samples of older weights are corrected for, if the run has any."""
+        if facts.iterations_ahead:
+            self.require_correction()
 
     def require_correction(self) -> None:
         """Check that samples of older weights are corrected for.

@@ -11,7 +11,7 @@ _NOTHING_LEFT_OUT = "context.leave_out.patches=0 context.leave_out.turns=0"
 
 
 class ContextRules:
-    """What prompts can't show, and what can't be left out of them."""
+    """Limits of prompts, and of leaving parts of them out."""
 
     @staticmethod
     def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:

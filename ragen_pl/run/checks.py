@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +28,6 @@ def check_run(cfg: DictConfig) -> None:
         ConfigError: with the first thing that is wrong.
         FileNotFoundError: there is nothing to resume from.
     """
-    check_adapters(cfg)
     if not is_launched():
         log.info("checking %s (%s)", cfg.env.name, cfg.env.target)
     environment = check_environment(cfg)
@@ -184,16 +182,4 @@ def check_shared_folder(cfg: DictConfig) -> None:
         raise ConfigError(
             f"paths.run_dir=null: {outside} processes were started from outside (torchrun, srun), and each would name "
             "a folder of its own; set paths.run_dir"
-        )
-
-
-def check_adapters(cfg: DictConfig) -> None:
-    """Check that adapters can be added.
-
-    Raises:
-        ConfigError: LoRA is configured and peft is not installed.
-    """
-    if OmegaConf.select(cfg, "model.build.lora") is not None and find_spec("peft") is None:
-        raise ConfigError(
-            "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
         )

@@ -32,7 +32,7 @@ def _named(strategy: object) -> str:
 
 
 class StrategyRules:
-    """What a strategy of the Trainer can't run."""
+    """Settings that a strategy of the Trainer can't run."""
 
     @staticmethod
     def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:

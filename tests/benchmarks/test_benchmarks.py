@@ -201,9 +201,9 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
         )
     }
     alarms = {
-        "format": Alarm(reading="valid_actions", below=0.5, patience=2),
-        "think_accuracy": Alarm(reading="think_accuracy_ratio", below=0.5),
-        "entropy": Alarm(reading="entropy", below=0.1),
+        "format": Alarm(diagnostic="valid_actions", below=0.5, patience=2),
+        "think_accuracy": Alarm(diagnostic="think_accuracy_ratio", below=0.5),
+        "entropy": Alarm(diagnostic="entropy", below=0.1),
     }
     page = tmp_path / "collapse.md"
     collapse.write_page(runs, alarms=alarms, page=page, command="fit")

@@ -150,7 +150,7 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
         (f"{WEIGHT} env.prompt_format=grounding", None),
         ("callbacks.diagnostics=null", "callbacks.diagnostics=null: callbacks.collapse reads it"),
         (f"{ALARM}.below=null", "expected one of below and above"),
-        (f"{ALARM}.reading=entropy_rato", "did you mean entropy_ratio?"),
+        (f"{ALARM}.diagnostic=entropy_rato", "did you mean entropy_ratio?"),
         (f"{ALARM}=null", None),
         ("callbacks.collapse=null", None),
         ("callbacks.best.monitor=banana", "monitor=banana: expected a name that the run measures"),

@@ -108,7 +108,7 @@ def test_answers_that_no_client_got_are_no_history(serve):
     session = served.sessions[0]
     gate = threading.Event()
     write = served.engine.write
-    served.engine.write = lambda *place: (gate.wait(20), write(*place))[1]
+    served.engine.write = lambda *place: (gate.wait(600), write(*place))[1]
     connection = send(served.server, HELLO, key=key)
     until(lambda: len(session._waiting) == 1 and served.engine.requests != [])
     (call,) = session._waiting

@@ -60,7 +60,7 @@ def folder(native_lm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory) -> list[str]:
-    """What the training endpoint answers, with greedy responses."""
+    """Answers of the training endpoint, with greedy responses."""
     file = tmp_path_factory.mktemp("program") / "program.py"
     file.write_text(PROGRAM)
     cfg = evaluation_config(f"ckpt={folder}", *OVERRIDES, "env.max_turns=5", command="serve")

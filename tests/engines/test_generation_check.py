@@ -1,4 +1,4 @@
-"""What a rollout engine returns is checked before it is used."""
+"""Responses of a rollout engine are checked before they are used."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_other_ranks_probe_while_they_wait_for_responses(fake, lm) -> None:
         await asyncio.sleep(0.3)
         assert fake.calls["/health"] == 0
         body = {"token_ids": [11], "sampling_params": {"max_tokens": 4, "seed": 0}}
-        call = asyncio.ensure_future(server.respond(body, timeout_s=60, most_bytes=2**20))
+        call = asyncio.ensure_future(server.respond(body, timeout_s=60, max_bytes=2**20))
         await until(lambda: fake.calls["/health"] >= 2)
         fake.samples.set()
         await call
@@ -159,7 +159,7 @@ def test_a_watch_ends_at_the_moment_at_which_its_server_is_lost(fake, lm, steps)
         pool.note_failure(server, Unavailable("closed"), losses=server.losses)
         for _ in range(steps):
             await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await pool.end()
 
     run(fake, lm, work, rank=1)
@@ -254,7 +254,7 @@ def test_requests_to_a_machine_without_power_go_elsewhere_within_20_s(lm) -> Non
         await pool.begin(PRESENT, [server.url])
         begun = loop.time()
         with pytest.raises(GivenUp):
-            await server.respond({}, timeout_s=300.0, most_bytes=2**20)
+            await server.respond({}, timeout_s=300.0, max_bytes=2**20)
         found = loop.time() - begun
         await pool.end()
         return found

@@ -1,4 +1,4 @@
-"""What is refused of the engine on vLLM without it; `tests/vllm` has the tests with it."""
+"""Refusals of the engine on vLLM, without it; `tests/vllm` has the tests with it."""
 
 from __future__ import annotations
 

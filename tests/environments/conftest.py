@@ -1,3 +1,4 @@
+from faulty_servers import serve
 from rollout_fixtures import fresh_lm, fresh_vlm, lm, play, vlm
 
-__all__ = ["fresh_lm", "fresh_vlm", "lm", "play", "vlm"]
+__all__ = ["fresh_lm", "fresh_vlm", "lm", "play", "serve", "vlm"]

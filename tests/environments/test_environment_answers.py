@@ -1,4 +1,4 @@
-"""What environments return: a value of another type than the protocol's is refused and never guessed at."""
+"""Answers of environments: a value of another type than the protocol's is refused and never guessed at."""
 
 import re
 

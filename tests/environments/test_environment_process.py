@@ -125,7 +125,7 @@ def test_processes_end_with_the_manager():
     process = slots[0].env.process
     manager.close(slots)
     del manager, slots
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def test_an_episode_is_the_same_in_a_process():

@@ -1,4 +1,4 @@
-"""What holds for every registered environment: gymnasium's checker, determinism, the protocol."""
+"""Properties of every registered environment: gymnasium's checker, determinism, the protocol."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class GuessServer:
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
 
     def _run(self, ready: threading.Event) -> None:
         async def start() -> web.AppRunner:
@@ -107,7 +107,7 @@ class GuessServer:
             elif guess == "bug":
                 await socket.send_json(_error("it broke", "EXECUTION_ERROR"))
             elif guess == "wait":
-                await asyncio.sleep(3.0)
+                await asyncio.sleep(10.0)
             elif not isinstance(guess, str) or not guess.isdecimal() or len(guess) > 9:
                 await socket.send_json(_error("message: expected a number", "VALIDATION_ERROR"))
             else:
@@ -202,7 +202,7 @@ def test_errors_of_the_server_end_the_episode_only(env: OpenEnv) -> None:
 
 
 def test_time_limit_and_a_server_that_is_not_there(server: GuessServer) -> None:
-    slow = OpenEnv(urls=[server.url], timeout_s=1.0)
+    slow = OpenEnv(urls=[server.url], timeout_s=3.0)
     slow.reset(seed=0)
     with pytest.raises(ConnectionError, match="TimeoutError"):
         slow.step("wait")
@@ -227,7 +227,7 @@ def test_pings_are_answered_while_the_client_asks_for_nothing(
 ) -> None:
     env.reset(seed=0)
     env.step("ping")
-    assert server.pongs.wait(30)
+    assert server.pongs.wait(60)
 
 
 def sent(server: GuessServer, *, since: int) -> list[object]:

@@ -122,7 +122,7 @@ def test_adapters_that_cannot_be_added_are_refused(fit, model, monkeypatch):
     assert message.startswith("model.build: ") and "'rank'" in message
     off = "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.AdaptersOff"
     assert "has no adapters to switch off; set model.build.lora" in load(fit, off).refused()
-    monkeypatch.setattr("ragen_pl.run.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("ragen_pl.models.settings.find_spec", lambda name: None)
     message = load(fit, "model.build.lora={r: 8}").refused()
     assert message.startswith(
         "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]'"

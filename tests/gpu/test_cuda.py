@@ -1,4 +1,4 @@
-"""What differs on a GPU: kernels, the allocator, and runs that choose it. `make test-gpu` runs these."""
+"""Differences on a GPU: kernels, the allocator, and runs that choose it. `make test-gpu` runs these."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from rollouts_ahead import ahead_of, rollout_ahead, run_ahead  # noqa: F401 - fixtures
 from tiny_models import TEXT
 
 import envs  # noqa: F401

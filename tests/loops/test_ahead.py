@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import pickle
-import signal
 import threading
 import time
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-import torch
 from copy_engine import CopyEngine
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rollouts_ahead import (
+    Recorder,
+    SavesAtEnds,
+    Silent,
+    background_threads,
+    values,
+)
 
 from envs.frozen_lake import FrozenLake
-from ragen_pl.callbacks.checkpoint import RunCheckpoint
 from ragen_pl.data.ahead import AheadState, RolloutAhead
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
@@ -29,10 +29,6 @@ from ragen_pl.rollout.responders import TextResponder
 
 def in_background() -> bool:
     return threading.current_thread().name == THREAD_NAME
-
-
-def background_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
 
 
 class SlowEngine(CopyEngine):
@@ -54,65 +50,12 @@ class SlowEngine(CopyEngine):
         return super().collect(wait=wait)
 
 
-class SavesAtEnds(RolloutCallback):
-    """Write a checkpoint at the end of each iteration."""
-
-    def __init__(self, folder):
-        self.folder, self.files = folder, []
-
-    def on_train_epoch_end(self, trainer, module):
-        self.files.append(self.folder / f"{trainer.current_epoch}.ckpt")
-        trainer.save_checkpoint(self.files[-1])
-
-
-class Recorder(RolloutCallback):
-    """Record each iteration's trajectories and samples, and the versions of the weights in validations."""
-
-    def __init__(self):
-        self.sampled, self.logprobs, self.buffers, self.validated = [], [], [], []
-        self.rewarded = []
-
-    def reward(self, trajectories, *, gather):
-        self.rewarded.append(len(trajectories))
-
-    def on_rollout_end(self, trainer, module, trajectories):
-        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-        self.sampled.append([turn.response_ids.tolist() for turn in turns])
-        self.logprobs.append(np.concatenate([turn.response_logprobs for turn in turns]))
-        samples = trainer.datamodule.buffer.samples
-        self.buffers.append(samples.behavior_logprobs[samples.turn >= 0].numpy())
-
-    def on_validation_batch_end(self, trainer, module, *arguments):
-        copied = module.rollout_engine().bundle.model.state_dict()
-        own = module.policy.bundle.model.state_dict()
-        self.validated.append(all(torch.equal(copied[name], own[name]) for name in own))
-
-
-@pytest.fixture
-def ahead_of(setup_of):
-    """Return a function that makes a setup one iteration ahead."""
-    return functools.partial(setup_of, iterations_ahead=1, engine=CopyEngine)
-
-
-@pytest.fixture(scope="module")
-def run_ahead(setup_of, tmp_path_factory):
-    """A run one iteration ahead: what was recorded, the points, and a checkpoint of each iteration's end."""
-    recorder, saver = Recorder(), SavesAtEnds(tmp_path_factory.mktemp("ahead"))
-    setup = setup_of(iterations_ahead=1, engine=CopyEngine, rewards=(recorder.reward,))
-    _, points, _ = setup.fit(recorder, saver)
-    return recorder, points, saver.files
-
-
 @pytest.fixture(scope="module")
 def run_beside(setup_of):
     """The same run with present weights: what was recorded, and the points."""
     recorder = Recorder()
     _, points, _ = setup_of(engine=CopyEngine).fit(recorder)
     return recorder, points
-
-
-def values(points, name):
-    return [point[name] for _, point in points if name in point]
 
 
 # ---- what is sampled, and when
@@ -225,37 +168,11 @@ def test_a_context_that_reads_the_trained_weights_is_refused(ahead_of):
         RolloutDataModule(datamodule.proxy, iteration=IterationSettings(iterations_ahead=1))
 
 
-# ---- bounds and errors
-
-
-class Silent(TextResponder):
-    """Stops every episode at its first turn."""
-
-    def respond(self, episode):
-        return None
-
-
 class Echo(TextResponder):
     """Answers."""
 
     def respond(self, episode):
         return "<think></think><answer>Up</answer>"
-
-
-@pytest.fixture
-def rollout_ahead(ahead_of):
-    """Return a function that begins a rollout for an iteration."""
-    _, datamodule = ahead_of().build()
-
-    def begin(iteration, *, weights_of, reward=lambda trajectories: None, responder=None):
-        ahead = RolloutAhead(1, reward)
-        assert ahead.state is AheadState.NONE and ahead.played(iteration) is None
-        specs = datamodule.episode_specs(iteration)
-        rollout = BackgroundRollout(datamodule.proxy, responder or Silent(), specs, seed_key=(0,))
-        ahead.begin(iteration, rollout, weights_of=weights_of)
-        return ahead
-
-    return begin
 
 
 class Defective(TextResponder):
@@ -367,118 +284,3 @@ def test_a_rollout_of_weights_that_were_rolled_back_is_dropped(ahead_of):
 
     _, points, _ = ahead_of().fit(RollsBack(), max_epochs=2)
     assert values(points, "rollout/staleness") == [0.0, 0.0]
-
-
-# ---- resume
-
-
-@pytest.mark.parametrize(
-    ("hook", "held"), [("on_train_batch_end", [2]), ("on_rollout_progress", [1])]
-)
-def test_a_signal_saves_the_rollout_ahead(ahead_of, run_ahead, tmp_path, hook, held):
-    """In the second iteration: in its update, and where it waits for its rollout."""
-
-    class Signals(RolloutCallback):
-        def signal(self, trainer, *arguments):
-            if trainer.current_epoch == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def fit(*callbacks, **settings):
-        checkpoint = RunCheckpoint(dirpath=str(tmp_path))
-        return ahead_of().fit(*callbacks, checkpoint, enable_checkpointing=True, **settings)
-
-    signals = Signals()
-    setattr(signals, hook, signals.signal)
-    with pytest.raises(SIGTERMException):
-        fit(signals)
-    assert background_threads() == []
-    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["RolloutDataModule"]
-    assert [pickle.loads(part.numpy().tobytes()).iteration for part in state["ahead"]] == held
-    _, points, _ = fit(ckpt_path=str(tmp_path / "last.ckpt"))
-    assert len(points) == 4 and points == run_ahead[1][-4:]
-
-
-def test_a_checkpoint_resumes_without_rollouts_ahead(ahead_of, run_ahead, caplog):
-    with caplog.at_level("INFO"):
-        _, points, _ = ahead_of(iterations_ahead=0).fit(ckpt_path=str(run_ahead[2][1]))
-    assert "the rollout ahead in the checkpoint is sampled again" in caplog.text
-    assert not values(points, "rollout/staleness")
-
-
-def test_a_rollout_is_shared_out_among_other_ranks(rollout_ahead):
-    """Two ranks' rollouts, resumed on one."""
-    ahead = rollout_ahead(1, weights_of=0)
-    (whole,) = ahead.state_dict()
-    expected = [(one.group, one.member) for one in ahead.played(1).trajectories]
-    parts = []
-    for rank in range(2):
-        ahead.load_state_dict([whole])
-        played = ahead.played(1)
-        played.trajectories = [one for one in played.trajectories if one.group % 2 == rank]
-        parts += ahead.state_dict()
-    ahead.load_state_dict(parts)
-    assert [(one.group, one.member) for one in ahead.played(1).trajectories] == expected
-
-
-class Asked(list):
-    """Parts of a checkpoint, with the numbers of those that were asked for."""
-
-    def __init__(self, *values):
-        super().__init__(*values)
-        self.numbers = []
-
-    def __getitem__(self, number):
-        self.numbers.append(number)
-        return super().__getitem__(number)
-
-
-@pytest.mark.parametrize(
-    ("written_by", "ranks", "rank", "expected"),
-    [(4, 4, 2, [2]), (4, 2, 1, [1, 3]), (2, 4, 3, [1]), (2, 3, 1, [0, 1]), (4, 1, 0, [0, 1, 2, 3])],
-)
-def test_a_rank_reads_only_the_parts_with_its_groups(
-    rollout_ahead, monkeypatch, written_by, ranks, rank, expected
-):
-    ahead = rollout_ahead(1, weights_of=0)
-    (whole,) = ahead.state_dict()
-    played = [(one.group, one.member) for one in ahead.played(1).trajectories]
-    parts = Asked()
-    for part in range(written_by):
-        ahead.load_state_dict([whole])
-        one = ahead.played(1)
-        one.trajectories = [other for other in one.trajectories if other.group % written_by == part]
-        parts += ahead.state_dict()
-    monkeypatch.setattr("ragen_pl.data.ahead.rank", lambda: rank)
-    monkeypatch.setattr("ragen_pl.data.ahead.world_size", lambda: ranks)
-    ahead.load_state_dict(parts)
-    own = [(other.group, other.member) for other in ahead.played(1).trajectories]
-    assert own == [pair for pair in played if pair[0] % ranks == rank]
-    assert parts.numbers == expected
-
-
-@pytest.mark.parametrize("name", ["os system", "ragen_pl.trajectory np.fromfile", "numpy load"])
-def test_a_checkpoint_runs_no_code(rollout_ahead, name):
-    module, _, attribute = name.partition(" ")
-    # protocol 4: the two texts, STACK_GLOBAL and the end
-    texts = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, attribute))
-    packed = b"\x80\x04" + texts + b"\x93."
-    ahead = rollout_ahead(1, weights_of=0)
-    with pytest.raises(RolloutError, match=f"{module}.{attribute} is not known here"):
-        ahead.load_state_dict([torch.frombuffer(bytearray(packed), dtype=torch.uint8)])
-
-
-def test_a_rollout_of_an_earlier_version_is_sampled_again(rollout_ahead, caplog):
-    ahead = rollout_ahead(1, weights_of=0)
-    ahead.wait()
-    written = pickle.dumps(ahead.played(1))
-    ahead.drop()
-    ahead.load_state_dict([torch.frombuffer(bytearray(written), dtype=torch.uint8)])
-    assert ahead.played(1) is None and "is of an earlier version" in caplog.text
-
-
-def test_a_rollout_that_cannot_be_saved_is_reported(rollout_ahead):
-    def reward(trajectories):
-        trajectories[0].error = lambda: 0
-
-    with pytest.raises(RolloutError, match=r"can't be pickled .*; return plain values in the env"):
-        rollout_ahead(1, weights_of=0, reward=reward).state_dict()

@@ -19,7 +19,7 @@ from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.run.loggers import RunLogger
 
-FORMAT = {"format": Alarm(reading="valid_actions", below=0.05)}
+FORMAT = {"format": Alarm(diagnostic="valid_actions", below=0.05)}
 
 
 class Break(RolloutCallback):
@@ -127,7 +127,7 @@ def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path)
             ]
 
     watch = monitor(
-        "warn", alarms={"think_accuracy": Alarm(reading="think_accuracy_ratio", below=0.5)}
+        "warn", alarms={"think_accuracy": Alarm(diagnostic="think_accuracy_ratio", below=0.5)}
     )
     _, points, _ = run(setup_of, tmp_path, Thoughts(), Diagnostics(prompts=0, first=5), watch)
     name = "diagnostics/think_accuracy_ratio"
@@ -173,7 +173,7 @@ def test_warning_names_the_diagnostic_and_the_run_continues(setup_of, tmp_path, 
     ]
     (event,) = map(json.loads, (tmp_path / "collapse.jsonl").read_text().splitlines())
     assert (event["iteration"], event["alarms"], event["done"]) == (3, ["format"], ["warned"])
-    assert event["readings"] == {"valid_actions": 0.0}
+    assert event["diagnostics"] == {"valid_actions": 0.0}
 
 
 def test_stop_ends_the_run_after_the_iteration(setup_of, tmp_path):
@@ -241,7 +241,7 @@ MITIGATION = Mitigation(
     kl_coefficient=0.0,
     entropy_target=50.0,
     entropy_rate=1e-4,
-    entropy_most=0.01,
+    max_entropy_coefficient=0.01,
     learning_rate_share=0.5,
 )
 
@@ -346,14 +346,14 @@ class PoisonGradient(pl.Callback):
 
 
 def test_a_gradient_that_is_not_finite_is_a_spike(setup_of, tmp_path):
-    alarms = {"gradient": Alarm(reading="gradient_spike", above=20.0)}
+    alarms = {"gradient": Alarm(diagnostic="gradient_spike", above=20.0)}
     watch, diagnostics = monitor("warn", alarms=alarms), Diagnostics(prompts=0)
     _, points, _ = run(setup_of, tmp_path, diagnostics, PoisonGradient(), watch)
     (event,) = watch.events
     assert event["iteration"] == 3 and event["message"] == "gradient: gradient_spike inf, above 20"
     # the file is JSON, which has no infinity
     line = (tmp_path / "collapse.jsonl").read_text()
-    assert json.loads(line, parse_constant=pytest.fail)["readings"] == {"gradient_spike": None}
+    assert json.loads(line, parse_constant=pytest.fail)["diagnostics"] == {"gradient_spike": None}
     # the norm is logged as it was, and no later one is compared with it
     norms = [point["update/gradient_norm_policy"] for _, point in points if "update/loss" in point]
     assert [math.isnan(norm) for norm in norms] == [False, False, True, False]
@@ -362,11 +362,11 @@ def test_a_gradient_that_is_not_finite_is_a_spike(setup_of, tmp_path):
 
 
 def test_alarm_depends_on_limit_patience_grace_and_success():
-    alarm = Alarm(reading="entropy", below=0.1, max_success=0.8)
+    alarm = Alarm(diagnostic="entropy", below=0.1, max_success=0.8)
     assert alarm.holds({"entropy": 0.05}) and not alarm.holds({"entropy": 0.1})
     assert not alarm.holds({"entropy": 0.05, "success": 0.8}) and not alarm.holds({})
     assert alarm.holds({"entropy": math.nan, "success": 0.9})
-    watch = CollapseMonitor(alarms={"a": Alarm(reading="x", above=1.0, patience=2)})
+    watch = CollapseMonitor(alarms={"a": Alarm(diagnostic="x", above=1.0, patience=2)})
     readings = [{"x": 2.0}, {}, {"x": 2.0}, {"x": 0.5}, {"x": 2.0}, {"x": 3.0}]
     tripped = [
         watch._count(["a"] if values.get("x", 0) > 1 else [], values, quiet=False)
@@ -386,7 +386,7 @@ def test_alarm_depends_on_limit_patience_grace_and_success():
 )
 def test_alarm_needs_exactly_one_limit_and_patience(settings, message):
     with pytest.raises(ValueError, match=message):
-        Alarm(reading="entropy", **settings)
+        Alarm(diagnostic="entropy", **settings)
 
 
 def test_monitor_needs_diagnostics_before_it(setup_of, tmp_path):

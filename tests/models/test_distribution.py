@@ -74,7 +74,7 @@ def test_scores_and_gradients_are_those_of_the_plain_computation(
 
 
 def test_backward_of_a_divergence_runs_once():
-    """What it keeps is used up; a second run is refused instead of wrong."""
+    """Its buffers are used up; a second run is refused instead of wrong."""
     leaf = torch.randn(2, 5, requires_grad=True)
     scores = score_distributions(
         leaf * 1,

@@ -1,4 +1,4 @@
-"""What the precision of a run changes: compute, old log-probs and the optimizer."""
+"""Effects of the precision of a run: compute, old log-probs and the optimizer."""
 
 from __future__ import annotations
 

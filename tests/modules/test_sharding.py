@@ -16,7 +16,7 @@ from ragen_pl.modules.sharding import GatheredPolicy, is_sharded
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What both ranks find."""
+    """Results of both ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     run_two_ranks(sharded_agents.run, str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

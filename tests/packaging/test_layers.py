@@ -1,4 +1,4 @@
-"""Imports go downward only: each part of the package may import the listed parts and no others."""
+"""Imports go downward only: each part may import the listed parts and no others. Files are short."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -113,6 +113,19 @@ def test_parts_have_no_circle():
 def test_every_module_belongs_to_a_part():
     assigned = {file for part in MAY_IMPORT for file in files_of(part)}
     assert set(PACKAGE.rglob("*.py")) - assigned == {PACKAGE / "__init__.py"}
+
+
+def test_no_file_has_more_than_400_lines():
+    folders = (
+        PACKAGE,
+        *(ROOT / name for name in ("envs", "visual_envs", "tests", "benchmarks", "examples")),
+    )
+    lengths = {
+        file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines())
+        for folder in folders
+        for file in folder.rglob("*.py")
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
 
 
 def test_algorithms_import_nothing_but_torch():

@@ -54,7 +54,7 @@ def test_faults_and_unusable_answers_are_asked_for_again(
     monkeypatch.setattr("ragen_pl.rollout.chat_client._MAX_MIB", 1)
     server.faults = [429, 500, "close", "late", 503, "cut", "huge", *UNUSABLE]
     settings = {**PRICES, "answers": str(tmp_path / "answers")}
-    results, usage = asked(server, 5, timeout_s=0.5, max_retries=30, **settings)
+    results, usage = asked(server, 5, timeout_s=3.0, max_retries=30, **settings)
     assert server.faults == []
     assert {result.text for result in results} == {server.text}
     # what can't be used is paid for too, and what can be is kept

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import gymnasium
 import pytest
@@ -16,6 +17,7 @@ from ragen_pl.distributed import errors_told
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.prompts.context import ContextManager
+from ragen_pl.rollout import stall
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.settings import FailureSettings
@@ -66,7 +68,7 @@ def test_a_rollout_that_waits_for_an_environment_ends(lm, capfd):
     assert told == [raised.value]
     for thread in threading.enumerate():
         if thread.name == "stall watch":
-            thread.join(10.0)
+            thread.join(60.0)
             assert not thread.is_alive()
 
 
@@ -85,8 +87,33 @@ def test_a_process_that_hangs_elsewhere_is_ended(tmp_path):
     assert text.splitlines()[-1].startswith("ragen_pl: rollout.failures.stall_s=0.3: no turn of")
 
 
-def test_turns_keep_a_rollout_going():
-    with StallWatch(0.4, end_s=0.1) as watch:
-        for _ in range(6):
-            time.sleep(0.1)
+class InCaller:
+    """A thread that runs in its caller's."""
+
+    def __init__(self, *, target, args, **_):
+        self.start = lambda: target(*args)
+
+
+def test_turns_keep_a_rollout_going(monkeypatch):
+    now, waits = 0.0, []
+
+    class Ended(threading.Event):
+        """A turn ends a second before each wait is over; the fifth one is the rollout's end."""
+
+        def wait(self, timeout=None):
+            nonlocal now
+            waits.append(timeout)
+            if len(waits) == 5:
+                return True
+            now += timeout - 1.0
             watch.check(turn_ended=True)
+            now += 1.0
+            return False
+
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(stall, "threading", SimpleNamespace(Thread=InCaller, Event=Ended))
+    watch = StallWatch(60.0)
+    with watch:
+        pass
+    # from the end of the last turn on
+    assert waits == [60.0, 59.0, 59.0, 59.0, 59.0]

@@ -45,7 +45,7 @@ def test_a_log_has_a_line_at_the_start_at_tenths_and_at_the_end(lines: Lines) ->
     progress = plain(40, short_s=0.0)
     progress.start()
     # before any episode has ended
-    assert lines.arrived.wait(30)
+    assert lines.arrived.wait(60)
     for done in range(1, 41):
         progress(done, 40)
     progress.end()

@@ -1,4 +1,4 @@
-"""What the endpoint does with each parameter of a request: honours, ignores or refuses it."""
+"""Parameters of requests: the endpoint honours, ignores or refuses each."""
 
 from __future__ import annotations
 

@@ -81,9 +81,9 @@ class TurnLeaveOneOut(Estimator):
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `turn_leave_one_out` to the rewards of the turns."""
         turns = credit.turn.amax(1) + 1 if credit.turn.numel() else torch.zeros_like(credit.group)
-        most = int(turns.max()) if len(turns) else 0
-        gamma = credit.at_turns(self.gamma, turns=most)
-        from_here = step_returns(credit.turn_rewards(most), gamma=gamma)
+        longest = int(turns.max()) if len(turns) else 0
+        gamma = credit.at_turns(self.gamma, turns=longest)
+        from_here = step_returns(credit.turn_rewards(longest), gamma=gamma)
         if credit.center is not None:
             from_here = from_here - credit.center[:, None]
         return broadcast_turns(

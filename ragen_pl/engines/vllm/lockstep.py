@@ -21,20 +21,20 @@ from ragen_pl.engines.protocol import GenerationRequest
 
 
 @dataclass(kw_only=True, slots=True)
-class Share:
+class RankUpdate:
     """Contribution of one rank to a step."""
 
     rank: int
     requests: list[tuple[str, GenerationRequest]] = field(default_factory=list)
     """New requests by name."""
     aborted: list[str] = field(default_factory=list)
-    """Names of requests that it does not want any more."""
+    """Names of cancelled requests."""
     is_done: bool = False
     """Whether its rollout has ended."""
     digest: int = 0
     """Checksum of all finished responses, those of other ranks among them."""
     error: BaseException | None = None
-    """What has ended its rollout."""
+    """Error that has ended its rollout."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,10 +54,10 @@ class Lockstep:
 
     Args:
         rank: Number of this rank in the group.
-        gather: Returns every rank's share in the order of the ranks. It blocks until all have called it.
+        gather: Returns every rank's update in the order of the ranks. It blocks until all have called it.
     """
 
-    def __init__(self, rank: int, gather: Callable[[Share], Sequence[Share]]) -> None:
+    def __init__(self, rank: int, gather: Callable[[RankUpdate], Sequence[RankUpdate]]) -> None:
         self.rank, self._gather = rank, gather
         self.under_way = False
         """Whether a rollout is under way, in which all ranks exchange."""
@@ -70,15 +70,15 @@ class Lockstep:
 
     @classmethod
     def of_group(cls) -> Lockstep:
-        """Return that of the ranks that hold a model of vLLM with this one."""
+        """Return the lockstep of the ranks that hold a model of vLLM with this one."""
         from vllm.distributed import get_tp_group
 
         group = get_tp_group()
 
-        def gather(share: Share) -> list[Share]:
-            shares: list[Any] = [None] * group.world_size
-            torch.distributed.all_gather_object(shares, share, group=group.cpu_group)
-            return shares
+        def gather(update: RankUpdate) -> list[RankUpdate]:
+            updates: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(updates, update, group=group.cpu_group)
+            return updates
 
         return cls(group.rank_in_group, gather)
 
@@ -136,7 +136,7 @@ class Lockstep:
             BaseException: What has ended the rollout of some rank, on all of them.
             RolloutError: Ranks have sampled different tokens for a request.
         """
-        share = Share(
+        update = RankUpdate(
             rank=self.rank,
             requests=list(self._new.items()),
             aborted=list(self._aborted),
@@ -147,26 +147,26 @@ class Lockstep:
         self._new.clear()
         self._aborted.clear()
         try:
-            shares = self._gather(share)
+            updates = self._gather(update)
         except BaseException:
             self.leave()
             raise
-        errors = [share.error for share in shares if share.error is not None]
+        errors = [update.error for update in updates if update.error is not None]
         if errors:
             self.leave()
             raise error or errors[0]
-        if len({share.digest for share in shares}) > 1:
+        if len({update.digest for update in updates}) > 1:
             self.leave()
             raise RolloutError(
                 "rollout.engine.settings.tensor_parallel_size: ranks that share an engine have sampled different "
                 "tokens for a request; leave it out, or set rollout/engine=vllm_server"
             )
-        aborted = [name for share in shares for name in share.aborted]
-        requests = [request for share in shares for request in share.requests]
+        aborted = [name for update in updates for name in update.aborted]
+        requests = [request for update in updates for request in update.requests]
         for name in aborted:
             del self.active[name]
         self.active |= dict.fromkeys(name for name, _ in requests)
-        all_done = all(share.is_done for share in shares)
+        all_done = all(update.is_done for update in updates)
         if all_done:
             self.leave()
         return Step(aborted=aborted, requests=requests, all_done=all_done)

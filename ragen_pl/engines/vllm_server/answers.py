@@ -69,7 +69,7 @@ class Exchange:
             ]
         return body
 
-    def most_bytes(self, request: GenerationRequest) -> int:
+    def max_bytes(self, request: GenerationRequest) -> int:
         """Return the largest size of an answer."""
         prompt = BYTES_PER_PROMPT_TOKEN * len(request.prompt.ids)
         return FLOOR_BYTES + BYTES_PER_TOKEN * request.max_tokens + prompt

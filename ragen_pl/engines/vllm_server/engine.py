@@ -331,7 +331,7 @@ class VLLMServerEngine(VLLMServerRules):
             RolloutError: It was refused, or failed too often.
         """
         body = self.exchange.body(request, adapter=self._pool.weights.adapter)
-        most_bytes, session = self.exchange.most_bytes(request), f"{rank()}-{request.session}"
+        max_bytes, session = self.exchange.max_bytes(request), f"{rank()}-{request.session}"
         budget = Budget(self.retries, self.timeout_s)
         refusals: dict[str, str] = {}
         failed: set[str] = set()
@@ -340,7 +340,7 @@ class VLLMServerEngine(VLLMServerRules):
             losses = server.losses
             try:
                 answer = await server.respond(
-                    body, timeout_s=self.timeout_s, most_bytes=most_bytes, session=session
+                    body, timeout_s=self.timeout_s, max_bytes=max_bytes, session=session
                 )
                 generation = self.exchange.generation(
                     answer, request, label=self._pool.weights.label, version=self.version

@@ -40,10 +40,10 @@ class Routing:
         """Choose the home of each new session, given the first requests of all that begin now."""
         new = [request for request in requests if request.session not in self._homes]
         usable = [server for server in self._servers if server.is_ready] or self._servers
-        most = ceil((len(self._homes) + len(new)) / len(usable))
+        limit = ceil((len(self._homes) + len(new)) / len(usable))
         for request in new:
             home = self._latest.get(request.group) if request.group is not None else None
-            if home is None or home not in usable or self._sessions[home] >= most:
+            if home is None or home not in usable or self._sessions[home] >= limit:
                 home = min(usable, key=self._sessions.__getitem__)
             self._homes[request.session] = home
             self._sessions[home] += 1

@@ -162,7 +162,7 @@ class Server:
         body: Json | None = None,
         *,
         timeout_s: float | None = None,
-        most_bytes: int = CONTROL_BYTES,
+        max_bytes: int = CONTROL_BYTES,
         is_json: bool = True,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
@@ -173,7 +173,7 @@ class Server:
             path: Path and query.
             body: JSON that is sent.
             timeout_s: Longest wait, in seconds.
-            most_bytes: Largest answer.
+            max_bytes: Largest answer.
             is_json: Whether the answer is JSON; another is not returned.
             headers: More headers.
 
@@ -194,7 +194,7 @@ class Server:
                 timeout=limits,
             ) as response:
                 is_error = response.status >= 400
-                data, is_whole = await _read(response, _ERROR_BYTES if is_error else most_bytes)
+                data, is_whole = await _read(response, _ERROR_BYTES if is_error else max_bytes)
         except TimeoutError as error:
             raise Unavailable(f"no answer within {limits.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -207,21 +207,21 @@ class Server:
             text = data.decode(errors="replace")
             raise Failed(f"status {response.status}: {_message(text)}", response.status)
         if not is_whole:
-            raise Unavailable(f"an answer of more than {most_bytes} bytes")
+            raise Unavailable(f"an answer of more than {max_bytes} bytes")
         try:
             return json.loads(data) if data and is_json else None
         except (ValueError, RecursionError) as error:
             raise Unavailable("an answer that is no JSON") from error
 
     async def respond(
-        self, body: Json, *, timeout_s: float, most_bytes: int, session: str = ""
+        self, body: Json, *, timeout_s: float, max_bytes: int, session: str = ""
     ) -> Any:
         """Return the JSON of a response; see `call`.
 
         Args:
             body: Request.
             timeout_s: Longest wait, in seconds.
-            most_bytes: Largest answer.
+            max_bytes: Largest answer.
             session: Name of its session, by which a router sends all of its requests to one server.
 
         Raises:
@@ -234,7 +234,7 @@ class Server:
                 "/inference/v1/generate",
                 body,
                 timeout_s=timeout_s,
-                most_bytes=most_bytes,
+                max_bytes=max_bytes,
                 headers={"X-Session-ID": session},
             )
         )
@@ -272,14 +272,14 @@ async def pause(attempt: int, *key: int | str, timeout_s: float) -> None:
     await asyncio.sleep(longest * (0.5 + 0.5 * fraction))
 
 
-async def _read(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, bool]:
-    """Return the first `most` bytes of an answer, and whether these are all."""
+async def _read(response: aiohttp.ClientResponse, limit: int) -> tuple[bytes, bool]:
+    """Return the first `limit` bytes of an answer, and whether these are all."""
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
         size += len(part)
-        if size > most:
-            return b"".join(parts)[:most], False
+        if size > limit:
+            return b"".join(parts)[:limit], False
     return b"".join(parts), True
 
 

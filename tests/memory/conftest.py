@@ -1,0 +1,3 @@
+from memory_plans import folder
+
+__all__ = ["folder"]
