@@ -101,12 +101,15 @@ class ProgramLauncher:
         """Return the folder with the supervisor's socket; start the supervisor where none runs."""
         with self._lock:
             running = self._process is not None and self._process.poll() is None
-            if not running or self._folder is None or self._owner != os.getpid():
-                self._owner = os.getpid()
+            if self._folder is None or self._owner != os.getpid():
+                running, self._owner = False, os.getpid()
                 self._folder = OwnFolder("ragen_programs_")
+            if not running:
+                place = self._folder.path / "socket"
+                place.unlink(missing_ok=True)
                 named = [] if self._function is None else [self._function]
                 self._process = subprocess.Popen(
-                    [sys.executable, str(_SUPERVISOR), str(self._folder.path / "socket"), *named],
+                    [sys.executable, str(_SUPERVISOR), str(place), *named],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=_variables(),

@@ -236,3 +236,20 @@ def test_an_owner_that_is_killed_leaves_no_program(script, tmp_path, tmp_path_fa
     assert len([*place.glob("ragen_programs_*/program_*/work")]) == 1
     assert own("ask('a')", "environment.close()").wait() == 0
     assert [*place.iterdir()] == []
+
+
+def test_a_supervisor_that_is_killed_fails_its_episodes_and_another_one_is_started(play, script):
+    """The program kills it, as the machine does where memory ends: its keeper's parent."""
+    body = """
+ask("a")
+if SEED == 0:
+    keeper = os.getppid()
+    with open(f"/proc/{keeper}/stat") as file:
+        supervisor = int(file.read().rpartition(")")[2].split()[1])
+    os.kill(supervisor, signal.SIGKILL)
+    time.sleep(600)
+report(reward=1)
+"""
+    episodes = play(script(body), episodes=4, num_envs=1, workers=1, program_s=600.0)
+    assert [episode.status for episode in episodes[:2]] == [EpisodeStatus.FAILED] * 2
+    assert [episode.reward for episode in episodes[2:]] == [1.0, 1.0]
