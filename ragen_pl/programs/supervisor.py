@@ -34,7 +34,7 @@ _MIB = 1024 * 1024
 _KILL_S = 5.0
 # output that is read after the program's end
 _REST_BYTES = 1 << 20
-# between two looks at the size of a program's files, and how much longer than a look
+# least time between two looks at the size of a program's files, also as a multiple of a look's time
 _LOOK_S, _LOOK_SHARE = 0.5, 100
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
