@@ -1,4 +1,4 @@
-"""Client of the standard library for agent programs of tests."""
+"""Agent programs of tests: a client of the standard library, and a program of three calls."""
 
 CLIENT = """
 import json, os, signal, subprocess, sys, threading, time, urllib.error, urllib.request
@@ -25,4 +25,13 @@ def said(answer):
 def report(**result):
     with open(os.environ["RAGEN_RESULT"], "w") as file:
         json.dump(result, file)
+"""
+
+SPEAK = """
+messages = []
+for turn in range(3):
+    messages.append({"role": "user", "content": f"turn {turn} of {SEED}"})
+    messages.append(ask(messages)["choices"][0]["message"])
+report(reward=0.5, success=True)
+print("done")
 """

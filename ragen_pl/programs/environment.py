@@ -62,6 +62,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         program_s: longest time of an episode in seconds, without the time that the program waits for answers.
         memory_mb: address space of each process in MiB; None for no limit.
         file_mb: size of each file in MiB; None for no limit.
+        disk_mb: size of all files in its folder in MiB, which is looked at from time to time; None for no limit.
         output_kb: end of the output that is kept with the trajectory, in KiB.
         crash_reward: reward of an episode whose program ends with an error; None where such an episode fails and is not
             trained on.
@@ -89,6 +90,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         program_s: Seconds = 600.0,
         memory_mb: Count | None = None,
         file_mb: Count | None = 256,
+        disk_mb: Count | None = 2048,
         output_kb: Count = 64,
         crash_reward: float | None = None,
         models: Mapping[str, Mapping[str, str]] | None = None,
@@ -105,7 +107,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         self.command = None if command is None else _with_paths(command)
         self.verifier = None if verifier is None else _with_paths(verifier)
         self.function, self.max_calls, self.program_s = function, max_calls, program_s
-        self.limits = ProgramLimits(memory_mb=memory_mb, file_mb=file_mb, output_kb=output_kb)
+        self.limits = ProgramLimits(
+            memory_mb=memory_mb, file_mb=file_mb, disk_mb=disk_mb, output_kb=output_kb
+        )
         self.crash_reward, self.post_rewards = crash_reward, post_rewards
         self.response_format, self.variables = response_format, dict(variables or {})
         self.models = {name: _upstream(name, given) for name, given in (models or {}).items()}
@@ -308,7 +312,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
     def _ending(self) -> str:
         """Return how the program ended, with the last lines of its output."""
         outcome = self._outcome or {}
-        if outcome.get("signal") is not None:
+        if outcome.get("disk_exceeded"):
+            how = f"its files take more than env.kwargs.disk_mb={self.limits.disk_mb}"
+        elif outcome.get("signal") is not None:
             how = f"signal {outcome['signal']}"
         else:
             how = outcome.get("error") or f"exit code {outcome.get('code')}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ragen_pl.serving.rewards import ResponseRewards, reward_parts
 from ragen_pl.trajectory import REWARD_PART
 
 _KNOWN = ("reward", "success", "rewards", "invalid", "info")
@@ -33,34 +33,34 @@ class ProgramResult:
 
 
 def read_result(
-    text: str | None, *, posted: Iterable[tuple[str, Any]], call_ids: Sequence[str]
+    text: str | None, *, posted: ResponseRewards, call_ids: Sequence[str]
 ) -> ProgramResult:
     """Return the result of an episode.
 
     Args:
         text: JSON, `{"reward": number or {part: number}, "success": bool, "rewards": {id of a response: number or
             {part: number}}, "invalid": [ids], "info": {…}}`; None without any.
-        posted: rewards set over HTTP, with the ids of their responses.
+        posted: rewards set over HTTP.
         call_ids: ids of the responses that were delivered, in order.
 
     Raises:
-        ValueError: there is no reward, a number is not finite, or an id is not known.
+        ValueError: there is no reward, a number is not finite, an id is not known, or two rewards of a response differ.
     """
     result = ProgramResult()
     turns = {call_id: number for number, call_id in enumerate(call_ids)}
-    posted = [*posted]
     if text is None and not posted:
         raise ValueError(
             'the program reported no result; write JSON such as {"reward": 1.0, "success": true} to the file '
             "$RAGEN_RESULT, return it from the function, or set env.verifier"
         )
     given = {} if text is None else _object(text)
-    for call_id, reward in [*given.get("rewards", {}).items(), *posted]:
-        terms = result.rewards_of.setdefault(_turn(turns, call_id), {})
-        for name, value in _parts(reward, f"rewards[{call_id}]").items():
-            term = REWARD_PART + name
-            terms[term] = terms.get(term, 0.0) + value
-    result.parts = _parts(given.get("reward", 0.0), "reward")
+    rewards = ResponseRewards(posted)
+    for call_id, reward in given.get("rewards", {}).items():
+        rewards.give(call_id, reward)
+    for call_id, parts in rewards.items():
+        terms = {REWARD_PART + name: value for name, value in parts.items()}
+        result.rewards_of[_turn(turns, call_id)] = terms
+    result.parts = reward_parts(given.get("reward", 0.0), "result: reward")
     success = given.get("success", False)
     if not isinstance(success, bool):
         raise ValueError(f"result: success={success!r}, expected true or false")
@@ -72,7 +72,7 @@ def read_result(
 
 def _object(text: str) -> Mapping[str, Any]:
     try:
-        given = json.loads(text)
+        given = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"result: no JSON ({error})") from error
     if not isinstance(given, Mapping):
@@ -85,21 +85,18 @@ def _object(text: str) -> Mapping[str, Any]:
     return given
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object whose names are given once; of two rewards the last one would count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is given twice")
+    return found
+
+
 def _turn(turns: Mapping[str, int], call_id: object) -> int:
     if call_id not in turns:
         raise ValueError(
             f"result: {call_id!r} is the id of no response of this episode, which has {len(turns)}"
         )
     return turns[str(call_id)]
-
-
-def _parts(reward: object, name: str) -> dict[str, float]:
-    given = reward if isinstance(reward, Mapping) else {"program": reward}
-    parts: dict[str, float] = {}
-    for part, value in given.items():
-        number = value if isinstance(value, int | float) else math.nan
-        amount = math.nan if isinstance(value, bool) else float(number)
-        if not math.isfinite(amount):
-            raise ValueError(f"result: {name} has {part}={value!r}, expected a finite number")
-        parts[str(part)] = amount
-    return parts

@@ -7,11 +7,10 @@ import os
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ragen_pl.programs.launcher import ProgramLauncher, ProgramLimits
@@ -20,6 +19,8 @@ from ragen_pl.serving.session import Session
 
 # a longer text is no environment variable
 _MAX_TASK_VARIABLE = 100_000
+# bytes
+_MAX_RESULT = 32 * 1024 * 1024
 # lines of the output in an error
 _LINES = 10
 
@@ -51,7 +52,7 @@ class RunningProgram:
         limits: ProgramLimits,
     ) -> None:
         self._variables = dict(variables)
-        self._folder = Path(tempfile.mkdtemp(prefix="ragen_program_"))
+        self._folder = launcher.new_folder()
         self._work = self._folder / "work"
         self._work.mkdir()
         text = json.dumps(task)
@@ -91,11 +92,27 @@ class RunningProgram:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def result(self) -> str | None:
-        """Return the result that the program wrote, None without one."""
+        """Return the result that the program wrote, None without one.
+
+        Raises:
+            ValueError: it is no file, or too long.
+        """
+        # reading a pipe would wait for a writer, and a link may lead to an endless device
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+        path = self._folder / "result.json"
         try:
-            return (self._folder / "result.json").read_text(errors="replace")
+            with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ValueError("$RAGEN_RESULT is no file")
+                data = file.read(_MAX_RESULT + 1)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise ValueError(f"$RAGEN_RESULT cannot be read: {error.strerror}") from error
+        if len(data) > _MAX_RESULT:
+            raise ValueError(f"$RAGEN_RESULT has more than {_MAX_RESULT} bytes")
+        return data.decode(errors="replace")
 
     def verified(self, verifier: Sequence[str], *, timeout_s: float) -> str:
         """Return the last line that a verifier writes in the program's folder, after its end.

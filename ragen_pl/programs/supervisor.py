@@ -1,9 +1,9 @@
 """Process that starts agent programs and ends them with all their children. Run as a script; standard library only.
 
 `python supervisor.py SOCKET [MODULE.FUNCTION]` listens on a Unix socket. A connection is one program: the owner sends
-one line of JSON, `{"command", "environment", "folder", "memory_mb", "file_mb", "output_bytes"}`, and gets one line back
-when the program has ended, `{"code", "signal", "output"}`. Where the owner closes its side, the program is killed. The
-supervisor ends when its standard input is closed, and its programs end with it.
+one line of JSON, `{"command", "environment", "folder", "memory_mb", "file_mb", "disk_mb", "output_bytes"}`, and gets
+one line back when the program has ended, `{"code", "signal", "disk_exceeded", "output"}`. Where the owner closes its
+side, the program is killed. The supervisor ends when its standard input is closed, and its programs end with it.
 
 A keeper process for each connection adopts what the program leaves behind, so that nothing outlives it. A function is
 imported once and runs in a fork.
@@ -34,6 +34,8 @@ _MIB = 1024 * 1024
 _KILL_S = 5.0
 # output that is read after the program's end
 _REST_BYTES = 1 << 20
+# least time between two looks at the size of a program's files, also as a multiple of a look's time
+_LOOK_S, _LOOK_SHARE = 0.5, 100
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -112,8 +114,14 @@ def _keep(
     limit = int(order["output_bytes"])
     handle = os.pidfd_open(program)
     waited = [output, connection.fileno(), handle, ended]
+    disk = _Disk(order["folder"], order["disk_mb"])
+    exceeded = False
     while True:
-        ready, _, _ = select.select(waited, [], [])
+        ready, _, _ = select.select(waited, [], [], disk.wait_s())
+        exceeded = disk.is_exceeded()
+        if exceeded:
+            os.kill(program, signal.SIGKILL)
+            break
         if output in ready:
             part = os.read(output, 1 << 16)
             tail = (tail + part)[-limit:]
@@ -131,8 +139,50 @@ def _keep(
     signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
     text = tail.decode(errors="replace")
-    _tell(connection, {"code": code, "signal": signalled, "output": text})
+    outcome = {"code": code, "signal": signalled, "disk_exceeded": exceeded, "output": text}
+    _tell(connection, outcome)
     return 0
+
+
+class _Disk:
+    """Size of the files in a folder, which is looked at from time to time: it takes no rights, as a quota would.
+
+    Args:
+        folder: The folder.
+        limit_mb: Largest size in MiB; None for no limit.
+    """
+
+    def __init__(self, folder: str, limit_mb: int | None) -> None:
+        self._folder = folder
+        self._limit = None if limit_mb is None else limit_mb * _MIB
+        self._next = time.monotonic() + _LOOK_S
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until the next look, None where there is no limit."""
+        return None if self._limit is None else max(0.0, self._next - time.monotonic())
+
+    def is_exceeded(self) -> bool:
+        """Look where it is time to, and return whether the limit is exceeded."""
+        begin = time.monotonic()
+        if self._limit is None or begin < self._next:
+            return False
+        size = _disk_bytes(self._folder)
+        end = time.monotonic()
+        self._next = end + max(_LOOK_S, _LOOK_SHARE * (end - begin))
+        return size > self._limit
+
+
+def _disk_bytes(folder: str) -> int:
+    """Return the bytes on the disk of a folder's files, while a program changes them."""
+    total, folders = 0, [folder]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+    return total
 
 
 def _run(order: dict[str, Any], function: Callable[..., Any] | None, written: int) -> None:

@@ -332,7 +332,10 @@ class AgentServer:
         body = read_json(await read_body(request, timeout_s=self._body_s))
         if not isinstance(body.get("id"), str) or "reward" not in body:
             raise RequestError(400, 'expected {"id": id of a response, "reward": number}')
-        session.rewards.append((body["id"], body["reward"]))
+        try:
+            session.rewards.give(body["id"], body["reward"])
+        except ValueError as error:
+            raise RequestError(400, str(error), code="invalid_reward") from error
         return web.json_response({"id": body["id"]})
 
     async def _unknown(self, request: web.Request) -> web.Response:

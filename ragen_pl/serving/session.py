@@ -20,6 +20,7 @@ from ragen_pl.serving.chat_request import ClientRequest
 from ragen_pl.serving.chat_response import Answer
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.images import ImageReader
+from ragen_pl.serving.rewards import ResponseRewards
 from ragen_pl.trajectory import ChatRequest
 
 # bodies that are known again when an SDK sends them again
@@ -141,7 +142,7 @@ class Session:
         reward_key: key with which rewards can be set over HTTP; None where they cannot.
         events: what happened, for the owner.
         images: images of its requests.
-        rewards: rewards set over HTTP, by id of the response.
+        rewards: rewards set over HTTP.
         counts: refused requests by code, retries, and requests to other models.
         ended: whether it takes no more requests.
     """
@@ -154,7 +155,7 @@ class Session:
     reward_key: str | None = None
     events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     images: ImageReader = field(default_factory=ImageReader)
-    rewards: list[tuple[str, Any]] = field(default_factory=list)
+    rewards: ResponseRewards = field(default_factory=ResponseRewards)
     counts: dict[str, int] = field(default_factory=dict)
     ended: bool = False
     _known: OrderedDict[str, Call] = field(default_factory=OrderedDict)

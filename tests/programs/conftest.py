@@ -56,6 +56,7 @@ def play(native_lm: ModelBundle) -> Play:
         episodes: int = 1,
         shuffled: bool = False,
         engine: Any = None,
+        bundle: ModelBundle = native_lm,
         max_tokens: int = 4096,
         workers: int = 8,
         num_envs: int = 64,
@@ -69,7 +70,7 @@ def play(native_lm: ModelBundle) -> Play:
             timeout_s=None,
             workers=workers,
         )
-        context = ContextManager(native_lm, window="all", system_prompt=None, max_tokens=max_tokens)
+        context = ContextManager(bundle, window="all", system_prompt=None, max_tokens=max_tokens)
         proxy = AgentProxy(
             environments=manager,
             context=context,

@@ -101,6 +101,7 @@ def test_a_run_killed_in_the_midst_of_its_programs_ends_bit_identical(job, tmp_p
 
 @pytest.mark.slow
 def test_programs_of_two_ranks_and_few_workers_are_those_of_one_rank(job, tmp_path):
+    """With an engine that answers all requests together, and one that answers them one at a time, the latest first."""
     settings = (*overrides(tmp_path, tmp_path / "notes"), "trainer.max_epochs=1")
 
     def play(name: str, *more: str) -> list[dict[str, list[list[int]]]]:
@@ -112,6 +113,9 @@ def test_programs_of_two_ranks_and_few_workers_are_those_of_one_rank(job, tmp_pa
 
     (single,) = play("single")
     two = ("trainer.devices=2", "trainer.strategy=ddp", "env.workers=3", "rollout.num_envs=5")
-    first, second = play("two", *two)
-    assert first.keys().isdisjoint(second) and len(first | second) == 16
-    assert first | second == single
+    continuous = "rollout.engine._target_=one_at_a_time.OneAtATime"
+    assert play("continuous", continuous) == [single]
+    for name, more in (("two", ()), ("two_continuous", (continuous,))):
+        first, second = play(name, *two, *more)
+        assert first.keys().isdisjoint(second) and len(first | second) == 16
+        assert first | second == single

@@ -150,7 +150,7 @@ def test_reward_key_is_no_key(server, other):
     assert post(server, reward, key=session.key, path="/v1/rewards")[0] == 401
     assert post(server, reward, key="r" * 64, path="/v1/rewards")[0] == 200
     assert post(server, {"id": 5}, key="r" * 64, path="/v1/rewards")[0] == 400
-    assert session.rewards == [("chatcmpl-000000", 1.0)]
+    assert session.rewards == {"chatcmpl-000000": {"program": 1.0}}
     server.end(session)
     assert post(server, reward, key="r" * 64, path="/v1/rewards")[0] == 410
 

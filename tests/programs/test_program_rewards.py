@@ -1,0 +1,100 @@
+"""Rewards of agent programs: of the result, of single responses, over HTTP, by a verifier, of a crash."""
+
+from __future__ import annotations
+
+import sys
+
+from ragen_pl.trajectory import EpisodeStatus
+
+
+def test_rewards_of_calls_stand_where_they_were_earned(play, script):
+    body = """
+first, second = ask("a"), ask("b")
+report(reward={"task": 1.0, "time": -0.25}, success=True, rewards={first["id"]: 0.5, second["id"]: {"tool": 0.125}},
+       invalid=[first["id"]], info={"note": "x"})
+"""
+    (episode,) = play(script(body))
+    first, second = episode.turns
+    # the trainer's penalty of an invalid response
+    assert first.reward_terms == {"environment/program": 0.5, "format": -0.05}
+    assert not first.action_is_valid and second.action_is_valid
+    assert second.reward_terms == {
+        "environment/task": 1.0,
+        "environment/time": -0.25,
+        "environment/tool": 0.125,
+    }
+    assert second.info["program"]["note"] == "x"
+    assert episode.reward == 1.325
+
+
+def test_a_response_that_is_malformed_and_called_invalid_is_penalized_once(play, script):
+    body = """
+tools = [{"type": "function", "function": {"name": "price"}}]
+answer = ask("a", tools=tools)
+report(reward=1, invalid=[answer["id"]])
+"""
+    (episode,) = play(script(body), lambda *_: '<tool_call>{"name": 3}</tool_call>')
+    (turn,) = episode.turns
+    assert not turn.action_is_valid
+    assert turn.reward_terms == {"environment/program": 1.0, "format": -0.05}
+
+
+def test_a_part_of_a_response_has_one_reward(play, script):
+    """Given again with the same value it counts once, and other parts add up; another value is refused."""
+    body = """
+answer = ask("a")
+def give(reward):
+    body = {"id": answer["id"], "reward": reward}
+    return post("/rewards", body, key=os.environ["RAGEN_REWARD_KEY"]).get("status", 200)
+judge = {"judge": 0.5}
+rewards = (judge, judge, {"tool": 0.25, "judge": 1}, 2, {"tool": 0.125}, "x")
+statuses = [give(reward) for reward in rewards]
+report(reward=1, rewards={answer["id"]: AGAIN}, info={"statuses": statuses})
+"""
+    (episode,) = play(script(body.replace("AGAIN", '{"judge": 0.5}')), post_rewards=True)
+    (turn,) = episode.turns
+    assert turn.info["program"]["statuses"] == [200, 200, 400, 200, 200, 400]
+    assert turn.reward_terms == {
+        "environment/judge": 0.5,
+        "environment/tool": 0.125,
+        # of the response and of the end
+        "environment/program": 2.0 + 1.0,
+    }
+    (episode,) = play(script(body.replace("AGAIN", "-2")), post_rewards=True)
+    assert episode.status is EpisodeStatus.FAILED
+    assert "has program=2 already, and -2 is given" in episode.error
+
+
+def test_rewards_over_http_have_a_key_of_their_own(play, script):
+    body = """
+answer = ask("a")
+with_session_key = post("/rewards", {"id": answer["id"], "reward": 5})
+key = os.environ.get("RAGEN_REWARD_KEY", "none")
+posted = post("/rewards", {"id": answer["id"], "reward": 0.5}, key=key)
+report(reward=1, info={"refused": with_session_key["status"], "posted": posted.get("status", 200)})
+"""
+    (episode,) = play(script(body), post_rewards=True)
+    assert episode.reward == 1.5
+    assert episode.turns[0].info["program"]["refused"] == 401
+    (episode,) = play(script(body))
+    assert episode.reward == 1.0
+    assert episode.turns[0].info["program"]["posted"] == 401
+
+
+def test_a_verifier_judges_in_the_programs_folder(play, script, tmp_path):
+    verifier = tmp_path / "verify.py"
+    verifier.write_text(
+        "import json, os\nprint('looking')\n"
+        "print(json.dumps({'reward': float(open('made').read()), 'success': True}))"
+    )
+    body = "ask('a')\nopen('made', 'w').write('0.75')\nreport(reward=100)"
+    (episode,) = play(script(body), verifier=[sys.executable, str(verifier)])
+    assert episode.reward == 0.75 and episode.success
+    verifier.write_text("raise SystemExit('no')")
+    (episode,) = play(script(body), verifier=[sys.executable, str(verifier)])
+    assert "env.verifier" in episode.error and "exit code 1; its last lines: no" in episode.error
+
+
+def test_a_crash_costs_its_reward_where_one_is_set(play, script):
+    (episode,) = play(script("ask('a'); sys.exit(3)"), crash_reward=-1.0)
+    assert episode.status is EpisodeStatus.TERMINATED and episode.reward == -1.0
