@@ -21,8 +21,8 @@ _START = 20
 def findings(measured: Sequence[Measurement]) -> list[tuple[str, float, float, bool]]:
     """Return for each quantity its name, its value, the largest value that passes, and whether it passes.
 
-    The first iterations of the process are left out. Threads, descriptors and shared memory change within a moment (a connection is opened and closed), so that the
-    least value of a third is that of an equal phase.
+    The first iterations of the process are left out. Threads, descriptors and shared memory change within a moment (a
+    connection is opened and closed), so that the least value of a third is that of an equal phase.
 
     Args:
         measured: In order. Those of the last process are looked at, which began before a third of the time.
