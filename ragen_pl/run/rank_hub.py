@@ -44,11 +44,17 @@ _LATE_S = 0.5
 # bytes of a message
 LONGEST_MESSAGE = 2**22
 
-NO_WORD = "no error message; its process may have been killed, for example for want of memory"
+NO_WORD = "no error message; its process may have been killed, as for want of memory, or its machine is cut off"
 """Error of a rank that has closed its connection without a message."""
 
-# a machine that lost power closes no connection; it is found after 10 s and three more times 5 s
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# a machine that lost power closes no connection; it is found after 10 s and three more times 5 s, and if it owes an
+# answer to what was sent after as many milliseconds
+_KEEP_ALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 25_000,
+}
 _CONNECTIONS: WeakSet[asyncio.StreamWriter] = WeakSet()
 
 

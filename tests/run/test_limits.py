@@ -121,7 +121,7 @@ def silent_rank():
     """Return a function that connects a rank that answers nothing, as a frozen process does."""
     connections = []
 
-    def connect(first: RankWatch, *, rank: int) -> None:
+    def connect(first: RankWatch, *, rank: int) -> socket.socket:
         assert first.address is not None
         host, port, token = first.address.split(":")
         connection = socket.create_connection((host, int(port)))
@@ -130,6 +130,7 @@ def silent_rank():
         connection.sendall(json.dumps(hello).encode() + b"\n")
         with connection.makefile() as answers:
             assert "welcome" in answers.readline()
+        return connection
 
     yield connect
     for connection in connections:
@@ -153,6 +154,17 @@ def test_a_rank_that_gives_no_answer_is_named_with_the_error_of_a_collective(
         "ragen_pl: iteration 2, minibatch 3: no answer from rank 1 (n9) for 0.5 s, frozen or cut off; "
         f"rank 0 ({first.host}) failed: RuntimeError: Timed out waiting\n"
     )
+
+
+def test_a_rank_that_is_gone_goes_before_the_error_of_a_collective(
+    watches, silent_rank, monkeypatch
+):
+    """However late its end is decided."""
+    monkeypatch.setattr(rank_hub, "CAUSE_S", 3.0)
+    (first,) = watches(1)
+    silent_rank(first, rank=1).close()
+    assert not first.conclude(TIMED_OUT)
+    assert first.failure is not None and first.failure.rank == 1
 
 
 def test_an_error_stays_its_ranks_own_where_all_answer(watches):
