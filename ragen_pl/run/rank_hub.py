@@ -31,7 +31,7 @@ MEETING_S = 20.0
 """Seconds that a rank with an error waits for ranks that have yet to start."""
 
 SIGN_S = 10.0
-"""Seconds for an answer of a rank, of which a process that runs needs none."""
+"""Seconds that a rank may take to answer. One whose process runs answers at once."""
 
 RETRY_S = 0.2
 """Seconds between two looks for another rank."""
@@ -217,7 +217,7 @@ class Hub:
                 )
 
     async def _ask(self, failure: Failure, place: str) -> None:
-        """Ask all ranks for an answer, and name those that give none: an error of a collective does not."""
+        """Ask all ranks for an answer, and name those that give none: the error of a collective names no rank."""
         self._here = {failure.rank}
         for writer in self._members.values():
             send(writer, {"asked": True})

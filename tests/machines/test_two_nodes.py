@@ -111,7 +111,7 @@ FROZEN = {
 def test_a_frozen_rank_is_named_and_the_next_start_goes_on(phase, undisturbed, tmp_path):
     moment, line = FROZEN[phase]
     code, output = torchrun(
-        tmp_path, "trainer.timeout_s=60", *fault(moment, rank=1, signal="SIGSTOP"), RESTARTS="1"
+        tmp_path, "trainer.timeout_s=120", *fault(moment, rank=1, signal="SIGSTOP"), RESTARTS="1"
     )
     assert code == 0, output[-5000:]
     assert line in output, output[-5000:]
