@@ -44,7 +44,7 @@ soak-memory: $(VENV)/.installed-dev  ## Install, then see whether the memory of 
 soak-faults: $(VENV)/.installed-dev  ## Install, then disturb a run by random faults: make soak-faults ARGS="--iterations 1000"
 	$(SOAK) $(PY) tests/soak/soak_faults.py $(ARGS)
 
-test-nodes: $(VENV)/.installed-dev  ## Install, then run torchrun over two network namespaces and kill its ranks; a quarter of an hour, as root
+test-nodes: $(VENV)/.installed-dev  ## Install, then run torchrun over two network namespaces, kill and freeze its ranks, cut the cable; half an hour, as root
 	$(ONE_THREAD) $(PY) -m pytest -m machines tests/machines/test_two_nodes.py $(PYTEST_ARGS)
 
 test-slurm: $(VENV)/.installed-dev  ## Install, then run jobs on a SLURM of two nodes from unpacked Debian packages; minutes, as root

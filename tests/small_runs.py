@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from module_process import start_module
@@ -64,6 +65,7 @@ def run_ranks(
     *,
     only: dict[int, Sequence[str]] | None = None,
     environment: dict[str, str] | None = None,
+    ends_others: bool = False,
 ) -> list[Ended]:
     """Run `python -m ragen_pl.fit` on two ranks until both have ended.
 
@@ -72,6 +74,7 @@ def run_ranks(
         overrides: of both ranks.
         only: further overrides of one rank.
         environment: variables of both, in place of torch's.
+        ends_others: whether the end of one with an error ends the other by SIGTERM, as srun does it.
     """
     port = str(free_port())
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (
@@ -91,6 +94,11 @@ def run_ranks(
             )
         )
     try:
+        if ends_others:
+            wait([process.sentinel for process in processes], LIMIT_S)
+            if any(process.exitcode for process in processes):
+                for process in processes:
+                    process.terminate()
         for process in processes:
             process.join(LIMIT_S)
     finally:

@@ -253,6 +253,13 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         if any_over_ranks(self._stop_requested(trainer)) and not self._finishes_step(trainer):
             self._save_and_stop(trainer)
 
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """End the grace period: without the handler that the Trainer is about to remove, its end kills the process."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        super().on_exception(trainer, pl_module, exception)
+
     def _finishes_step(self, trainer: pl.Trainer) -> bool:
         """Return whether the optimizer step under way ends soon enough to be waited for. All ranks must call it."""
         loop = trainer.fit_loop

@@ -1,8 +1,10 @@
 """The first rank's connections to all ranks of a run, and the messages on them: `ragen_pl.run.rank_watch`.
 
-rank -> hub: {"token", "rank", "host"} once, {"line", "code"} of an error, {"left"} before its end,
-             {"change"} at a change of phase, {"facts", "count"} for the comparison at the start
-hub -> rank: {"welcome"} once, a `Failure` once, {"left"} before the end of the first rank, what that rank tells all
+rank -> hub: {"token", "rank", "host"} once, {"line", "code"} of an error, with {"place"} if another rank that hangs may
+             be its cause, {"left"} before its end, {"change"} at a change of phase, {"facts", "count"} for the
+             comparison at the start, {"here"} as an answer
+hub -> rank: {"welcome"} once, a `Failure` once, {"left"} before the end of the first rank, what that rank tells all,
+             {"asked"} for an answer, which the process's thread gives whatever its main thread waits for
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
-from ragen_pl.run.rank_limits import Arrivals, Change
+from ragen_pl.run.rank_limits import Arrivals, Change, named_ranks
 from ragen_pl.run.same_run import differences
 
 CAUSE_S = 1.0
@@ -27,6 +29,9 @@ CAUSE_S = 1.0
 
 MEETING_S = 20.0
 """Seconds that a rank with an error waits for ranks that have yet to start."""
+
+SIGN_S = 10.0
+"""Seconds that a rank may take to answer. One whose process runs answers at once."""
 
 RETRY_S = 0.2
 """Seconds between two looks for another rank."""
@@ -39,11 +44,17 @@ _LATE_S = 0.5
 # bytes of a message
 LONGEST_MESSAGE = 2**22
 
-NO_WORD = "no error message; its process may have been killed, for example for want of memory"
+NO_WORD = "no error message; its process may have been killed, as for want of memory, or its machine is cut off"
 """Error of a rank that has closed its connection without a message."""
 
-# a machine that lost power closes no connection; it is found after 10 s and three more times 5 s
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# a machine that lost power closes no connection; it is found after 10 s and three more times 5 s, and if it owes an
+# answer to what was sent after as many milliseconds
+_KEEP_ALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 25_000,
+}
 _CONNECTIONS: WeakSet[asyncio.StreamWriter] = WeakSet()
 
 
@@ -81,6 +92,31 @@ class Failure:
         return f"rank {self.rank} ({self.host}) failed: {self.line}"
 
 
+class Meeting(Protocol):
+    """Where ranks that were started from outside find the first one. Both methods block.
+
+    Attributes:
+        host: Machine of the first rank, as the other ones name it.
+    """
+
+    host: str
+
+    def publish(self, port: int, token: str) -> None:
+        """Leave the port and token of the first rank's hub.
+
+        Raises:
+            OSError: That is not possible yet.
+        """
+
+    def address(self) -> str:
+        """Return `host:port:token`.
+
+        Raises:
+            OSError: The first rank has not left it yet.
+        """
+        ...
+
+
 def failure_of(message: dict[str, Any]) -> Failure:
     """Return the failure of a message of the hub."""
     return Failure(**message | {"late": tuple(message["late"])})
@@ -101,6 +137,11 @@ class Hub:
         self._members: dict[int, asyncio.StreamWriter] = {}
         self._hosts: dict[int, str] = {}
         self._ended: set[int] = set()
+        self._here: set[int] = set()
+        self._silent: set[int] = set()
+        # have closed their connection without a word
+        self._lost: set[int] = set()
+        self._asking: asyncio.Task[None] | None = None
         self._arrivals = Arrivals()
         self._facts: dict[int, dict[str, Any]] = {}
         # told to ranks that come later, too
@@ -124,6 +165,8 @@ class Hub:
         if self._server is not None:
             self._server.close()
             self._looking.cancel()
+            if self._asking is not None:
+                self._asking.cancel()
         for writer in self._members.values():
             writer.close()
 
@@ -147,6 +190,7 @@ class Hub:
         self._members.pop(rank, None)
         writer.close()
         if rank not in self._ended:
+            self._lost.add(rank)
             # this process may be about to end too, by its own wish
             await asyncio.sleep(CAUSE_S)
             self._decide(Failure(rank, host, NO_WORD, 1))
@@ -161,8 +205,34 @@ class Hub:
             self._facts[rank] = message["facts"]
             if len(self._facts) == message["count"]:
                 self._compare()
+        if "here" in message:
+            self._here.add(rank)
         if "line" in message:
-            self._decide(Failure(rank, self._hosts[rank], message["line"], message["code"]))
+            failure = Failure(rank, self._hosts[rank], message["line"], message["code"])
+            if "place" not in message:
+                self._decide(failure)
+            elif self._asking is None:
+                self._asking = asyncio.get_running_loop().create_task(
+                    self._ask(failure, message["place"])
+                )
+
+    async def _ask(self, failure: Failure, place: str) -> None:
+        """Ask all ranks for an answer, and name those that give none: the error of a collective names no rank."""
+        self._here = {failure.rank}
+        for writer in self._members.values():
+            send(writer, {"asked": True})
+        end = time.monotonic() + SIGN_S
+        while (silent := self._members.keys() - self._here) and time.monotonic() < end:
+            await asyncio.sleep(RETRY_S)
+        if self._lost:
+            # that is the cause, and is about to be decided; a rank that was killed has given no answer until here
+            return
+        if silent:
+            self._silent = set(silent)
+            named = named_ranks(sorted(silent), self._hosts)
+            line = f"no answer from {named} for {SIGN_S:g} s, frozen or cut off; {failure}"
+            failure = Failure(NO_RANK, "", f"{place}: {line}" if place else line, failure.code)
+        self._decide(failure)
 
     def _compare(self) -> None:
         """Compare the facts of all ranks, and let these go on or end them."""
@@ -193,12 +263,12 @@ class Hub:
             send(writer, message)
 
     async def emptied(self, count: int | None) -> None:
-        """Wait until the other ranks have ended; of a known number also those that have yet to start."""
+        """Wait until the other ranks that answer have ended; of a known number also those that have yet to start."""
         for _ in range(int(MEETING_S / RETRY_S)):
             if len(self._hosts) >= (count or 1):
                 break
             await asyncio.sleep(RETRY_S)
-        while self._members.keys() - {0}:
+        while self._members.keys() - {0} - self._silent:
             await asyncio.sleep(RETRY_S)
 
 

@@ -52,12 +52,20 @@ class Late:
         Args:
             hosts: Machine of each rank that has connected itself.
         """
-        named = ", ".join(
-            f"{rank} ({hosts[rank]})" if rank in hosts else f"{rank} (never started)"
-            for rank in self.ranks
-        )
-        noun = "rank" if len(self.ranks) == 1 else "ranks"
-        return f"{self.change.label}: no answer from {noun} {named} for {self.change.limit_s:g} s"
+        named = named_ranks(self.ranks, hosts)
+        return f"{self.change.label}: no answer from {named} for {self.change.limit_s:g} s"
+
+
+def named_ranks(ranks: Collection[int], hosts: dict[int, str]) -> str:
+    """Return ranks with their machines.
+
+    >>> named_ranks([1, 8], {1: "n1"})
+    'ranks 1 (n1), 8 (never started)'
+    """
+    named = ", ".join(
+        f"{rank} ({hosts[rank]})" if rank in hosts else f"{rank} (never started)" for rank in ranks
+    )
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}"
 
 
 class Arrivals:
@@ -131,6 +139,11 @@ class StallLimit:
         if self._changed > 0:
             self._changed = float("-inf")
             faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def place(self) -> str:
+        """Where the run is, as the main thread has said last; empty before."""
+        return self._label
 
     @property
     def expired(self) -> str | None:

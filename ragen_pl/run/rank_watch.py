@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from ragen_pl.config.errors import Ending
 from ragen_pl.run.rank_hub import (
@@ -30,8 +30,10 @@ from ragen_pl.run.rank_hub import (
     NO_RANK,
     NO_WORD,
     RETRY_S,
+    SIGN_S,
     Failure,
     Hub,
+    Meeting,
     failure_of,
     keep_alive,
     received,
@@ -53,31 +55,6 @@ _LONGEST = 4000
 
 class RankFailedError(SystemExit):
     """Another rank has failed. It is a SystemExit, which no code takes for an error of its own."""
-
-
-class Meeting(Protocol):
-    """Where ranks that were started from outside find the first one. Both methods block.
-
-    Attributes:
-        host: Machine of the first rank, as the other ones name it.
-    """
-
-    host: str
-
-    def publish(self, port: int, token: str) -> None:
-        """Leave the port and token of the first rank's hub.
-
-        Raises:
-            OSError: That is not possible yet.
-        """
-
-    def address(self) -> str:
-        """Return `host:port:token`.
-
-        Raises:
-            OSError: The first rank has not left it yet.
-        """
-        ...
 
 
 class RankWatch:
@@ -124,6 +101,8 @@ class RankWatch:
         self._in_main = threading.current_thread() is threading.main_thread()
         if self._in_main:
             self._handler = signal.signal(_INTERRUPT, self._interrupted)
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._terminated)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
@@ -156,9 +135,11 @@ class RankWatch:
         if self._own is not None or self._left:
             return
         self._own, self._ending = ending, True
-        message = {"line": ending.line[:_LONGEST], "code": ending.code}
-        # an unexpected error may be the closed connection to a rank that has failed
-        delay = 0.0 if ending.expected else CAUSE_S
+        message: dict[str, Any] = {"line": ending.line[:_LONGEST], "code": ending.code}
+        delay = 0.0
+        if not ending.expected:
+            # it may be the closed connection to a rank that has failed, or the time limit of a wait for one that hangs
+            message["place"], delay = self.stall.place, CAUSE_S
         self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._say, message)
 
     def tell_all(self, message: dict[str, Any]) -> None:
@@ -199,7 +180,7 @@ class RankWatch:
             Whether this rank's own error ends the run, and is left to be printed.
         """
         self.report(ending)
-        self._decided.wait(CAUSE_S + (_ANSWER_S if self._joined.is_set() else MEETING_S))
+        self._decided.wait(CAUSE_S + (SIGN_S + _ANSWER_S if self._joined.is_set() else MEETING_S))
         if self.failure is None or self.failure.rank == self.rank:
             self._shown = True
             return True
@@ -247,11 +228,28 @@ class RankWatch:
         self._left = True
         if self._in_main:
             signal.signal(_INTERRUPT, self._handler or signal.SIG_DFL)
+            if signal.getsignal(signal.SIGTERM) == self._terminated:
+                ends = self.failure is not None
+                signal.signal(signal.SIGTERM, signal.SIG_IGN if ends else signal.SIG_DFL)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ANSWER_S)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self.failure is not None and not self._ending and not self._left:
+            self._ending = True
+            raise RankFailedError(self.code)
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """End with the code of the rank that has failed first, where a launcher ends the other ranks by SIGTERM.
+
+        The launcher's own code, by which a job is started again or not, is the highest one of all ranks.
+        """
+        if not self._left:
+            self._decided.wait(_ANSWER_S)
+        if self.failure is None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self._ending:
             self._ending = True
             raise RankFailedError(self.code)
 
@@ -298,6 +296,8 @@ class RankWatch:
             self._left = self._left or "left" in message
             if "line" in message:
                 self._decide(failure_of(message))
+            elif "asked" in message:
+                self._say({"here": True})
             else:
                 self._hear(message)
         # the first rank may have been ended on purpose, as this one will be

@@ -27,6 +27,7 @@ class SlurmSettings:
         cpus_per_task: CPU cores of a rank; null for the cluster's default.
         signal_s: seconds between SIGTERM and the end of the job's time. Longer than
             `callbacks.checkpoint.grace_seconds` and the time of writing a checkpoint.
+        max_requeues: how often the job is requeued before it ends with the code of its last start; null for any number.
         setup: shell commands before the run, such as `module load cuda`; null for none.
         options: further options of sbatch, such as `[--gres=gpu:h100:8,--exclusive]`.
     """
@@ -36,12 +37,15 @@ class SlurmSettings:
     time: str | None = None
     cpus_per_task: Count | None = None
     signal_s: Count = 180
+    max_requeues: Count | None = 100
     setup: str | None = None
     options: Sequence[str] = ()
 
 
 # A run that is stopped by a signal or fails is started again. It ends by itself, with code 2, where it has failed
-# trainer.max_starts times at the same step.
+# trainer.max_starts times at the same step. SLURM lets a requeued job wait for two minutes, and must: slurmctld sends
+# srun's order to end the step of a failed rank again after 70 s to a node whose ranks have not ended within
+# MessageTimeout (10 s), and the step of the next start has the same number.
 _SCRIPT = """\
 #!/bin/bash
 {options}
@@ -51,10 +55,16 @@ code=$?
 # 0: ended; 2: refused in one line, a run without progress among others; 130: Ctrl-C; others are started again
 case $code in
   0 | 2 | 130) ;;
-  *) scontrol requeue "$SLURM_JOB_ID" && sleep 60 ;;
+  *){limit}
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60 ;;
 esac
 exit $code
 """
+_LIMIT = """
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {most} ]; then
+      echo "requeued $SLURM_RESTART_COUNT times, slurm.max_requeues={most}; submit the job again to go on" >&2
+      exit $code
+    fi"""
 
 
 def job_file(
@@ -89,10 +99,13 @@ def job_file(
         *settings.options,
     ]
     command = [sys.executable, "-m", "ragen_pl.fit", *arguments]
+    most = settings.max_requeues
+    limit = "" if most is None else _LIMIT.format(most=most)
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH {_quoted(option)}" for option in options),
         setup="" if settings.setup is None else f"{settings.setup}\n",
         command=" ".join(map(shlex.quote, command)),
+        limit=limit,
     )
 
 

@@ -126,6 +126,22 @@ def test_last_checkpoint_holds_the_best_score_of_its_iteration(tmp_path):
     assert list(configured)[:2] == ["best", "checkpoint"]
 
 
+class FailAfterSignal(pl.Callback):
+    """Get SIGTERM, and fail before the next safe point."""
+
+    def on_train_batch_start(self, *arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyError("after a signal")
+
+
+def test_no_alarm_is_left_to_a_run_that_fails_after_a_signal(restored_handlers, tmp_path):
+    """Its handler is removed then, and the alarm would end the process before it has told its error."""
+    run = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=600.0)
+    with pytest.raises(KeyError, match="after a signal"):
+        trainer_of(tmp_path, run, FailAfterSignal(), epochs=1).fit(Model(), DATA, DATA)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 class AtEpochStart(pl.Callback):
     """Note the checkpoints that there are before each epoch."""
 

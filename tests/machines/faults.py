@@ -59,3 +59,23 @@ class SignalStep(KillOnce):
         # in a session of its own, for the signal is sent to the process group of the rank
         command = ["scancel", f"--signal={self.signal.name}", step]
         subprocess.run(command, check=True, start_new_session=True)
+
+
+class CutCable(KillOnce):
+    """Cut the cable between the two machines of two_nodes.sh once.
+
+    Args:
+        moment: As in `KillOnce`.
+        rank: Rank of the process that cuts it.
+        seconds: Time after which it is whole again; None for never.
+    """
+
+    def __init__(self, *, moment: str, rank: int = 0, seconds: float | None = None) -> None:
+        super().__init__(moment=moment, rank=rank)
+        self.seconds = seconds
+
+    def _act(self) -> None:
+        link = f"ip link set {os.environ['GLOO_SOCKET_IFNAME']}"
+        again = "" if self.seconds is None else f" && sleep {self.seconds:g} && {link} up"
+        # in a session of its own: the cable is mended even where the ranks end meanwhile
+        subprocess.Popen(["sh", "-c", f"{link} down{again}"], start_new_session=True)

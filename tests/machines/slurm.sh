@@ -30,6 +30,8 @@ fetch() {
   done
 }
 
+# A node answers the order to end a step once its ranks have ended. slurmctld sends it again 60 s after MessageTimeout:
+# to the next start, whose step has the same number, where a test does not wait the two minutes of a requeued job.
 configure() {
   local host
   host=$(hostname -s)
@@ -59,6 +61,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 KillWait=30
+MessageTimeout=60
 NodeName=n[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=1 RealMemory=2000 State=UNKNOWN
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 END

@@ -151,3 +151,30 @@ class Record(RolloutCallback):
         record = {"responses": self.responses, "weights": digest.hexdigest()}
         file = self.folder / f"rank_{trainer.global_rank}.json"
         file.write_text(json.dumps(record))
+
+
+class RecordEpisodes(RolloutCallback):
+    """Append each episode that a rank has played to a file, as a line of JSON, however the process ends later.
+
+    Args:
+        file: gets the lines of all ranks.
+    """
+
+    def __init__(self, *, file: str) -> None:
+        self.file = Path(file)
+
+    def on_rollout_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, trajectories: list[Trajectory]
+    ) -> None:
+        lines = [
+            {
+                "episode": [trainer.current_epoch, one.group, one.member],
+                "seed": one.seed,
+                "first_prompt": one.turns[0].prompt_ids.tolist(),
+                "responses": [turn.response_ids.tolist() for turn in one.turns],
+                "ranks": trainer.world_size,
+            }
+            for one in trajectories
+        ]
+        with self.file.open("a") as stream:
+            stream.write("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from ragen_pl.config.errors import Ending
-from ragen_pl.run import rank_limits
+from ragen_pl.run import rank_hub, rank_limits
 from ragen_pl.run.phase_limits import PhaseLimits
 from ragen_pl.run.rank_hub import NO_RANK
 from ragen_pl.run.rank_limits import Arrivals, Change, StallLimit
@@ -119,6 +121,63 @@ def test_a_rank_that_goes_on_does_not_stall(monkeypatch):
     limit.stop()
     now += 1000.0
     assert limit.expired is None
+
+
+@pytest.fixture
+def silent_rank():
+    """Return a function that connects a rank that answers nothing, as a frozen process does."""
+    connections = []
+
+    def connect(first: RankWatch, *, rank: int) -> socket.socket:
+        assert first.address is not None
+        host, port, token = first.address.split(":")
+        connection = socket.create_connection((host, int(port)))
+        connections.append(connection)
+        hello = {"token": token, "rank": rank, "host": "n9"}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        with connection.makefile() as answers:
+            assert "welcome" in answers.readline()
+        return connection
+
+    yield connect
+    for connection in connections:
+        connection.close()
+
+
+TIMED_OUT = Ending("RuntimeError: Timed out waiting", code=1, traceback="Traceback\n")
+
+
+def test_a_rank_that_gives_no_answer_is_named_with_the_error_of_a_collective(
+    watches, silent_rank, monkeypatch, capsys
+):
+    monkeypatch.setattr(rank_hub, "SIGN_S", 0.5)
+    (first,) = watches(1)
+    silent_rank(first, rank=1)
+    first.stall.move("iteration 2, minibatch 3", 1000)
+    assert not first.conclude(TIMED_OUT)
+    assert first.failure is not None
+    assert (first.failure.rank, first.code) == (NO_RANK, 1)
+    assert capsys.readouterr().err == (
+        "ragen_pl: iteration 2, minibatch 3: no answer from rank 1 (n9) for 0.5 s, frozen or cut off; "
+        f"rank 0 ({first.host}) failed: RuntimeError: Timed out waiting\n"
+    )
+
+
+def test_a_rank_that_is_gone_goes_before_the_error_of_a_collective(
+    watches, silent_rank, monkeypatch
+):
+    """However late its end is decided."""
+    monkeypatch.setattr(rank_hub, "CAUSE_S", 3.0)
+    (first,) = watches(1)
+    silent_rank(first, rank=1).close()
+    assert not first.conclude(TIMED_OUT)
+    assert first.failure is not None and first.failure.rank == 1
+
+
+def test_an_error_stays_its_ranks_own_where_all_answer(watches):
+    _, second = watches(2)
+    assert second.conclude(TIMED_OUT)
+    assert second.failure is not None and second.failure.rank == 1
 
 
 def test_another_process_of_the_machine_shows_the_line(watches, capsys):

@@ -90,9 +90,12 @@ def test_a_rank_that_is_killed_ends_the_other(tmp_path, rank):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_refused_at_its_start_ends_the_other(tmp_path):
+@pytest.mark.parametrize("ends_others", [False, True], ids=["", "as srun does it"])
+def test_a_rank_that_is_refused_at_its_start_ends_the_other(tmp_path, ends_others):
+    """Code 2 of all: srun's code is the highest one, and a job that ends with 143 is started again."""
     settings = (*QUICK, *NO_WARM_START, f"paths.run_dir={tmp_path / 'run'}")
-    first, second = run_ranks(tmp_path, settings, only={1: ["rollout.groups=oops"]})
+    refused = {1: ["rollout.groups=oops"]}
+    first, second = run_ranks(tmp_path, settings, only=refused, ends_others=ends_others)
     assert (first.code, second.code) == (2, 2), first.output + second.output
     assert second.line == "ragen_pl: rollout.groups=oops: expected a whole number, at least 1"
     assert "failed: exit code 2; see its output" in first.line

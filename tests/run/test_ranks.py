@@ -41,6 +41,39 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks(job):
+    """One rank, then two, then one again, changed at the ends of iterations."""
+
+    def settings(run) -> tuple[str, ...]:
+        return (
+            "warm_start.enabled=false",
+            "callbacks.checkpoint.every_n_epochs=1",
+            "+callbacks.record._target_=killing.RecordEpisodes",
+            f"+callbacks.record.file={run.folder.parent / 'played.jsonl'}",
+            "ckpt_path=auto",
+        )
+
+    def played(run) -> list[dict]:
+        lines = (run.folder.parent / "played.jsonl").read_text().splitlines()
+        return sorted(map(json.loads, lines), key=lambda line: line["episode"])
+
+    whole, changed = job(), job()
+    whole.run(*settings(whole))
+    changed.kill_at("begin-1", *settings(changed))
+    changed.kill_at("begin-2", *settings(changed), "trainer.devices=2", "trainer.strategy=ddp")
+    changed.run(*settings(changed))
+    expected, found = played(whole), played(changed)
+    assert [line["ranks"] for line in found] == [1] * 8 + [2] * 8 + [1] * 8
+    for name in ("episode", "seed", "first_prompt"):
+        assert [line[name] for line in found] == [line[name] for line in expected]
+    # of the same weights up to here; two ranks then make minibatches of other samples
+    assert [line["responses"] for line in found[:16]] == [
+        line["responses"] for line in expected[:16]
+    ]
+    assert changed.steps == whole.steps == 24
+
+
+@pytest.mark.slow
 def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exactly(tmp_path):
     settings = (
         *SMALL,

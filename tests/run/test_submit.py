@@ -43,28 +43,45 @@ def test_a_job_asks_for_the_ranks_of_the_config(tmp_path):
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-@pytest.mark.parametrize(
-    ("code", "requeued"), [(0, False), (1, True), (2, False), (130, False), (137, True), (143, True)]
-)  # fmt: skip
-def test_a_job_is_requeued_unless_it_has_ended_by_itself(tmp_path, code, requeued):
+def run_job(folder, settings: SlurmSettings, *, code: int, requeues: int = 0) -> tuple[bool, str]:
+    """Run a job's file on doubles of SLURM's commands, and return whether it requeues itself, and its errors."""
     cfg = composed("env=frozenlake", "trainer.accelerator=cpu")
-    text = job_file(cfg, SlurmSettings(), folder=tmp_path, arguments=[])
+    text = job_file(cfg, settings, folder=folder, arguments=[])
     assert not any(option.startswith("--gpus") for option in options(text))
     answers = {
         "srun": f"exit {code}", "scontrol": 'echo "$@" >> said; [ $1 = show ] && echo n1', "sleep": "true",
     }  # fmt: skip
     for name, answer in answers.items():
-        file = tmp_path / name
+        file = folder / name
         file.write_text(
             f"#!/bin/sh\n{answer}\ntrue\n" if name == "scontrol" else f"#!/bin/sh\n{answer}\n"
         )
         file.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-c", text], cwd=tmp_path, check=False,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"},
+        ["bash", "-c", text], cwd=folder, check=False,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1",
+             **({"SLURM_RESTART_COUNT": str(requeues)} if requeues else {})},
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert done.returncode == code
-    assert ("requeue 7" in (tmp_path / "said").read_text()) == requeued
+    return "requeue 7" in (folder / "said").read_text(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "requeued"), [(0, False), (1, True), (2, False), (130, False), (137, True), (143, True)]
+)  # fmt: skip
+def test_a_job_is_requeued_unless_it_has_ended_by_itself(tmp_path, code, requeued):
+    assert run_job(tmp_path, SlurmSettings(), code=code) == (requeued, "")
+
+
+@pytest.mark.parametrize(
+    ("most", "requeues", "requeued"), [(2, 0, True), (2, 1, True), (2, 2, False), (None, 1000, True)]
+)  # fmt: skip
+def test_a_job_is_requeued_so_many_times_at_most(tmp_path, most, requeues, requeued):
+    settings = SlurmSettings(max_requeues=most)
+    found, err = run_job(tmp_path, settings, code=143, requeues=requeues)
+    line = "requeued 2 times, slurm.max_requeues=2; submit the job again to go on"
+    assert found == requeued and (line in err) != requeued
 
 
 @pytest.fixture

@@ -14,25 +14,29 @@ _OBJECTS_PER_ITERATION = 10
 _BYTES_PER_POINT = 350
 # no third has fewer measurements
 _FEWEST = 3
+# iterations in which a process starts threads, opens files and imports what its first validations and plots need
+_START = 20
 
 
 def findings(measured: Sequence[Measurement]) -> list[tuple[str, float, float, bool]]:
     """Return for each quantity its name, its value, the largest value that passes, and whether it passes.
 
-    Threads, descriptors and shared memory change within a moment (a connection is opened and closed), so that the
-    least value of a third is that of an equal phase.
+    The first iterations of the process are left out. Threads, descriptors and shared memory change within a moment (a
+    connection is opened and closed), so that the least value of a third is that of an equal phase.
 
     Args:
-        measured: In order. Those of the last process are looked at, which began after a third of the time.
+        measured: In order. Those of the last process are looked at, which began before a third of the time.
 
     Raises:
         ValueError: There are too few.
     """
     own = [one for one in measured if one["process"] == measured[-1]["process"]]
+    own = [one for one in own if one["iteration"] >= own[0]["iteration"] + _START]
     count = len(own) // 2
     if count < _FEWEST:
         raise ValueError(
-            f"{len(own)} measurements of the last process, expected {2 * _FEWEST} or more; let it run for longer"
+            f"{len(own)} measurements of the last process after its first {_START} iterations, expected "
+            f"{2 * _FEWEST} or more; let it run for longer"
         )
     middle, last = own[-2 * count : -count], own[-count:]
 
