@@ -279,13 +279,13 @@ def _running_totals(metadata: Mapping[str, Any]) -> str:
 
 _NUMBER = r"[£$€]?\s?[0-9][0-9,]*(?:[.][0-9]+)?%?"
 _UNIT = r"(?:\s+(?!x\b)[^\W\d]+(?:[/-][^\W\d]+)*|(?:/[^\W\d]+)+)*"
-_OPERATION = rf"\s*[-+*/x×÷]\s*[(]?{_NUMBER}{_UNIT}[)]?"
+_OPERATION = rf"\s*[-+*/x\u00d7\u00f7]\s*[(]?{_NUMBER}{_UNIT}[)]?"
 _EQUATION = re.compile(rf"[(]?{_NUMBER}{_UNIT}[)]?(?:{_OPERATION})+\s*=\s*{_NUMBER}")
 # how equations in sentences become plain ones, one after the other
 _PLAIN_EQUATION = (
     (r"[£$€,]", ""),
-    (r"\bx\b|×", "*"),
-    ("÷", "/"),
+    (r"\bx\b|\u00d7", "*"),
+    (r"\u00f7", "/"),
     (r"/?[^\W\d_]+(?:[/-][^\W\d_]+)*", ""),
     (r"\s*([-+*/=])\s*", r" \1 "),
     (r"\s+", " "),
