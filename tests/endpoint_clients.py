@@ -90,6 +90,13 @@ class Owner:
         """Return the ids of the calls with an event of a kind."""
         return [event.call.id for event in self.events if event.kind == kind and event.call]
 
+    def wait_for(self, kind: str, *, count: int) -> None:
+        """Wait for the events of calls; that of a delivery may come after the client has read its answer."""
+        end = time.monotonic() + LIMIT_S
+        while len(self.of(kind)) < count:
+            assert time.monotonic() < end, f"{len(self.of(kind))} of {count} {kind} events"
+            time.sleep(0.01)
+
     def end(self) -> None:
         self.session.events.put(Event(EventKind.EXIT))
         self._thread.join(LIMIT_S)

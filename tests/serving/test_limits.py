@@ -349,6 +349,7 @@ def test_sessions_at_once_do_not_mix(server):
     for number, owner in enumerate(owners):
         texts = [answer["choices"][0]["message"]["content"] for answer in found[number]]
         assert texts == [f"{number}, {n}" for n in range(5)]
+        owner.wait_for("delivered", count=5)
         assert len(owner.of("delivered")) == 5
         owner.end()
         server.end(owner.session)
