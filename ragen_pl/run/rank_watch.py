@@ -223,6 +223,8 @@ class RankWatch:
         """End the connection. After a failure the first rank waits for the others, which hear of it here."""
         if self._loop.is_closed():
             return
+        # its end by force would hit what this process does later
+        self.stall.stop()
         if self._hub is not None and self.failure is not None:
             self._wait_for(self._hub.emptied(self.count), limit=MEETING_S + _END_S)
         self._left = True

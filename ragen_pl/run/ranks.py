@@ -276,7 +276,6 @@ def _tell_torchrun(error: BaseException) -> None:
 
 def _close() -> None:
     if _Process.watch is not None:
-        _Process.watch.stall.stop()
         _Process.watch.close()
         _Process.watch = None
     os.environ.pop(_ADDRESS, None)

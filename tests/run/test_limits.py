@@ -207,6 +207,25 @@ def test_a_process_that_holds_the_interpreter_is_ended():
     assert "File " in done.stderr
 
 
+@pytest.mark.slow
+def test_a_process_outlives_the_limits_of_a_run_that_has_ended():
+    program = (
+        "import time\n"
+        "from ragen_pl.run import rank_limits, rank_watch\n"
+        "rank_limits._FORCED_S = rank_limits._CHANGE_S = 0.5\n"
+        "watch = rank_watch.RankWatch(0, count=1)\n"
+        "watch.stall.move('update', 0.5)\n"
+        "watch.leave()\n"
+        "watch.close()\n"
+        "time.sleep(3)\n"
+        "print('goes on')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+
+
 def test_limits_of_the_config_reach_the_callback():
     callback = PhaseLimits(timeout_s=60)
     assert (callback.timeout_s, callback.rollout_timeout_s) == (60, 60)
