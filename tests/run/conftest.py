@@ -18,6 +18,7 @@ import torch
 from module_process import run_module
 from small_runs import SMALL, run_ranks
 
+from ragen_pl.run import rank_watch
 from ragen_pl.run.rank_watch import RankWatch
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
@@ -177,8 +178,10 @@ class Store:
 
 
 @pytest.fixture
-def watches():
+def watches(monkeypatch):
     """Return a function that makes the watches of ranks 0 to N - 1, which may exit."""
+    # they must not end the process of the tests where it is slow
+    monkeypatch.setattr(rank_watch, "_END_S", 600.0)
     made: list[RankWatch] = []
 
     def make(count: int, *, first: int = 0, **more: str | bool) -> list[RankWatch]:
