@@ -35,7 +35,7 @@ _KILL_S = 5.0
 # output that is read after the program's end
 _REST_BYTES = 1 << 20
 # least time between two looks at the size of a program's files, also as a multiple of a look's time
-_LOOK_S, _LOOK_SHARE = 0.5, 100
+_LOOK_S, _LOOK_FACTOR = 0.5, 100
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -168,7 +168,7 @@ class _Disk:
             return False
         size = _disk_bytes(self._folder)
         end = time.monotonic()
-        self._next = end + max(_LOOK_S, _LOOK_SHARE * (end - begin))
+        self._next = end + max(_LOOK_S, _LOOK_FACTOR * (end - begin))
         return size > self._limit
 
 

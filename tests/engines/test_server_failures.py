@@ -28,7 +28,7 @@ def test_faults_change_no_response(start, connect, fault) -> None:
     assert sampled(engine) == expected()
     assert servers[0].faults == [] and engine.resent == 2
     assert sampled(engine) == expected()
-    # what comes without end is not read to its end
+    # an endless answer is not read to its end
     assert servers[0].sent < 2**28
 
 
@@ -94,7 +94,7 @@ IMPOSSIBLE = {
     "null": (with_logprob(None), "null in the place of a number"),
     "infinite": (with_logprob(math.inf), "log-probs that are not finite"),
     "banned": (with_logprob(-math.inf), "log-probs that are not finite"),
-    # what a server of vLLM writes for NaN
+    # vLLM's servers write NaN so
     "written": (with_logprob(-9999.0), "log-probs of ids that are not drawn"),
     "positive": (with_logprob(5.0), "log-probs above 0"),
     "text": (with_logprob("-1"), "in the place of a number"),

@@ -189,20 +189,31 @@ def test_another_process_of_the_machine_shows_the_line(watches, capsys):
     assert not second.conclude(Ending("connection closed", code=1))
 
 
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with limits of a second."""
+    short = (
+        "from ragen_pl.run import rank_limits\n"
+        "rank_limits._FORCED_S = rank_limits._CHANGE_S = 0.5\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", short + program],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 def test_a_process_that_holds_the_interpreter_is_ended():
     """Its other threads can't run, as in a collective or a library that does not give back Python's lock."""
     program = (
         "import re\n"
-        "from ragen_pl.run import rank_limits\n"
-        "rank_limits._FORCED_S = rank_limits._CHANGE_S = 0.5\n"
         "limit = rank_limits.StallLimit()\n"
         "limit.move('update', 0.5)\n"
         "re.match(r'(a+)+$', 'a' * 60 + 'b')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 1 and "Timeout (0:00:01.5" in done.stderr
     assert "File " in done.stderr
 
@@ -211,8 +222,7 @@ def test_a_process_that_holds_the_interpreter_is_ended():
 def test_a_process_outlives_the_limits_of_a_run_that_has_ended():
     program = (
         "import time\n"
-        "from ragen_pl.run import rank_limits, rank_watch\n"
-        "rank_limits._FORCED_S = rank_limits._CHANGE_S = 0.5\n"
+        "from ragen_pl.run import rank_watch\n"
         "watch = rank_watch.RankWatch(0, count=1)\n"
         "watch.stall.move('update', 0.5)\n"
         "watch.leave()\n"
@@ -220,9 +230,7 @@ def test_a_process_outlives_the_limits_of_a_run_that_has_ended():
         "time.sleep(3)\n"
         "print('goes on')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = run_program(program)
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 

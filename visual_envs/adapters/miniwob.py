@@ -172,7 +172,7 @@ class MiniWoB(ToolEnvironment):
         """Return how the element of the scripted policy's next call is found, `find No: 2 Yes, 3 No`."""
         if not self.plans:
             return None
-        return search(self.page, POLICIES[self._task][1](self.page, self._fields))[:300]
+        return search(self.page, self._next_call())[:300]
 
     def difficulty(self) -> int:
         """Return about how many calls the task takes."""
@@ -180,7 +180,7 @@ class MiniWoB(ToolEnvironment):
 
     def optimal_action(self, rng: np.random.Generator) -> str:
         """Return the scripted policy's next call."""
-        return POLICIES[self._task][1](self.page, self._fields)
+        return self._next_call()
 
     def argument_values(self, argument: str) -> list[Any]:
         """Return numbers of elements, options of lists, or the words of the task."""
@@ -200,6 +200,9 @@ class MiniWoB(ToolEnvironment):
     def close(self) -> None:
         """End the browser."""
         self.browser.close()
+
+    def _next_call(self) -> str:
+        return POLICIES[self._task][1](self.page, self._fields)
 
     def _open(self, task: str) -> None:
         instance = self.browser.instance
