@@ -14,7 +14,6 @@ from annotated_types import Ge, Gt, Le
 from ragen_pl.constraints import (
     Arguments,
     ArgumentsOf,
-    Built,
     Count,
     CountOrZero,
     Duration,
@@ -26,12 +25,13 @@ from ragen_pl.constraints import (
     Open,
     Positive,
     PositiveFraction,
-    Rules,
     Seed,
 )
 
-Component = Annotated[dict[str, Any], Open(), Built()]
-"""A node with `_target_`, described by the signature of its class."""
+
+class Component:
+    """An object that is built from a node: `_target_` names its class, whose signature describes the other keys."""
+
 
 _MANAGER = Arguments("ragen_pl.environments.manager.EnvironmentManager")
 
@@ -303,12 +303,12 @@ class _Settings(TypedDict, total=False):
     memory: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.MemorySettings")]
     curriculum: Component | None
     algorithm: Algorithm
-    model: Annotated[Model, Rules("ragen_pl.models.settings.ModelRules")]
+    model: Annotated[Model, Arguments("ragen_pl.models.settings.ModelRules")]
     validation: Annotated[Validation, Arguments("ragen_pl.run.settings.ValidationSettings")]
     warm_start: Annotated[WarmStart, Arguments("ragen_pl.data.settings.WarmStartSettings")]
     callbacks: dict[str, Component | None] | None
     logger: Component | None
-    trainer: Annotated[Trainer, Rules("ragen_pl.run.strategy_rules.StrategyRules")]
+    trainer: Annotated[Trainer, Arguments("ragen_pl.run.strategy_rules.StrategyRules")]
 
     # evaluate and export
     ckpt: str | None
