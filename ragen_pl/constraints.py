@@ -213,8 +213,15 @@ def validated(annotation: Any, value: Any, *, components: bool = True) -> Any:
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return the nearest of some names as the end of a message, nothing if none is near."""
-    close = get_close_matches(str(name), list(names), n=1)
+    """Return the nearest of some names as the end of a message, nothing if none is near.
+
+    >>> did_you_mean("hole_share", ["size", "hole_fraction"])
+    '; did you mean hole_fraction?'
+    """
+    known = list(names)
+    first, has_more, _ = str(name).partition("_")
+    alike = [other for other in known if has_more and other.startswith(f"{first}_")]
+    close = get_close_matches(str(name), known, n=1) or (alike if len(alike) == 1 else [])
     return f"; did you mean {close[0]}?" if close else ""
 
 

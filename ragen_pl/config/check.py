@@ -163,7 +163,8 @@ class _Walk:
                 continue
             known = HYDRA.get(name) or fields.parameters.get(name)
             if known is None and fields.closed:
-                keys = [other for other, _ in leaves(self.root) if other != place]
+                others = () if fields.name else leaves(self.root)
+                keys = [other for other, _ in others if other != place and "._" not in other]
                 yield place, unknown_key(place, fields.parameters, owner=fields.name, keys=keys)
             annotation = known.annotation if known else Any
             yield from self.problems(value, annotation, key=place, parent=node)
