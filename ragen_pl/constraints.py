@@ -118,9 +118,14 @@ class Arguments:
     """Metadata of a group of settings whose keys are the keyword-only arguments of the constructor `target`.
 
     The class may have rules on the group and on other nodes, see `ragen_pl.config.relations`.
+
+    Args:
+        target: class path.
+        without: arguments that are no keys.
     """
 
     target: str
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -233,12 +233,12 @@ def _described(annotation: Any, node: _Node, *, parent: _Node, root: _Node) -> S
             items = dict.fromkeys(node, Parameter(typing.get_args(base)[1]))
             # the fields of another option say more
             fields = replace(fields, parameters={**items, **fields.parameters})
-        for target in _arguments_in(option):
-            own = read_signature(target).parameters.items()
-            named = {name: parameter for name, parameter in own if parameter.by_name}
-            fields = Signature(parameters={**named, **fields.parameters})
         for constraint in metadata:
-            if isinstance(constraint, ArgumentsOf):
+            if isinstance(constraint, Arguments):
+                own = read_signature(constraint.target).parameters.items()
+                named = {name: p for name, p in own if p.by_name and name not in constraint.without}
+                fields = Signature(parameters={**named, **fields.parameters})
+            elif isinstance(constraint, ArgumentsOf):
                 fields = _arguments_of(constraint, parent=parent, root=root)
             elif isinstance(constraint, Open):
                 fields = replace(fields, closed=False)

@@ -35,24 +35,31 @@ def composed(
     check_packages()
     folders = [config_dir(), *([Path(directory)] if directory else [])]
     overrides = overrides_of(settings, groups=set().union(*map(group_names, folders)))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        own = searched(fspath(directory) if directory else None)
-        cfg = compose_overrides(name, [*own, *overrides], folder=config_dir())
+    cfg = compose_overrides(name, overrides, directory=fspath(directory) if directory else None)
     check_config(cfg)
     return cfg
 
 
-def compose_overrides(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
-    """Compose a configuration; Hydra is initialized.
+def compose_overrides(
+    name: str, overrides: list[str], *, directory: str | None = None, folder: Path | None = None
+) -> DictConfig:
+    """Compose a configuration.
 
     Args:
         name: The file in `folder`, without `.yaml`.
         overrides: As on the command line.
-        folder: The folder that Hydra is initialized with.
+        directory: Folder with YAML files of your own (`--config-dir`).
+        folder: The folder of the configuration; None for `config_dir()`.
 
     Raises:
         ConfigError: Hydra, OmegaConf or YAML does not accept them.
     """
+    folder = folder or config_dir()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return _composed(name, [*searched(directory), *overrides], folder=folder)
+
+
+def _composed(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
     try:
         return compose(name, overrides=overrides)
     except Exception as error:  # of Hydra, OmegaConf or YAML
@@ -81,7 +88,7 @@ def _refuse_key(key: str, name: str, overrides: list[str], *, folder: Path) -> N
             added.append(line)
     if added == overrides:
         return
-    cfg = compose_overrides(name, added, folder=folder)
+    cfg = _composed(name, added, folder=folder)
     parent, _, own = key.rpartition(".")
     names = [str(other) for other in OmegaConf.select(cfg, parent) or cfg if other != own]
     if did_you_mean(own, names):

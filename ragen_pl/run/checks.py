@@ -170,16 +170,19 @@ def check_shared_folder(cfg: DictConfig) -> None:
     Raises:
         ConfigError: each process would name its own.
     """
-    outside, nodes = outside_processes(), OmegaConf.select(cfg, "trainer.num_nodes", default=1)
+    given = cfg.paths.run_dir or os.environ.get(RUN_DIR)
     is_path = cfg.ckpt_path not in (None, "last", "auto")
-    if nodes > 1 and not (cfg.paths.run_dir or is_path or os.environ.get(RUN_DIR)):
-        raise ConfigError(
-            f"paths.run_dir=null: trainer.num_nodes={nodes} machines start the run, and each would name a folder of "
-            "its own; set paths.run_dir to a folder that all of them share"
-        )
-    named = cfg.paths.run_dir or cfg.ckpt_path or os.environ.get(RUN_DIR)
-    if outside > 1 and not named:
-        raise ConfigError(
-            f"paths.run_dir=null: {outside} processes were started from outside (torchrun, srun), and each would name "
-            "a folder of its own; set paths.run_dir"
-        )
+    nodes = OmegaConf.select(cfg, "trainer.num_nodes", default=1)
+    for count, starters, named in (
+        (nodes, "machines (trainer.num_nodes) start the run", is_path),
+        (
+            outside_processes(),
+            "processes were started from outside (torchrun, srun)",
+            cfg.ckpt_path,
+        ),
+    ):
+        if count > 1 and not (given or named):
+            raise ConfigError(
+                f"paths.run_dir=null: {count} {starters}, and each would name a folder of its own; set paths.run_dir "
+                "to a folder that all of them share"
+            )
