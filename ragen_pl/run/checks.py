@@ -56,29 +56,20 @@ def check_files(cfg: DictConfig) -> None:
     run = configured_run(cfg)
     check_folder(run.folder)
     check_unused(cfg, run)
-    for file, place in (
+    files = [
         (run.checkpoint, f"ckpt_path={cfg.ckpt_path}"),
         (run.warm_start, str(run.warm_start)),
-        *([] if run.has_initial_weights else given_initial_weights(cfg)),
-    ):
+    ]
+    given = OmegaConf.select(cfg, "warm_start.weights")
+    if given is not None and not run.has_initial_weights:
+        file, place = Path(str(given)).expanduser(), f"warm_start.weights={given}"
+        if not file.exists():
+            raise ConfigError(f"{place}: expected a path that exists")
+        files.append((file, place))
+    for file, place in files:
         problem = problem_of(file) if file and file.exists() else None
         if problem:
             raise ConfigError(f"{place}: {problem}; give another one, or delete it and start anew")
-
-
-def given_initial_weights(cfg: DictConfig) -> list[tuple[Path, str]]:
-    """Return the file of initial weights and the setting that names it, nothing where none is set.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    given = OmegaConf.select(cfg, "warm_start.weights")
-    if given is None:
-        return []
-    file, place = Path(str(given)).expanduser(), f"warm_start.weights={given}"
-    if not file.exists():
-        raise ConfigError(f"{place}: expected a path that exists")
-    return [(file, place)]
 
 
 def check_unused(cfg: DictConfig, run: Run) -> None:
