@@ -38,7 +38,7 @@ _ACT = (
 PROBED = ("callbacks.diagnostics.probe_every_n_iterations=1",)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "none": (),
-    "a tenth of the learning rate": (*_ACT, "callbacks.collapse.mitigation.learning_rate_share=0.1"),
+    "a tenth of the learning rate": (*_ACT, "callbacks.collapse.mitigation.learning_rate_factor=0.1"),
     "KL penalty on": (*_ACT, "callbacks.collapse.mitigation.kl_coefficient=0.5"),
     "clip-higher, entropy target": (
         _ACT[0], "callbacks.collapse.mitigation.entropy_target=0.2",

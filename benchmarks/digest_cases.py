@@ -175,7 +175,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         f"{BY}.Running",
         "+algorithm.normalize.by.decay=0.5",
         f"{KEEP}.TopMass",
-        "+algorithm.filter.keep.share=0.6",
+        "+algorithm.filter.keep.fraction=0.6",
         "algorithm.filter.rescale=sqrt",
     ),
     "normalized_by_schedule": (
@@ -292,7 +292,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         "callbacks.collapse.alarms.format.below=1.0",
         "callbacks.collapse.alarms.format.patience=1",
         "callbacks.collapse.mitigation.kl_coefficient=0.5",
-        "callbacks.collapse.mitigation.learning_rate_share=0.5",
+        "callbacks.collapse.mitigation.learning_rate_factor=0.5",
         "callbacks.collapse.mitigation.entropy_target=2.0",
     ),
 }

@@ -52,7 +52,7 @@ class Code(Environment):
     - `kinds`: kinds of the argument: number, list, text.
     - `examples`, `tests`: number of visible and of hidden tests.
     - `attempts`, `attempt_cost`: see Episode End and Rewards.
-    - `described_share`: fraction of functions that are described in words; others have to be found from the examples.
+    - `described_fraction`: fraction of functions described in words; others have to be found from the examples.
     """
 
     instructions = (
@@ -83,7 +83,7 @@ class Code(Environment):
         tests: Annotated[int, Interval(ge=4, le=20)] = 8,
         attempts: Count = 3,
         attempt_cost: Reward = 0.1,
-        described_share: Probability = 1.0,
+        described_fraction: Probability = 1.0,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
@@ -93,7 +93,7 @@ class Code(Environment):
         check_sandbox()
         self.max_steps, self.example_count, self.test_count = steps, examples, tests
         self.attempts, self.attempt_cost = attempts, attempt_cost
-        self.described_share = described_share
+        self.described_fraction = described_fraction
         self.action_space = spaces.Text(2000, charset=PRINTABLE)
         self.observation_space = spaces.Text(1000, charset=PRINTABLE)
         self.specification = Specification(())
@@ -112,7 +112,7 @@ class Code(Environment):
             examples=self.example_count,
             tests=self.test_count,
         )
-        self.described = bool(self.np_random.random() < self.described_share)
+        self.described = bool(self.np_random.random() < self.described_fraction)
         self.used, self._failed = 0, ""
         examples = ", ".join(map(self.example, self.inputs[: self.example_count]))
         steps = f"{self.specification.words()}. " if self.described else ""

@@ -47,14 +47,14 @@ from envs.frozen_lake_text import (
 )
 
 Size = Annotated[int, Interval(ge=2, le=MAX_GRID)]
-HoleShare = Annotated[float, Interval(ge=0, le=0.8)]
+HoleFraction = Annotated[float, Interval(ge=0, le=0.8)]
 
 
 class FrozenLake(Environment):
     """Walk over a square frozen lake to the goal.
 
     ## Description
-    Every cell except start and goal is a hole with probability `hole_share`. Each reset draws a new
+    Every cell except start and goal is a hole with probability `hole_fraction`. Each reset draws a new
     map with a path to the goal. A move against the edge has no effect.
 
     ## Action Space
@@ -82,7 +82,7 @@ class FrozenLake(Environment):
 
     ## Arguments
     - `size`: rows and columns, 2 to 16; of the largest lake where resets name smaller ones.
-    - `hole_share`: from 0 to 0.8.
+    - `hole_fraction`: from 0 to 0.8.
     - `slip_probability`: p. A move goes in the intended direction with probability 1 - p and to
       either side with p / 2. 2/3 equals gymnasium's `is_slippery=True`.
     - `min_distance`, `max_distance`: bounds of the shortest path from start to goal, in moves; None
@@ -110,7 +110,7 @@ class FrozenLake(Environment):
         self,
         *,
         size: Size = 4,
-        hole_share: HoleShare = 0.2,
+        hole_fraction: HoleFraction = 0.2,
         slip_probability: Probability = 0.0,
         min_distance: Count = 2,
         max_distance: Count | None = None,
@@ -123,7 +123,7 @@ class FrozenLake(Environment):
     ) -> None:
         super().__init__(render_mode=render_mode)
         self.largest = size
-        self.hole_share, self.slip_probability = hole_share, slip_probability
+        self.hole_fraction, self.slip_probability = hole_fraction, slip_probability
         self.step_cost, self.random_start, self.plans = step_cost, random_start, plans
         self.style, self.signs = render, SIGNS[symbols]
         self.min_distance, self.max_distance = min_distance, max_distance
@@ -149,7 +149,7 @@ class FrozenLake(Environment):
             self.lake = draw_map(
                 self.np_random,
                 size=self.size,
-                hole_share=self.hole_share,
+                hole_fraction=self.hole_fraction,
                 min_distance=low,
                 max_distance=high,
                 random_start=self.random_start,

@@ -51,7 +51,7 @@ def draw_map(
     rng: np.random.Generator,
     *,
     size: int,
-    hole_share: float,
+    hole_fraction: float,
     min_distance: int,
     max_distance: int,
     random_start: bool,
@@ -59,7 +59,7 @@ def draw_map(
 ) -> FrozenLakeMap:
     """Draw start, goal and holes until the shortest path has `min_distance` to `max_distance` moves.
 
-    Every cell except start and goal is a hole with probability `hole_share`. Rejection sampling keeps the
+    Every cell except start and goal is a hole with probability `hole_fraction`. Rejection sampling keeps the
     distribution of such maps conditioned on the distance, and on holes that lengthen the shortest path
     by at least `min_detour` moves.
 
@@ -75,16 +75,16 @@ def draw_map(
             start = int(first * cells)
             goal = int(second * (cells - 1))
             goal += goal >= start
-        holes = sum([mark for mark, draw in zip(marks, draws, strict=True) if draw < hole_share])
+        holes = sum([mark for mark, draw in zip(marks, draws, strict=True) if draw < hole_fraction])
         holes &= ~(marks[start] | marks[goal])
         distance = walk_distance(size, start=start, goal=goal, holes=holes)
         direct = abs(start // size - goal // size) + abs(start % size - goal % size)
         if min_distance <= distance <= max_distance and distance - direct >= min_detour:
             return FrozenLakeMap(size, start, goal, holes, distance)
     raise RuntimeError(
-        f"{_TRIES} lakes of size {size} with hole_share {hole_share} in a row had no goal "
+        f"{_TRIES} lakes of size {size} with hole_fraction {hole_fraction} in a row had no goal "
         f"{min_distance} to {max_distance} moves from the start, {min_detour} of them a detour; set a "
-        "smaller min_distance, min_detour or hole_share, or a larger max_distance"
+        "smaller min_distance, min_detour or hole_fraction, or a larger max_distance"
     )
 
 

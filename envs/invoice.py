@@ -63,8 +63,8 @@ class Invoice(ToolEnvironment):
     Terminated by a decision.
 
     ## Arguments
-    - `lines`: number of items. `max_number`: largest count and price. `wrong_share`: fraction of wrong invoices.
-    - `short_share`: fraction of lines of which less was delivered than ordered, which is no error of the invoice.
+    - `lines`: number of items. `max_number`: largest count and price. `wrong_fraction`: fraction of wrong invoices.
+    - `short_fraction`: fraction of lines of which less was delivered than ordered, which is no error of the invoice.
     - `false_accept`, `read_cost`: see Rewards.
     """
 
@@ -88,15 +88,15 @@ class Invoice(ToolEnvironment):
         *,
         lines: Annotated[int, Interval(ge=1, le=5)] = 2,
         max_number: Annotated[int, Interval(ge=2, le=99)] = 5,
-        wrong_share: Probability = 0.6,
-        short_share: Probability = 0.3,
+        wrong_fraction: Probability = 0.6,
+        short_fraction: Probability = 0.3,
         false_accept: Reward = 1.0,
         read_cost: Reward = 0.01,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
         self.line_count, self.max_number = lines, max_number
-        self.wrong_share, self.short_share = wrong_share, short_share
+        self.wrong_fraction, self.short_fraction = wrong_fraction, short_fraction
         self.false_accept, self.read_cost = false_accept, read_cost
         self.lines: list[Line] = []
         self.opened: list[str] = []
@@ -111,7 +111,7 @@ class Invoice(ToolEnvironment):
         items = [str(item) for item in draw.permutation(ITEMS)[: self.line_count + 1]]
         self.lines = [self._draw_line(item) for item in items[:-1]]
         self.wrong_line: Line | None = None
-        if draw.random() < self.wrong_share:
+        if draw.random() < self.wrong_fraction:
             self._spoil(items[-1])
         return f"check the invoice of {self.line_count} lines", {}
 
@@ -209,7 +209,7 @@ class Invoice(ToolEnvironment):
     def _draw_line(self, item: str) -> Line:
         draw = self.np_random
         ordered, price = (int(number) for number in draw.integers(1, self.max_number + 1, 2))
-        short = ordered > 1 and draw.random() < self.short_share
+        short = ordered > 1 and draw.random() < self.short_fraction
         delivered = int(draw.integers(1, ordered)) if short else ordered
         return Line(item, ordered, price, delivered, delivered, price, delivered * price)
 

@@ -45,7 +45,7 @@ class KnowledgeBase(ToolEnvironment):
     ## Arguments
     - `hops`: largest number of facts that lead to the answer, from 1 to 3; the number is drawn, larger ones more often.
     - `people`: number of persons; there are half as many teams, projects and contracts.
-    - `notes`: number of meeting notes. `amended_share`: fraction of questions about a fact that notes have changed.
+    - `notes`: number of meeting notes. `amended_fraction`: fraction of questions about a fact that notes have changed.
     - `results`: number of pages that a search shows.
     """
 
@@ -72,13 +72,13 @@ class KnowledgeBase(ToolEnvironment):
         hops: Annotated[int, Interval(ge=1, le=3)] = 2,
         people: Annotated[int, Interval(ge=2, le=12)] = 4,
         notes: Annotated[int, Interval(ge=0, le=4)] = 2,
-        amended_share: Probability = 0.2,
+        amended_fraction: Probability = 0.2,
         results: Annotated[int, Interval(ge=2, le=8)] = 4,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
         self.max_hops, self.people, self.notes = hops, people, notes
-        self.amended_share, self.results = amended_share, results
+        self.amended_fraction, self.results = amended_fraction, results
         self.wiki = Wiki()
         # the facts that lead to the answer, first to last
         self.chain: list[tuple[str, str]] = []
@@ -94,7 +94,7 @@ class KnowledgeBase(ToolEnvironment):
         # one hop as often as one in three of up to two: its answer is on the first page
         lots = [hops for hops in range(1, self.max_hops + 1) for _ in range(hops)]
         hops = lots[int(self.np_random.integers(len(lots)))]
-        amended = bool(self.np_random.random() < self.amended_share)
+        amended = bool(self.np_random.random() < self.amended_fraction)
         for _ in range(_DRAWS):
             self.chain = self._draw_chain(hops)
             if self.is_amended() == amended:

@@ -57,10 +57,10 @@ class SupportDesk(ToolEnvironment):
     ## Arguments
     - `rules`: largest number of rules in the policy, from 1 to 7; the number is drawn, from two on where there are two.
     - `requests`: number of requests. `orders`: number of customers with an order of the same item.
-    - `move_share`: fraction of requests for a new address. `grant_share`: fraction of requests that are allowed.
-    - `insist_share`: fraction of requests whose first refusal the customer does not accept.
+    - `move_fraction`: fraction of requests for a new address. `grant_fraction`: fraction of requests that are allowed.
+    - `insist_fraction`: fraction of requests whose first refusal the customer does not accept.
     - `wrong_cost`: see Rewards.
-    - `lie_share`: fraction of requests in which the customer gives a day, which may be wrong.
+    - `lie_fraction`: fraction of requests in which the customer gives a day, which may be wrong.
     """
 
     rules = (
@@ -90,17 +90,17 @@ class SupportDesk(ToolEnvironment):
         rules: Annotated[int, Interval(ge=1, le=7)] = 3,
         requests: Annotated[int, Interval(ge=1, le=6)] = 1,
         orders: Annotated[int, Interval(ge=1, le=6)] = 1,
-        move_share: Probability = 0.25,
-        grant_share: Probability = 0.5,
-        insist_share: Probability = 0.0,
-        lie_share: Probability = 0.0,
+        move_fraction: Probability = 0.25,
+        grant_fraction: Probability = 0.5,
+        insist_fraction: Probability = 0.0,
+        lie_fraction: Probability = 0.0,
         wrong_cost: Reward = 0.5,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
         self.max_rules, self.request_count, self.order_count = rules, requests, orders
-        self.move_share, self.grant_share = move_share, grant_share
-        self.insist_share, self.lie_share = insist_share, lie_share
+        self.move_fraction, self.grant_fraction = move_fraction, grant_fraction
+        self.insist_fraction, self.lie_fraction = insist_fraction, lie_fraction
         self.wrong_cost = wrong_cost
         self.policy: dict[Rule, int | str | None] = {}
         self.orders: dict[str, Order] = {}
@@ -121,8 +121,8 @@ class SupportDesk(ToolEnvironment):
         wanted = [
             Wanted(
                 item=str(item),
-                city=str(draw.choice(CITIES)) if draw.random() < self.move_share else None,
-                granted=bool(draw.random() < self.grant_share),
+                city=str(draw.choice(CITIES)) if draw.random() < self.move_fraction else None,
+                granted=bool(draw.random() < self.grant_fraction),
             )
             for item in draw.choice(ITEMS, self.request_count, replace=False)
         ]
@@ -340,8 +340,8 @@ class SupportDesk(ToolEnvironment):
             right = bool(self.broken_rules(request)) != wanted.granted
             if right:
                 break
-        request.insists = bool(draw.random() < self.insist_share)
-        if draw.random() < self.lie_share:
+        request.insists = bool(draw.random() < self.insist_fraction)
+        if draw.random() < self.lie_fraction:
             request.day = int(draw.integers(1, order.day + 1))
         self.requests.append(request)
         self.orders = dict(sorted(self.orders.items()))

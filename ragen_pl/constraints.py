@@ -12,16 +12,16 @@ import functools
 import inspect
 import os
 import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
+from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import (
@@ -69,18 +69,6 @@ def matching(pattern: str, example: str) -> Text:
     return Text(lambda text: re.fullmatch(pattern, text) is not None, f"text such as {example}")
 
 
-def needing(word: str, packages: tuple[str, ...], install: str) -> Text:
-    """Return the metadata of a word that one of these packages has to be installed for.
-
-    Args:
-        word: the word.
-        packages: names to import, any of which serves.
-        install: name of the first one for pip.
-    """
-    expected = f"{word} with {packages[0]} installed (pip install {install})"
-    return Text(lambda _: any(find_spec(package) is not None for package in packages), expected)
-
-
 def declared(constant: str, prefix: str = "") -> Text:
     """Return the metadata of a text in a configuration that is one of the names in the constants of this name.
 
@@ -114,20 +102,6 @@ def _constant_in(file: Path, constant: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class DivisorOf:
-    """Metadata of a number that divides the setting of this name in the same node."""
-
-    name: str
-
-    def problem(self, value: object, siblings: Mapping[str, object]) -> str | None:
-        """Return the expectation that the value misses, or None."""
-        whole = siblings.get(self.name)
-        if isinstance(whole, int) and isinstance(value, int) and value > 0 and whole % value:
-            return f"expected a divisor of {self.name}={whole}"
-        return None
-
-
-@dataclass(frozen=True)
 class Note:
     """Metadata that is added to the expectation in messages."""
 
@@ -140,22 +114,18 @@ class Open:
 
 
 @dataclass(frozen=True)
-class Built:
-    """Metadata of a group of settings from which an object is built: it names the class by `_target_`."""
-
-
-@dataclass(frozen=True)
 class Arguments:
-    """Metadata of a group of settings whose keys are the keyword-only arguments of the constructor `target`."""
+    """Metadata of a group of settings whose keys are the keyword-only arguments of the constructor `target`.
+
+    The class may have rules on the group and on other nodes, see `ragen_pl.config.relations`.
+
+    Args:
+        target: class path.
+        without: arguments that are no keys.
+    """
 
     target: str
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Metadata of a group of settings that the class `target` has rules on, besides other nodes."""
-
-    target: str
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,13 +162,15 @@ Duration = Annotated[
     str, matching(r"\d+:\d+:\d+:\d+", "00:12:00:00 (days, hours, minutes, seconds)")
 ]
 
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_KINDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", None: "null", NoneType: "null",
+}  # fmt: skip
 _BOUNDS: dict[type, str] = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
 
 def options(annotation: Any) -> Iterator[Any]:
     """Yield the members of a union, or the annotation itself."""
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, UnionType):
         for option in get_args(annotation):
             yield from options(option)
     else:
@@ -246,8 +218,15 @@ def validated(annotation: Any, value: Any, *, components: bool = True) -> Any:
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return the nearest of some names as the end of a message, nothing if none is near."""
-    close = get_close_matches(str(name), list(names), n=1)
+    """Return the nearest of some names as the end of a message, nothing if none is near.
+
+    >>> did_you_mean("hole_share", ["size", "hole_fraction"])
+    '; did you mean hole_fraction?'
+    """
+    known = list(names)
+    first, has_more, _ = str(name).partition("_")
+    alike = [other for other in known if has_more and other.startswith(f"{first}_")]
+    close = get_close_matches(str(name), known, n=1) or (alike if len(alike) == 1 else [])
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -260,30 +239,9 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 
 def _checkable(annotation: Any, *, components: bool) -> Any:
-    """Return an annotation of plain values; a class accepts a group of settings, or everything once it is built."""
-    parts = tuple(_checkable_part(part, components=components) for part in options(annotation))
-    return Union[parts]  # noqa: UP007 (of a tuple)
-
-
-def _checkable_part(annotation: Any, *, components: bool) -> Any:
-    base, metadata = unwrapped(annotation)
-    origin = get_origin(base) or base
-    if origin in (list, tuple, Sequence):
-        item = _checkable((get_args(base) or (Any,))[0], components=components)
-        return Sequence[item]  # type: ignore[valid-type]
-    if origin in (dict, Mapping):
-        return Mapping
-    if words_of(base):
-        base = Literal[words_of(base)] if inspect.isclass(base) else base  # members of a StrEnum
-    elif base not in (*_KINDS, None, types.NoneType):
-        return Mapping if components and base not in (Any, object) else Any
-    checks = [
-        item
-        for item in metadata
-        if isinstance(item, BaseMetadata | GroupedMetadata)
-        and (components or not (isinstance(item, Text) and item.outside))
-    ]
-    return Annotated[(base, *checks)] if checks else base
+    """Return an annotation that pydantic checks; a class accepts a group of settings, or everything once built."""
+    parts = (_read(option, components=components)[0] for option in options(annotation))
+    return Union[tuple(parts)]  # noqa: UP007 (of a tuple)
 
 
 def expectation(annotation: Any) -> str:
@@ -292,17 +250,49 @@ def expectation(annotation: Any) -> str:
     >>> expectation(Count | None)
     'a whole number, at least 1 or null'
     """
-    return " or ".join(_expectation(part) for part in options(annotation))
+    return " or ".join(_read(option)[1] for option in options(annotation))
+
+
+def _read(annotation: Any, *, components: bool = True) -> tuple[Any, str]:
+    """Return an annotation, no union, as pydantic checks it, and the values that it accepts in words."""
+    base, metadata = unwrapped(annotation)
+    words = words_of(base)
+    kind, text = base, _KINDS.get(base, "a group of settings")
+    if words:
+        kind = Literal[words] if inspect.isclass(base) else base  # members of a StrEnum
+        text = f"one of {', '.join(words)}" if len(words) > 1 else words[0]
+    elif (get_origin(base) or base) in (list, tuple, Sequence):
+        item = (get_args(base) or (Any,))[0]
+        kind = Sequence[_checkable(item, components=components)]  # type: ignore[misc]
+        text = "a list" + ("" if item is Any else f", each item {expectation(item)}")
+    elif base not in _KINDS:
+        is_group = (get_origin(base) or base) in (dict, Mapping)
+        kind = Mapping if is_group or (components and base not in (Any, object)) else Any
+    texts = [item for item in metadata if isinstance(item, Text)]
+    checks = [
+        item
+        for item in metadata
+        if isinstance(item, BaseMetadata | GroupedMetadata)
+        and (components or not (item in texts and item.outside))
+    ]
+    text = texts[-1].expected if texts else text + _bounds(checks)
+    text += "".join(f" ({item.text})" for item in metadata if isinstance(item, Note))
+    return Annotated[(kind, *checks)] if checks else kind, text
+
+
+def _bounds(checks: Iterable[Any]) -> str:
+    parts = (item if isinstance(item, GroupedMetadata) else [item] for item in checks)
+    bounds = [
+        f"{_BOUNDS[type(part)]} {astuple(part)[0]}"
+        for part in chain(*parts)
+        if type(part) in _BOUNDS
+    ]
+    return f", {' and '.join(bounds)}" if bounds else ""
 
 
 def _suggestions(annotation: Any) -> tuple[str, ...]:
     names = [item.names() for item in unwrapped(annotation)[1] if isinstance(item, Text)]
     return names[0] if any(names) else words_of(annotation)
-
-
-def takes_group(annotation: Any) -> bool:
-    """Return whether an annotation, no union, accepts a group of settings."""
-    return _checkable_part(annotation, components=True) in (Mapping, Any)
 
 
 def unwrapped(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -319,32 +309,6 @@ def words_of(annotation: Any) -> tuple[str, ...]:
     if get_origin(base) is Literal:
         return tuple(shown(word) for word in get_args(base))
     return tuple(base) if inspect.isclass(base) and issubclass(base, StrEnum) else ()
-
-
-def _expectation(annotation: Any) -> str:
-    base, metadata = unwrapped(annotation)
-    words = words_of(base)
-    if words:
-        text = f"one of {', '.join(words)}" if len(words) > 1 else words[0]
-    elif base in (None, types.NoneType):
-        text = "null"
-    elif (get_origin(base) or base) in (list, tuple, Sequence):
-        item = (get_args(base) or (Any,))[0]
-        text = "a list" + ("" if item is Any else f", each item {expectation(item)}")
-    else:
-        text = _KINDS.get(base, "a group of settings")
-    flat: list[Any] = [
-        part
-        for item in metadata
-        for part in (item if isinstance(item, GroupedMetadata) else [item])
-    ]
-    bounds = [f"{_BOUNDS[type(part)]} {astuple(part)[0]}" for part in flat if type(part) in _BOUNDS]
-    if bounds:
-        text += f", {' and '.join(bounds)}"
-    for constraint in metadata:
-        if isinstance(constraint, Text):
-            text = constraint.expected
-    return text + "".join(f" ({item.text})" for item in metadata if isinstance(item, Note))
 
 
 def shown(value: object) -> str:

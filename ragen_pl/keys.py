@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hydra import initialize_config_dir
-
 from ragen_pl.config.composition import compose_overrides
-from ragen_pl.config.errors import ConfigError, ending_of
+from ragen_pl.config.errors import or_exit
 from ragen_pl.config.keys import page_of
-from ragen_pl.config.paths import config_dir
 
 
 def page(overrides: Sequence[str] = ()) -> str:
@@ -22,8 +19,7 @@ def page(overrides: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: they cannot be composed.
     """
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose_overrides("fit", list(overrides), folder=config_dir())
+    cfg = compose_overrides("fit", list(overrides))
     return page_of(cfg, command=" ".join(["python -m ragen_pl.fit", *overrides]))
 
 
@@ -31,13 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page of the configuration of the command line."""
     parser = argparse.ArgumentParser(prog="python -m ragen_pl.keys", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="of the configuration, such as env=bandit")
-    try:
-        text = page(parser.parse_args(arguments).overrides)
-    except ConfigError as error:
-        ending = ending_of(error)
-        ending.show()
-        raise SystemExit(ending.code) from error
-    print(text, end="")
+    given = parser.parse_args(arguments).overrides
+    print(or_exit(lambda: page(given)), end="")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Memory of the machine. torch is not imported here."""
+"""Memory of the machine, and stacks of the process. torch is not imported here."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -84,3 +85,9 @@ def only_new_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def print_stacks() -> None:
+    """Print the stacks of all threads of this process to stderr."""
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

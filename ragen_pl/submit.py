@@ -13,15 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
+from ragen_pl.config import ConfigError, check_config, check_packages
 from ragen_pl.config.composition import compose_overrides
-from ragen_pl.config.errors import config_errors, ending_of
+from ragen_pl.config.errors import config_errors, or_exit
 from ragen_pl.config.main import options_first
-from ragen_pl.config.paths import searched
 from ragen_pl.run.folder import time_stamped
 from ragen_pl.run.slurm import SlurmSettings, job_file
 from ragen_pl.run.trust import write_settings
@@ -32,12 +30,7 @@ _OWN = ("dry_run", "slurm.")
 
 def main() -> None:
     """Submit the job of the command line. A wrong setting ends the process with one line and code 2."""
-    try:
-        submit(sys.argv[1:])
-    except Exception as error:
-        ending = ending_of(error)
-        ending.show()
-        raise SystemExit(ending.code) from None
+    or_exit(lambda: submit(sys.argv[1:]))
 
 
 def submit(arguments: Sequence[str]) -> Path:
@@ -114,8 +107,7 @@ def _own_settings(words: Sequence[str]) -> tuple[bool, SlurmSettings]:
 def _composed(overrides: list[str], *, directory: str | None) -> DictConfig:
     """Compose and check the config of the run."""
     check_packages()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose_overrides("fit", [*searched(directory), *overrides], folder=config_dir())
+    cfg = compose_overrides("fit", overrides, directory=directory)
     check_config(cfg)
     return cfg
 

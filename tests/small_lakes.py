@@ -8,7 +8,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 
 # a small environment: initial states recur under many seeds
-ENVIRONMENT = {"target": "ragen/FrozenLake-v0", "kwargs": {"size": 3, "hole_share": 0.1}}
+ENVIRONMENT = {"target": "ragen/FrozenLake-v0", "kwargs": {"size": 3, "hole_fraction": 0.1}}
 
 
 def proxy_of(lm, **changes) -> AgentProxy:

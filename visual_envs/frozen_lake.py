@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import Count, Probability, Reward, bits, checked_arguments
-from envs.frozen_lake import FrozenLake, HoleShare, Size
+from envs.frozen_lake import FrozenLake, HoleFraction, Size
 from visual_envs.frozen_lake_tiles import (
     WITH_PLAYER,
     FrozenLakeTile,
@@ -73,7 +73,7 @@ class FrozenLakeVisual(TileImages, FrozenLake):
         self,
         *,
         size: Size = 4,
-        hole_share: HoleShare = 0.2,
+        hole_fraction: HoleFraction = 0.2,
         slip_probability: Probability = 0.0,
         min_distance: Count = 2,
         max_distance: Count | None = None,
@@ -88,7 +88,7 @@ class FrozenLakeVisual(TileImages, FrozenLake):
         self.trail, self.theme, self.image_scale = trail, tiles, image_scale
         super().__init__(
             size=size,
-            hole_share=hole_share,
+            hole_fraction=hole_fraction,
             slip_probability=slip_probability,
             min_distance=min_distance,
             max_distance=max_distance,

@@ -18,7 +18,7 @@ from envs.support_desk import SupportDesk
 SETTINGS: dict[str, Any] = {
     "max_turns": 6,
     "invalid_ends": True,
-    "desk": {"rules": 2, "requests": 1, "orders": 1, "grant_share": 0.45, "wrong_cost": 0.1},
+    "desk": {"rules": 2, "requests": 1, "orders": 1, "grant_fraction": 0.45, "wrong_cost": 0.1},
 }
 
 

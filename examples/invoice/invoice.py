@@ -50,7 +50,7 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
     Terminated by a decision. `Next` on the last line has no effect and costs the same.
 
     ## Arguments
-    - `lines`: number of lines. `wrong_share`: share of invoices with one wrong field.
+    - `lines`: number of lines. `wrong_fraction`: fraction of invoices with one wrong field.
     - `max_number`: largest count and price. `false_accept`, `read_cost`: see Rewards.
     """
 
@@ -65,17 +65,17 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
         self,
         *,
         lines: int = 3,
-        wrong_share: float = 0.5,
+        wrong_fraction: float = 0.5,
         max_number: int = 5,
         false_accept: float = 1.0,
         read_cost: float = 0.01,
     ) -> None:
-        if lines < 1 or max_number < 2 or not 0 <= wrong_share <= 1:
+        if lines < 1 or max_number < 2 or not 0 <= wrong_fraction <= 1:
             raise ValueError(
-                f"found lines={lines}, max_number={max_number}, wrong_share={wrong_share}; "
+                f"found lines={lines}, max_number={max_number}, wrong_fraction={wrong_fraction}; "
                 "expected at least 1, at least 2, and 0 to 1"
             )
-        self.lines, self.wrong_share, self.max_number = lines, wrong_share, max_number
+        self.lines, self.wrong_fraction, self.max_number = lines, wrong_fraction, max_number
         self.false_accept, self.read_cost = false_accept, read_cost
         self.action_space = spaces.Discrete(len(self.action_names))
         self.observation_space = spaces.Text(max_length=80)
@@ -90,7 +90,7 @@ class InvoiceCheck(gymnasium.Env[str, np.int64]):
         draw = self.np_random
         orders = draw.integers(1, self.max_number + 1, (self.lines, 2)).tolist()
         self.invoice, self.at = [Line.correct(*order) for order in orders], 0
-        if draw.random() < self.wrong_share:
+        if draw.random() < self.wrong_fraction:
             place = int(draw.integers(self.lines))
             self.invoice[place] = self._with_error(self.invoice[place])
         return self._page(), {}

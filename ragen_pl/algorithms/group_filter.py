@@ -86,14 +86,14 @@ class TopCount(Filter):
 class TopMass(Filter):
     """Keep the fewest groups that hold this fraction of the summed deviation (top-p), and at least `minimum`."""
 
-    share: PositiveFraction = 0.9
+    fraction: PositiveFraction = 0.9
     minimum: Count = 1
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
         """Return the trajectories of the groups up to the one that reaches that fraction."""
         ranked, deviations = rank_groups(returns, group)
         mass = deviations.double().cumsum(0)
-        threshold = self.share * mass[-1] if len(mass) else 0.0
+        threshold = self.fraction * mass[-1] if len(mass) else 0.0
         # The group that reaches that fraction is kept: count the groups below it and add one.
         count = int((mass < threshold - 1e-9).sum()) + 1
         return torch.isin(group, ranked[: max(count, self.minimum)])

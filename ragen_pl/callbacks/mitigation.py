@@ -20,7 +20,7 @@ _SWITCHES = (
     "clip_high",
     "kl_coefficient",
     "entropy_target",
-    "learning_rate_share",
+    "learning_rate_factor",
     "group_filter",
 )
 
@@ -36,7 +36,7 @@ class Mitigation:
         entropy_target: nats a token; the entropy bonus rises while entropy is below it and falls above.
         entropy_rate: change of the bonus' coefficient an iteration for each nat of difference.
         max_entropy_coefficient: highest coefficient of the bonus.
-        learning_rate_share: factor on the learning rate, now and over the rest of its schedule.
+        learning_rate_factor: factor on the learning rate, now and over the rest of its schedule.
         group_filter: filter of the groups that are trained on, the DataModule's `group_filter`.
     """
 
@@ -45,7 +45,7 @@ class Mitigation:
     entropy_target: NonNegative | None = None
     entropy_rate: NonNegative = 0.01
     max_entropy_coefficient: NonNegative = 0.05
-    learning_rate_share: PositiveFraction | None = None
+    learning_rate_factor: PositiveFraction | None = None
     group_filter: GroupFilter | None = None
 
     def check_loss(self, loss: UpdateLoss) -> None:
@@ -99,15 +99,15 @@ class Mitigation:
 
     def slow_down(self, trainer: pl.Trainer) -> dict[str, str]:
         """Scale the learning rates. Checkpoints hold them, so a resumed run does not repeat this."""
-        if self.learning_rate_share is None:
+        if self.learning_rate_factor is None:
             return {}
         for settings in trainer.lr_scheduler_configs:
             scheduler: Any = settings.scheduler
-            scheduler.base_lrs = [rate * self.learning_rate_share for rate in scheduler.base_lrs]
+            scheduler.base_lrs = [rate * self.learning_rate_factor for rate in scheduler.base_lrs]
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] *= self.learning_rate_share
-        return {"learning_rate": f"times {self.learning_rate_share:g}"}
+                group["lr"] *= self.learning_rate_factor
+        return {"learning_rate": f"times {self.learning_rate_factor:g}"}
 
     def steer_entropy(self, agent: AgentModule, *, entropy: float, coefficient: float) -> float:
         """Set the entropy bonus for the next iteration and return its coefficient."""

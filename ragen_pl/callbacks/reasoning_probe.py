@@ -21,6 +21,7 @@ from torch import Tensor
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_tokens
 from ragen_pl.distributed import gather_over_ranks, values_of
+from ragen_pl.models.images import content_key
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.trajectory import (
     REASONING_SPANS,
@@ -173,7 +174,7 @@ def first_thoughts(trajectories: Sequence[Trajectory], *, count: int) -> list[Fi
 def _prompt_digest(thought: FirstThought) -> bytes:
     digest = hashlib.blake2b(thought.prompt_ids.tobytes(), digest_size=16)
     for image in thought.images:
-        digest.update(image.tobytes())
+        digest.update(content_key(image))
     return digest.digest()
 
 

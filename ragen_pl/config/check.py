@@ -12,41 +12,42 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import relation_problems
 from ragen_pl.config.signatures import (
     UNKNOWN,
+    Parameter,
     Signature,
     SignatureError,
-    class_in_source,
     is_class,
     read_signature,
     signature_of,
+    type_at,
 )
 from ragen_pl.constraints import (
     Arguments,
     ArgumentsOf,
-    Built,
-    DivisorOf,
     Open,
-    Rules,
     TextOnly,
     did_you_mean,
     options,
     problem,
     shown,
-    takes_group,
     unwrapped,
 )
 
-Settings = class_in_source("ragen_pl.config.schema.Settings")
-_HYDRA = {
-    "_partial_": bool,
-    "_recursive_": bool,
-    "_convert_": Literal["none", "partial", "object", "all"],
+Settings = type_at("ragen_pl.config.schema.Settings")
+HYDRA = {
+    "_partial_": Parameter(bool),
+    "_recursive_": Parameter(bool),
+    "_convert_": Parameter(Literal["none", "partial", "object", "all"]),
 }
+"""Keys of Hydra's own in a node with `_target_`."""
+
+_Problems = Iterator[tuple[str, str]]
+_Node = Mapping[str, Any]
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -55,62 +56,42 @@ def check_config(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with one line that names the key, the value and what was expected.
     """
-    check_values_exist(cfg)
-    problems = list(_problems(cfg, Settings, key="", root=cfg))
+    walk = _Walk(plain_values(cfg))
+    problems = list(walk.problems(walk.root, Settings, key="", parent={}))
     # a wrong value is reported at its own key, not at a key that refers to it
     problems.sort(key=lambda item: _refers(cfg, item[0]))
     for _, message in problems:
         raise ConfigError(message)
-    for message in relation_problems(cfg, _classes(cfg)):
+    # rules of nodes before those of the classes that they name
+    classes = sorted(walk.classes.items(), key=lambda item: item[1].endswith("._target_"))
+    for message in relation_problems(cfg, dict(classes)):
         raise ConfigError(message)
     _check_images(cfg)
 
 
-def check_values_exist(cfg: DictConfig) -> None:
-    """Read every value once.
+def plain_values(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration as plain values.
 
     Raises:
         ConfigError: a value is missing (`???`) or refers to one that does not exist.
     """
-    for _ in leaves(cfg):
-        pass
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value; set {error.full_key}=…") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
 
 
-def leaves(cfg: DictConfig | ListConfig, *, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the full name and value of every setting; items of a list are named by their index.
-
-    Raises:
-        ConfigError: a value is missing (`???`) or refers to one that does not exist.
-    """
-    names: Iterable[Any] = list(cfg.keys()) if isinstance(cfg, DictConfig) else range(len(cfg))
-    for name in names:
-        key = f"{prefix}{name}"
-        if OmegaConf.is_missing(cfg, name):
-            raise ConfigError(f"{key} has no value; set {key}=…")
-        try:
-            value = cfg[name]
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-        if isinstance(value, DictConfig | ListConfig) and len(value):
-            yield from leaves(value, prefix=f"{key}.")
-        elif isinstance(value, DictConfig | ListConfig):
-            yield key, {} if isinstance(value, DictConfig) else []
+def leaves(values: Any, *, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the full name and value of every setting; items of a list are named by their index."""
+    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        if isinstance(value, Mapping | list | ListConfig) and value:
+            yield from leaves(value, prefix=f"{prefix}{name}.")
         else:
-            yield key, value
-
-
-def _classes(cfg: DictConfig) -> dict[str, str]:
-    """Return the paths of the classes that the schema and a configuration name, each with what names it."""
-    named = {str(value): key for key, value in leaves(cfg) if key.endswith("._target_")}
-    return dict.fromkeys(_classes_in(Settings), "ragen_pl.config.schema") | named
-
-
-def _classes_in(annotation: Any) -> Iterator[str]:
-    for option in options(annotation):
-        base, metadata = unwrapped(option)
-        yield from (item.target for item in metadata if isinstance(item, Arguments | Rules))
-        for field in () if is_class(base) else signature_of(base).parameters.values():
-            yield from _classes_in(field)
+            yield f"{prefix}{name}", value
 
 
 def _refers(cfg: DictConfig, key: str) -> bool:
@@ -123,26 +104,70 @@ def _refers(cfg: DictConfig, key: str) -> bool:
     return False
 
 
-def _problems(
-    value: Any, annotation: Any, *, key: str, root: DictConfig
-) -> Iterator[tuple[str, str]]:
-    """Yield the key and one line for each wrong setting in a node or leaf."""
-    if isinstance(value, DictConfig):
-        if not _takes_group(annotation):
-            yield key, f"{key}: found a group of settings, {problem(annotation, {})}"
-        else:
-            yield from _problems_of_group(value, annotation, key=key, root=root)
-    elif isinstance(value, ListConfig):
-        yield from _problems_of_list(value, annotation, key=key, root=root)
-    elif (expected := problem(annotation, value)) is not None:
-        yield key, f"{key}={shown(value)}: {expected}{_hint(annotation, key)}"
+class _Walk:
+    """A walk through a configuration.
 
+    Args:
+        root: the configuration as plain values.
 
-def _takes_group(annotation: Any) -> bool:
-    return any(
-        takes_group(option) or signature_of(unwrapped(option)[0]).parameters
-        for option in options(annotation)
-    )
+    Attributes:
+        classes: paths of the classes that it has passed, each with the key that names it.
+    """
+
+    def __init__(self, root: _Node) -> None:
+        self.root = root
+        self.classes: dict[str, str] = {}
+
+    def problems(self, value: Any, annotation: Any, *, key: str, parent: _Node) -> _Problems:
+        """Yield the key and one line for each wrong setting in a node or leaf.
+
+        Args:
+            value: the node or leaf.
+            annotation: its type.
+            key: its full name.
+            parent: the node that it is in.
+        """
+        lists = [one for one in options(annotation) if problem(one, []) is None]
+        if isinstance(value, list) and lists:
+            item = (*typing.get_args(lists[0]), Any)[0]
+            for index, member in enumerate(value):
+                yield from self.problems(member, item, key=f"{key}.{index}", parent={})
+        elif (expected := problem(annotation, value)) is not None:
+            yield key, f"{key}={shown(value)}: {expected}{_hint(annotation, key)}"
+        elif isinstance(value, dict):
+            yield from self._problems_of_node(value, annotation, key=key, parent=parent)
+
+    def _problems_of_node(
+        self, node: _Node, annotation: Any, *, key: str, parent: _Node
+    ) -> _Problems:
+        # an empty group is none, such as logger=none
+        if node and "_target_" not in node and needs_class(annotation):
+            yield (
+                key,
+                (
+                    f"{key}={shown(node)}: found a group without _target_, which names the class to build; set "
+                    f"{key}._target_=package.module.Class"
+                ),
+            )
+            return
+        self.classes |= dict.fromkeys(_arguments_in(annotation), key or "the configuration")
+        try:
+            fields = fields_of_node(node, annotation, parent=parent, root=self.root)
+        except SignatureError as error:
+            yield f"{key}._target_", f"{key}._target_={node['_target_']}: {error}"
+            return
+        for name, value in node.items():
+            place = f"{key}.{name}".removeprefix(".")
+            if name == "_target_":
+                self.classes[str(value)] = place
+                continue
+            known = HYDRA.get(name) or fields.parameters.get(name)
+            if known is None and fields.closed:
+                others = () if fields.name else leaves(self.root)
+                keys = [other for other, _ in others if other != place and "._" not in other]
+                yield place, unknown_key(place, fields.parameters, owner=fields.name, keys=keys)
+            annotation = known.annotation if known else Any
+            yield from self.problems(value, annotation, key=place, parent=node)
 
 
 def _hint(annotation: Any, key: str) -> str:
@@ -152,79 +177,30 @@ def _hint(annotation: Any, key: str) -> str:
     return f"; set {key}.{names[0]}=… instead" if names else ""
 
 
-def _problems_of_list(
-    value: ListConfig, annotation: Any, *, key: str, root: DictConfig
-) -> Iterator[tuple[str, str]]:
-    lists = [option for option in options(annotation) if problem(option, []) is None]
-    if not lists:
-        yield key, f"{key}={shown(value)}: {problem(annotation, list(value))}"
-        return
-    item = (*typing.get_args(lists[0]), Any)[0]
-    for index, member in enumerate(value):
-        yield from _problems(member, item, key=f"{key}.{index}", root=root)
+def needs_class(annotation: Any) -> bool:
+    """Return whether a group of settings for this annotation has to name its class."""
+    groups = [option for option in options(annotation) if problem(option, {}) is None]
+    return bool(groups) and all(is_class(unwrapped(group)[0]) for group in groups)
 
 
-def _problems_of_group(
-    node: DictConfig, annotation: Any, *, key: str, root: DictConfig
-) -> Iterator[tuple[str, str]]:
-    # an empty group is none, such as logger=none
-    if len(node) and "_target_" not in node and needs_class(annotation):
-        yield (
-            key,
-            (
-                f"{key}={shown(node)}: found a group without _target_, which names the class to build; set "
-                f"{key}._target_=package.module.Class"
-            ),
-        )
-        return
-    try:
-        fields = fields_of_node(node, annotation, root=root)
-    except SignatureError as error:
-        yield f"{key}._target_", f"{key}._target_={node._target_}: {error}"
-        return
-    known = fields.parameters
-    values = {str(name): node[name] for name in node}
-    for name, value in values.items():
-        place = f"{key}.{name}".removeprefix(".")
-        if name == "_target_":
-            continue
-        child = _HYDRA.get(name) or known.get(name)
-        if child is None:
-            if fields.closed:
-                yield place, unknown_key(place, known, owner=fields.name)
-            child = Any
-        yield from _problems(value, child, key=place, root=root)
-        for constraint in unwrapped(child)[1]:
-            if not isinstance(constraint, DivisorOf):
-                continue
-            expected = constraint.problem(value, values)
-            if expected is not None:
-                named = expected.replace(constraint.name, f"{key}.{constraint.name}")
-                yield place, f"{place}={shown(value)}: {named}"
-
-
-def fields_of_node(node: DictConfig, annotation: Any, *, root: DictConfig) -> Signature:
+def fields_of_node(node: _Node, annotation: Any, *, parent: _Node, root: _Node) -> Signature:
     """Return the keys of a node: arguments of its class, if it names one, and what its annotation describes.
+
+    Args:
+        node: plain values.
+        annotation: its type.
+        parent: the node that it is in.
+        root: the whole configuration.
 
     Raises:
         SignatureError: there is no such class.
     """
-    described = _described(annotation, node, root=root)
+    described = _described(annotation, node, parent=parent, root=root)
     target = node.get("_target_")
     if target is None:
         return replace(described, closed=described.closed and bool(described.parameters))
     own = fields_of_target(str(target))
-    return replace(
-        own,
-        parameters=own.parameters | described.parameters,
-        descriptions=own.descriptions | described.descriptions,
-    )
-
-
-def needs_class(annotation: Any) -> bool:
-    """Return whether a group of settings for this annotation has to name its class."""
-    groups = [unwrapped(option) for option in options(annotation) if takes_group(option)]
-    return bool(groups) and all(is_class(base) or Built() in metadata for base, metadata in groups)
+    return replace(own, parameters={**own.parameters, **described.parameters})
 
 
 def fields_of_target(target: str) -> Signature:
@@ -246,38 +222,40 @@ def fields_of_target(target: str) -> Signature:
     return read_signature(target)
 
 
-def _described(
-    annotation: Any, node: DictConfig | Mapping[str, Any], *, root: DictConfig
-) -> Signature:
+def _described(annotation: Any, node: _Node, *, parent: _Node, root: _Node) -> Signature:
     """Return the keys of a node as its annotation describes them."""
     fields = UNKNOWN
     for option in options(annotation):
         base, metadata = unwrapped(option)
         if signature_of(base).parameters:
             fields = replace(signature_of(base), name="")
-        elif typing.get_origin(base) in (dict, Mapping):
-            item = typing.get_args(base)[1]
+        elif typing.get_origin(base) in (dict, Mapping) and typing.get_args(base)[1] is not Any:
+            items = dict.fromkeys(node, Parameter(typing.get_args(base)[1]))
             # the fields of another option say more
-            described = {str(name): item for name in node if item is not Any}
-            fields = replace(fields, parameters=described | fields.parameters)
+            fields = replace(fields, parameters={**items, **fields.parameters})
         for constraint in metadata:
             if isinstance(constraint, Arguments):
-                own = read_signature(constraint.target)
-                known = {name: own.parameters[name] for name in own.keywords} | fields.parameters
-                descriptions = own.descriptions | fields.descriptions
-                fields = Signature(parameters=known, descriptions=descriptions)
+                own = read_signature(constraint.target).parameters.items()
+                named = {name: p for name, p in own if p.by_name and name not in constraint.without}
+                fields = Signature(parameters={**named, **fields.parameters})
             elif isinstance(constraint, ArgumentsOf):
-                fields = _arguments_of(constraint, node, root=root)
+                fields = _arguments_of(constraint, parent=parent, root=root)
             elif isinstance(constraint, Open):
                 fields = replace(fields, closed=False)
     return fields
 
 
-def _arguments_of(constraint: ArgumentsOf, node: Any, *, root: DictConfig) -> Signature:
-    parent = node._get_parent() if isinstance(node, DictConfig) else None
-    sibling = parent.get(constraint.sibling) if isinstance(parent, DictConfig) else None
-    target = sibling or OmegaConf.select(root, constraint.default or "_")
-    path = class_path(str(target)) if target else None
+def _arguments_in(annotation: Any) -> list[str]:
+    """Return the classes that an annotation says have arguments or rules of a node."""
+    marks = [mark for option in options(annotation) for mark in unwrapped(option)[1]]
+    return [mark.target for mark in marks if isinstance(mark, Arguments)]
+
+
+def _arguments_of(constraint: ArgumentsOf, *, parent: _Node, root: _Node) -> Signature:
+    named = parent.get(constraint.sibling) or OmegaConf.select(
+        OmegaConf.create(dict(root)), constraint.default or "_"
+    )
+    path = class_path(str(named)) if named else None
     with suppress(SignatureError):  # reported at the setting that names the class
         return fields_of_target(path) if path else UNKNOWN
     return UNKNOWN
@@ -331,15 +309,3 @@ def unknown_key(
     if parent and names:
         return f"{message}; {parent} has {', '.join(sorted(names))}"
     return f"{message}; see --cfg job for all keys"
-
-
-def fields_at(key: str) -> Signature:
-    """Return the keys of a node in the schema, without those of its class."""
-    annotation: Any = Settings
-    empty = OmegaConf.create({})
-    for name in key.split(".") if key else ():
-        fields = _described(annotation, {name: None}, root=empty)
-        if name not in fields.parameters:
-            return UNKNOWN
-        annotation = fields.parameters[name]
-    return _described(annotation, {}, root=empty)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.check import check_config, leaves
+from ragen_pl.config.check import check_config, leaves, unknown_key
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.config.hydra_errors import translated
+from ragen_pl.config.hydra_errors import missing_key, translated
 from ragen_pl.config.paths import check_packages, config_dir, searched
+from ragen_pl.constraints import did_you_mean
 
 
 def composed(
@@ -35,30 +35,67 @@ def composed(
     check_packages()
     folders = [config_dir(), *([Path(directory)] if directory else [])]
     overrides = overrides_of(settings, groups=set().union(*map(group_names, folders)))
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        own = searched(fspath(directory) if directory else None)
-        cfg = compose_overrides(name, [*own, *overrides], folder=config_dir())
+    cfg = compose_overrides(name, overrides, directory=fspath(directory) if directory else None)
     check_config(cfg)
     return cfg
 
 
-def compose_overrides(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
-    """Compose a configuration; Hydra is initialized.
+def compose_overrides(
+    name: str, overrides: list[str], *, directory: str | None = None, folder: Path | None = None
+) -> DictConfig:
+    """Compose a configuration.
 
     Args:
         name: The file in `folder`, without `.yaml`.
         overrides: As on the command line.
-        folder: The folder that Hydra is initialized with.
+        directory: Folder with YAML files of your own (`--config-dir`).
+        folder: The folder of the configuration; None for `config_dir()`.
 
     Raises:
         ConfigError: Hydra, OmegaConf or YAML does not accept them.
     """
+    folder = folder or config_dir()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return _composed(name, [*searched(directory), *overrides], folder=folder)
+
+
+def _composed(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
     try:
         return compose(name, overrides=overrides)
     except Exception as error:  # of Hydra, OmegaConf or YAML
+        if key := missing_key(error):
+            _refuse_key(key, name, overrides, folder=folder)
         if "Config group override must be" in str(error):
             _check_group_options(overrides, folder=folder)
-        raise ConfigError(translated(error, keys=_suggestions(name, overrides))) from error
+        raise ConfigError(translated(error)) from error
+
+
+def _refuse_key(key: str, name: str, overrides: list[str], *, folder: Path) -> None:
+    """Refuse a key of an override that no file has: its class may know it, or one like it.
+
+    Raises:
+        ConfigError: with the nearest key, or with the way to add it.
+    """
+    added, hint = [], ""
+    for line in overrides:
+        place, _, value = line.partition("=")
+        place = place.replace("/", ".")
+        is_above = f"{key}.".startswith(f"{place}.") and value.startswith("{")
+        if is_above or f"{place}.".startswith(f"{key}."):
+            added.append(f"++{place}={value}")
+            hint = f"; a new one needs +{key}=…"
+        elif place != f"~{key}":
+            added.append(line)
+    if added == overrides:
+        return
+    cfg = _composed(name, added, folder=folder)
+    parent, _, own = key.rpartition(".")
+    names = [str(other) for other in OmegaConf.select(cfg, parent) or cfg if other != own]
+    if did_you_mean(own, names):
+        raise ConfigError(unknown_key(key, names))
+    check_config(cfg)
+    keys = [other for other, _ in leaves(cfg) if other != key]
+    raise ConfigError(f"{unknown_key(key, names, keys=keys)}{hint}")
 
 
 def group_names(folder: Path) -> set[str]:
@@ -122,19 +159,6 @@ def _literal(key: str, value: object) -> str:
     raise ConfigError(
         f"{key}: got a value of type {type(value).__name__}; give a number, string, None, list or mapping"
     )
-
-
-def _suggestions(name: str, overrides: Sequence[str]) -> list[str]:
-    """Return the settings of the chosen groups, or of the defaults if these can't be composed."""
-    groups = [
-        override
-        for override in overrides
-        if "." not in override.partition("=")[0] or override.startswith("hydra.")
-    ]
-    for choice in (groups, []):
-        with suppress(Exception):  # the error is the one that is reported
-            return [key for key, _ in leaves(compose(name, overrides=choice))]
-    return []
 
 
 def _check_group_options(overrides: list[str], *, folder: Path) -> None:

@@ -6,11 +6,14 @@ import errno
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hydra.errors import InstantiationException
+
+Result = TypeVar("Result")
 
 _DISK_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
@@ -104,6 +107,16 @@ def ending_of(error: BaseException) -> Ending:
     # they are in the last line
     trace.__notes__ = None
     return Ending("; ".join([text, *notes]), code=1, traceback="".join(trace.format()))
+
+
+def or_exit(action: Callable[[], Result]) -> Result:
+    """Return the result of an action; an error ends the process with one line, an unexpected one with its traceback."""
+    try:
+        return action()
+    except Exception as error:
+        ending = ending_of(error)
+    ending.show()
+    raise SystemExit(ending.code)
 
 
 def _disk_error(error: OSError) -> str:

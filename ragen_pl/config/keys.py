@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.check import Settings, fields_of_node
+from ragen_pl.config.check import HYDRA, Settings, fields_of_node
+from ragen_pl.config.signatures import Parameter
 from ragen_pl.constraints import expectation, options, shown
 
-# keys of Hydra itself
-_OF_HYDRA = ("_partial_", "_recursive_", "_convert_")
 _HEAD = """# Keys
 
 The keys of `{command}`, with the values that each accepts and the one that it has there. Other options of a group have
@@ -41,26 +40,29 @@ class Key:
 
 def keys_of(cfg: DictConfig) -> Iterator[Key]:
     """Yield the keys of a composed configuration in its order."""
-    return _keys(cfg, Settings, prefix="", root=cfg)
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    return _keys(values, raw, Settings, prefix="", parent={}, root=values)
 
 
-def _keys(node: DictConfig, annotation: Any, *, prefix: str, root: DictConfig) -> Iterator[Key]:
-    fields = fields_of_node(node, annotation, root=root)
-    raw: Any = OmegaConf.to_container(node, resolve=False)
-    for name in map(str, node):
-        if name in _OF_HYDRA:
-            continue
-        key, value = f"{prefix}{name}", node[name]
+def _keys(
+    node: Mapping[str, Any], raw: Any, annotation: Any, *, prefix: str, parent: Any, root: Any
+) -> Iterator[Key]:
+    fields = fields_of_node(node, annotation, parent=parent, root=root)
+    for name, value in node.items():
+        key, child = f"{prefix}{name}", fields.parameters.get(name, Parameter())
         if name == "_target_":
             yield Key(key, fields.summary or "class to build", "a class path", str(value))
-            continue
-        child = fields.parameters.get(name, Any)
-        if isinstance(value, DictConfig) and len(value):
-            yield from _keys(value, child, prefix=f"{key}.", root=root)
-        else:
+        elif isinstance(value, dict) and value:
+            # a node that refers to another one has its values
+            inner = raw[name] if isinstance(raw[name], dict) else value
+            yield from _keys(
+                value, inner, child.annotation, prefix=f"{key}.", parent=node, root=root
+            )
+        elif name not in HYDRA:
             # a component that is off has no description of its own
-            meaning = fields.descriptions.get(name, "none" if value is None else "")
-            yield Key(key, meaning, _accepted(child), shown(raw[name]))
+            meaning = child.description or ("none" if value is None else "")
+            yield Key(key, meaning, _accepted(child.annotation), shown(raw[name]))
 
 
 def _accepted(annotation: Any) -> str:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import hydra
-from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -23,9 +22,9 @@ from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config
 from ragen_pl.config.composition import compose_overrides
-from ragen_pl.config.errors import ConfigError, ending_of
+from ragen_pl.config.errors import ConfigError, or_exit
 from ragen_pl.config.hydra_errors import translated
-from ragen_pl.config.paths import check_packages, config_dir, searched
+from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for
 
 Task = Callable[[DictConfig], object]
@@ -52,30 +51,34 @@ def hydra_main(
             _import_from_here()
             sys.argv[1:] = options_first(sys.argv[1:])
             args = get_args_parser().parse_args()
-            traceback_wanted = wants_traceback(args.overrides)
+            debug = wants_traceback(args.overrides)
 
             def before_hydra() -> None:
                 if prepare is not None:
                     _replace_overrides(args, prepare(args))
-                if not traceback_wanted:
+                if not debug:
                     precheck(args, config_name=config_name)
 
-            if traceback_wanted:
-                os.environ["HYDRA_FULL_ERROR"] = "1"
-                before_hydra()
-            else:
-                _or_exit(before_hydra)
-
             @functools.wraps(task)
-            def checked(cfg: DictConfig) -> object:
+            def job(cfg: DictConfig) -> object:
                 # values that a sweeper draws are known here only
-                if traceback_wanted or args.multirun:
+                if debug or args.multirun:
                     check_config(cfg)
                 return task(cfg)
 
-            job = checked if traceback_wanted else one_line_errors(checked)
-            directory = str(config_dir())
-            hydra.main(config_path=directory, config_name=config_name, version_base="1.3")(job)()
+            @functools.wraps(task)
+            def job_or_exit(cfg: DictConfig) -> object:
+                return or_exit(lambda: job(cfg))
+
+            if debug:
+                os.environ["HYDRA_FULL_ERROR"] = "1"
+                before_hydra()
+            else:
+                or_exit(before_hydra)
+            started = hydra.main(
+                config_path=str(config_dir()), config_name=config_name, version_base="1.3"
+            )
+            started(job if debug else job_or_exit)()
 
         return main
 
@@ -101,16 +104,6 @@ def _import_from_here() -> None:
         sys.path.append(os.getcwd())
 
 
-def one_line_errors(task: Task) -> Task:
-    """Wrap a task so that an error ends the process with one line, an unexpected one with its traceback before it."""
-
-    @functools.wraps(task)
-    def job(cfg: DictConfig) -> object:
-        return _or_exit(lambda: task(cfg))
-
-    return job
-
-
 def wants_traceback(overrides: Sequence[str]) -> bool:
     """Return whether the user wants tracebacks."""
     return os.environ.get("HYDRA_FULL_ERROR") == "1" or "debug=true" in [
@@ -127,20 +120,20 @@ def precheck(args: argparse.Namespace, *, config_name: str) -> None:
     check_packages()
     if args.help or args.hydra_help or args.info or args.shell_completion:
         return
-    directory = Path(args.config_path or config_dir()).resolve()
-    with initialize_config_dir(str(directory), version_base="1.3"):
-        name = args.config_name or config_name
-        for overrides in combinations(args.overrides) if args.multirun else [args.overrides]:
-            cfg = compose_overrides(
-                name, [*searched(args.config_dir), *overrides], folder=directory
+    for overrides in combinations(args.overrides) if args.multirun else [args.overrides]:
+        cfg = compose_overrides(
+            args.config_name or config_name,
+            overrides,
+            directory=args.config_dir,
+            folder=Path(args.config_path).resolve() if args.config_path else None,
+        )
+        if args.cfg is None:
+            check_config(cfg)
+        if args.multirun and ranks_asked_for(cfg) > 1:
+            raise ConfigError(
+                f"--multirun with {ranks_asked_for(cfg)} ranks: the runs of a sweep share a process, and each would "
+                "start ranks that sweep again; start the runs one by one"
             )
-            if args.cfg is None:
-                check_config(cfg)
-            if args.multirun and ranks_asked_for(cfg) > 1:
-                raise ConfigError(
-                    f"--multirun with {ranks_asked_for(cfg)} ranks: the runs of a sweep share a process, and each "
-                    "would start ranks that sweep again; start the runs one by one"
-                )
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
@@ -170,13 +163,3 @@ def _replace_overrides(args: argparse.Namespace, overrides: list[str]) -> None:
     options = [word for word in sys.argv[1:] if word not in args.overrides]
     sys.argv[1:] = [*overrides, *options]
     args.overrides = overrides
-
-
-def _or_exit(action: Callable[[], object]) -> object:
-    """Run an action; an error ends the process, with one line or with a traceback and then one line."""
-    try:
-        return action()
-    except Exception as error:
-        ending = ending_of(error)
-    ending.show()
-    raise SystemExit(ending.code)

@@ -14,7 +14,6 @@ from annotated_types import Ge, Gt, Le
 from ragen_pl.constraints import (
     Arguments,
     ArgumentsOf,
-    Built,
     Count,
     CountOrZero,
     Duration,
@@ -25,13 +24,13 @@ from ragen_pl.constraints import (
     Note,
     Open,
     Positive,
-    PositiveFraction,
-    Rules,
     Seed,
 )
 
-Component = Annotated[dict[str, Any], Open(), Built()]
-"""A node with `_target_`, described by the signature of its class."""
+
+class Component:
+    """An object that is built from a node: `_target_` names its class, whose signature describes the other keys."""
+
 
 _MANAGER = Arguments("ragen_pl.environments.manager.EnvironmentManager")
 
@@ -184,16 +183,23 @@ class Source(TypedDict, total=False):
     untrained: bool
 
 
+_LIGHTNING = Arguments(
+    "lightning.pytorch.trainer.trainer.Trainer",
+    # what the run sets itself
+    without=(
+        "callbacks", "default_root_dir", "enable_autolog_hparams", "enable_model_summary", "log_every_n_steps",
+        "logger", "model_registry", "num_sanity_val_steps", "plugins", "reload_dataloaders_every_n_epochs",
+    ),
+)  # fmt: skip
 # a fraction, or a count
 _Limit = Fraction | CountOrZero
 
 
 class Trainer(TypedDict, total=False):
-    """`trainer`: keyword arguments of `lightning.Trainer` (2.6), and limits of ranks and starts.
+    """`trainer`: limits of ranks and starts, and arguments of Lightning's Trainer with bounds that it does not declare.
 
-    Arguments that the run sets itself are left out: logger, callbacks, num_sanity_val_steps, enable_model_summary,
-    log_every_n_steps, default_root_dir. The precisions leave out the true half precisions, which would round
-    log-probs, advantages and counts as well; `model.build.dtype=bfloat16` does not.
+    The precisions leave out the true half precisions, which would round log-probs, advantages and counts as well;
+    `model.build.dtype=bfloat16` does not.
 
     Attributes:
         accelerator: `auto` for a CUDA GPU if torch finds one, else the CPU.
@@ -242,32 +248,14 @@ class Trainer(TypedDict, total=False):
     shared_folder_s: Annotated[float, Ge(0), Note("seconds")]
     max_starts: Count | None
     precision: Literal["32-true", "16-mixed", "bf16-mixed", "32", "16", "bf16", 16, 32] | None
-    fast_dev_run: bool | CountOrZero
     max_epochs: Annotated[int, Ge(-1), Note("iterations")]
-    min_epochs: CountOrZero | None
-    max_steps: Annotated[int, Ge(-1)]
-    min_steps: CountOrZero | None
     max_time: Duration | None
     limit_train_batches: _Limit | None
     limit_val_batches: _Limit | None
-    limit_test_batches: _Limit | None
-    limit_predict_batches: _Limit | None
-    overfit_batches: _Limit | None
-    val_check_interval: PositiveFraction | Count | None
     check_val_every_n_epoch: Count | None
-    enable_checkpointing: bool
-    enable_progress_bar: bool
     accumulate_grad_batches: Count
     gradient_clip_val: Positive | None
     gradient_clip_algorithm: Literal["norm"] | None
-    deterministic: bool | Literal["warn"] | None
-    benchmark: bool | None
-    inference_mode: bool
-    use_distributed_sampler: bool
-    profiler: Literal["simple", "advanced", "pytorch", "xla"] | None
-    detect_anomaly: bool
-    barebones: bool
-    sync_batchnorm: bool
 
 
 class _Settings(TypedDict, total=False):
@@ -303,12 +291,12 @@ class _Settings(TypedDict, total=False):
     memory: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.MemorySettings")]
     curriculum: Component | None
     algorithm: Algorithm
-    model: Annotated[Model, Rules("ragen_pl.models.settings.ModelRules")]
+    model: Annotated[Model, Arguments("ragen_pl.models.settings.ModelRules")]
     validation: Annotated[Validation, Arguments("ragen_pl.run.settings.ValidationSettings")]
     warm_start: Annotated[WarmStart, Arguments("ragen_pl.data.settings.WarmStartSettings")]
     callbacks: dict[str, Component | None] | None
     logger: Component | None
-    trainer: Annotated[Trainer, Rules("ragen_pl.run.strategy_rules.StrategyRules")]
+    trainer: Annotated[Trainer, _LIGHTNING, Arguments("ragen_pl.run.strategy_rules.StrategyRules")]
 
     # evaluate and export
     ckpt: str | None

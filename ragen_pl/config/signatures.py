@@ -1,8 +1,8 @@
-"""Signatures of the classes and functions in a configuration, read from source files.
+"""Signatures of classes and functions, read from their source files by griffe.
 
-Importing a class would load torch. Annotations are evaluated with typing, `annotated_types` and
-`ragen_pl.constraints`; enumerations, type aliases and dataclasses of the module or of its imports are read the
-same way. An annotation that cannot be evaluated accepts everything.
+Nothing is imported, so a wrong setting is found before torch is. Annotations are evaluated with typing,
+`annotated_types` and `ragen_pl.constraints`; enumerations, type aliases and dataclasses of the module or of its imports
+are read the same way. An annotation that cannot be evaluated accepts everything.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import ast
 import builtins
 import collections.abc
 import functools
+import re
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import annotated_types
+import griffe
 
 from ragen_pl import constraints
-from ragen_pl.config.docstrings import described_names, first_sentence
 from ragen_pl.constraints import did_you_mean
 
 _LIGHT = {
@@ -30,10 +33,12 @@ _LIGHT = {
     "annotated_types": annotated_types,
     "ragen_pl.constraints": constraints,
 }
-_BUILTINS = {
-    name: getattr(builtins, name)
-    for name in ("bool", "int", "float", "str", "dict", "list", "tuple", "object")
-}
+_BUILTINS = ("bool", "int", "float", "str", "dict", "list", "tuple", "object")
+_NO_BASES = ("object", "Protocol", "Generic", "ABC", "TypedDict")
+# gymnasium's documents of environments have lists
+_LIST = re.compile(r"^## Arguments\n(.*?)(?=^##|\Z)", re.M | re.S)
+_ITEM = re.compile(r"^- ((?:`\w+`(?:, )?)+): *((?:.*)(?:\n +.*)*)", re.M)
+_DESCRIBING = (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes)
 
 
 class SignatureError(ValueError):
@@ -41,26 +46,37 @@ class SignatureError(ValueError):
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """An argument of a class or function, or a key of a node.
+
+    Attributes:
+        annotation: its annotation; `Any` without one.
+        description: its description in the docstring, or in that of a base class.
+        by_name: whether it can only be given by name.
+    """
+
+    annotation: Any = Any
+    description: str = ""
+    by_name: bool = True
+
+
+@dataclass(frozen=True)
 class Signature:
-    """Names and annotations of the arguments of a class or function, or of the keys of a node.
+    """Arguments of a class or function, or keys of a node.
 
     Attributes:
         name: name of the class or function; empty for a node without.
-        parameters: annotations by name.
-        keywords: arguments that can only be given by name.
+        parameters: arguments by name.
         closed: whether no other arguments are possible.
         returns: return annotation.
         summary: first sentence of the docstring.
-        descriptions: the docstring's descriptions of arguments, those of base classes included.
     """
 
     name: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    keywords: tuple[str, ...] = ()
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     closed: bool = True
     returns: Any = Any
     summary: str = ""
-    descriptions: dict[str, str] = field(default_factory=dict)
 
 
 # of what is known only after an import
@@ -79,14 +95,6 @@ class ClassInSource:
     is_mapping: bool = False
 
 
-@dataclass(frozen=True)
-class _Module:
-    """A parsed source file and its dotted name."""
-
-    name: str
-    tree: ast.Module
-
-
 @functools.cache
 def read_signature(target: str) -> Signature:
     """Return the signature of a class path; an open one without names if it is known only after an import.
@@ -98,24 +106,18 @@ def read_signature(target: str) -> Signature:
     module = _module(module_name)
     if module is None:
         raise SignatureError(f"there is no module {module_name}")
-    definition = _definition(module, name)
-    if isinstance(definition, ast.FunctionDef):
-        signature = _of_function(module, definition, skip=0)
-        return _documented(signature, ast.get_docstring(definition))
-    if definition is not None:
-        return _of_class(module, definition)
-    names = _names(module.tree)
-    if name in names:
+    member = module.members.get(name)
+    if isinstance(member, griffe.Function):
+        return _of_function(member)
+    if isinstance(member, griffe.Class):
+        return _of_class(member)
+    # a module with a star import or `__getattr__` has others
+    if member is not None or any(other.endswith(("*", "__getattr__")) for other in module.members):
         return UNKNOWN
     if _module(target) is not None:
         raise SignatureError("expected a class, found a module")
-    near = did_you_mean(name, [other for other in names if other[:1] != "_"])
+    near = did_you_mean(name, [other for other in module.members if other[:1] != "_"])
     raise SignatureError(f"{module_name} has no {name}{near or '; give package.module.Class'}")
-
-
-def _documented(signature: Signature, docstring: str | None) -> Signature:
-    descriptions = signature.descriptions | described_names(docstring or "")
-    return replace(signature, summary=first_sentence(docstring or ""), descriptions=descriptions)
 
 
 def class_that_defines(method: str, target: str) -> str | None:
@@ -127,229 +129,32 @@ def class_that_defines(method: str, target: str) -> str | None:
         method: name of the method.
         target: class path of the class; its module may import the class from another.
     """
+    cls = _class_at(target)
+    if cls is None or isinstance(cls.members.get(method), griffe.Function):
+        return None if cls is None else cls.path
+    return next(filter(None, (class_that_defines(method, base) for base in _bases(cls))), None)
+
+
+def type_at(target: str) -> Any:
+    """Return the object that annotations in source files name by a dotted path.
+
+    Raises:
+        KeyError: it is known only after an import.
+    """
     module_name, _, name = target.rpartition(".")
+    if target in _LIGHT:
+        return _LIGHT[target]
+    if module_name in _LIGHT:
+        return getattr(_LIGHT[module_name], name)
     module = _module(module_name)
-    if module is None:
-        return None
-    definition = _definition(module, name)
-    if definition is None:
-        place = _place_of(module, name)
-        return None if place is None else class_that_defines(method, place)
-    if not isinstance(definition, ast.ClassDef):
-        return None
-    if any(_is_function(item, method) for item in definition.body):
-        return target
-    places = (_place_of(module, ast.unparse(base)) for base in definition.bases)
-    found = (class_that_defines(method, place) for place in places if place is not None)
-    return next((place for place in found if place is not None), None)
-
-
-@functools.cache
-def _module(name: str) -> _Module | None:
-    parts = name.split(".")
-    try:
-        spec = find_spec(parts[0])
-    except ValueError:
-        return None
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        path = Path(next(iter(spec.submodule_search_locations))).joinpath(*parts[1:])
-    else:
-        path = Path(str(spec.origin))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if not file.is_file():
-        return None
-    return _Module(name, ast.parse(file.read_text(encoding="utf-8")))
-
-
-def _definition(module: _Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    found = (node for node in module.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
-    return next((node for node in found if node.name == name), None)
-
-
-def _names(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines, imports or assigns, at any depth."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.alias):
-            names.add(node.asname or node.name)
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names
-
-
-def _of_function(module: _Module, node: ast.FunctionDef, *, skip: int) -> Signature:
-    scope = _Scope(module)
-    given = [*node.args.posonlyargs, *node.args.args][skip:]
-    parameters = {
-        argument.arg: scope.evaluate(argument.annotation)
-        for argument in (*given, *node.args.kwonlyargs)
-    }
-    keywords = [argument.arg for argument in node.args.kwonlyargs]
-    closed = node.args.kwarg is None
-    descriptions: dict[str, str] = {}
-    if node.args.kwarg is not None:
-        annotation = scope.evaluate(node.args.kwarg.annotation)
-        if typing.get_origin(annotation) is typing.Unpack:
-            settings = signature_of(typing.get_args(annotation)[0])
-            parameters |= settings.parameters
-            descriptions = settings.descriptions
-            keywords += settings.parameters
-            closed = True
-    wrapped = any("checked" not in ast.unparse(mark) for mark in node.decorator_list)
-    return Signature(
-        node.name,
-        parameters,
-        tuple(keywords),
-        closed and not wrapped,
-        scope.evaluate(node.returns),
-        descriptions=descriptions,
-    )
-
-
-def _of_class(module: _Module, node: ast.ClassDef) -> Signature:
-    bases = [_of_base(module, base) for base in node.bases]
-    descriptions = {name: text for base in bases for name, text in base.descriptions.items()}
-    init = next((item for item in node.body if _is_function(item, "__init__")), None)
-    if isinstance(init, ast.FunctionDef):
-        signature = _of_function(module, init, skip=1)
-    else:
-        parameters = {name: part for base in bases for name, part in base.parameters.items()}
-        keywords = [name for base in bases for name in base.keywords]
-        if _is_typed_dict(node) or any("dataclass" in ast.unparse(m) for m in node.decorator_list):
-            parameters |= _annotated_names(module, node)
-            keywords = list(parameters)
-        closed = all(base.closed for base in bases)
-        signature = Signature(node.name, parameters, tuple(keywords), closed)
-    descriptions |= signature.descriptions
-    signature = replace(signature, name=node.name, returns=Any, descriptions=descriptions)
-    return _documented(signature, ast.get_docstring(node))
-
-
-def _is_typed_dict(node: ast.ClassDef) -> bool:
-    return any("TypedDict" in ast.unparse(base) for base in node.bases)
-
-
-def _is_function(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == name
-
-
-def _of_base(module: _Module, base: ast.expr) -> Signature:
-    name = ast.unparse(base).partition("[")[0]
-    if name in ("object", "Protocol", "Generic", "ABC", "TypedDict"):
-        return Signature()
-    place = _place_of(module, name)
-    try:
-        return read_signature(place) if place is not None else UNKNOWN
-    except SignatureError:
-        return UNKNOWN
-
-
-def _annotated_names(module: _Module, node: ast.ClassDef) -> dict[str, Any]:
-    scope = _Scope(module)
-    return {
-        item.target.id: scope.evaluate(item.annotation)
-        for item in node.body
-        if isinstance(item, ast.AnnAssign)
-        and isinstance(item.target, ast.Name)
-        and not item.target.id.startswith("_")
-        and "ClassVar" not in ast.unparse(item.annotation)
-        and "init=False" not in (ast.unparse(item.value) if item.value else "")
-    }
-
-
-def _place_of(module: _Module, name: str) -> str | None:
-    """Return the class path of a name that a module defines or imports."""
-    if _definition(module, name) is not None:
-        return f"{module.name}.{name}"
-    return _imports(module).get(name)
-
-
-@functools.cache
-def _imports(module: _Module) -> dict[str, str]:
-    return {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-        for alias in node.names
-    }
-
-
-class _Scope(dict[str, Any]):
-    """Names that the annotations of a module may use, each resolved when it is asked for."""
-
-    def __init__(self, module: _Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def evaluate(self, node: ast.expr | None) -> Any:
-        """Return the value of an annotation, `Any` where it has none or cannot be evaluated."""
-        if node is None:
-            return Any
-        source = (
-            node.value
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            else ast.unparse(node)
-        )
-        try:
-            return eval(source, {"__builtins__": {}}, self)
-        except Exception:  # annotations of other packages may raise anything
-            return Any
-
-    def __missing__(self, name: str) -> Any:
-        if name in _BUILTINS:
-            return _BUILTINS[name]
-        node = _definition(self.module, name)
-        if isinstance(node, ast.ClassDef):
-            return self._class(node)
-        for item in self.module.tree.body:
-            value = _assigned(item, name)
-            if value is not None:
-                return eval(ast.unparse(value), {"__builtins__": {}}, self)
-        return self._imported(name)
-
-    def _imported(self, name: str) -> Any:
-        place = _place_of(self.module, name)
-        if place is None:
-            raise KeyError(name)
-        module_name, _, name = place.rpartition(".")
-        if module_name in _LIGHT:
-            return getattr(_LIGHT[module_name], name)
-        module = _module(module_name)
-        if module is None:
-            raise KeyError(name)
-        return _Scope(module)[name]
-
-    def _class(self, node: ast.ClassDef) -> Any:
-        bases = [ast.unparse(base) for base in node.bases]
-        if "StrEnum" in bases:
-            words = {
-                ast.unparse(item.targets[0]): ast.literal_eval(item.value)
-                for item in node.body
-                if isinstance(item, ast.Assign)
-            }
-            return StrEnum(node.name, words)
-        place = {"target": f"{self.module.name}.{node.name}", "is_mapping": _is_typed_dict(node)}
-        return type(node.name, (ClassInSource,), place)
-
-
-def _assigned(item: ast.stmt, name: str) -> ast.expr | None:
-    if isinstance(item, ast.Assign) and [ast.unparse(target) for target in item.targets] == [name]:
-        return item.value
-    if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name:
-        return item.value
-    return None
-
-
-def class_in_source(target: str) -> Any:
-    """Return the annotation for a class path, as annotations in source files name it."""
-    module_name, _, name = target.rpartition(".")
-    module = _module(module_name)
-    assert module is not None
-    return _Scope(module)[name]
+    member = module.members.get(name) if module else None
+    if isinstance(member, griffe.Alias):
+        return type_at(member.target_path)
+    if isinstance(member, griffe.Class):
+        return _type_of(member)
+    if not isinstance(member, griffe.Attribute):
+        raise KeyError(name)
+    return eval(str(member.value), {"__builtins__": {}}, _Scope(module_name))
 
 
 def is_class(annotation: Any) -> bool:
@@ -357,10 +162,169 @@ def is_class(annotation: Any) -> bool:
     return _is_in_source(annotation) and not annotation.is_mapping
 
 
+def signature_of(annotation: Any) -> Signature:
+    """Return the signature of a class that is read from source, an open one for any other type."""
+    return read_signature(annotation.target) if _is_in_source(annotation) else UNKNOWN
+
+
 def _is_in_source(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, ClassInSource)
 
 
-def signature_of(annotation: Any) -> Signature:
-    """Return the signature of a class that is read from source, an open one for any other type."""
-    return read_signature(annotation.target) if _is_in_source(annotation) else UNKNOWN
+@functools.cache
+def _module(name: str) -> griffe.Module | None:
+    """Return a module's definitions and imports; None if it has no source file."""
+    first, *inner = name.split(".")
+    try:
+        spec = find_spec(first)
+    except ValueError:
+        return None
+    if spec is None:
+        return None
+    folders = spec.submodule_search_locations
+    path = Path(next(iter(folders))).joinpath(*inner) if folders else Path(str(spec.origin))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return None
+    return griffe.visit(name, filepath=file, code=file.read_text(encoding="utf-8"))
+
+
+def _class_at(target: str) -> griffe.Class | None:
+    """Return the class of a class path, also through imports; None if there is none in a source file."""
+    module_name, _, name = target.rpartition(".")
+    module = _module(module_name) if module_name else None
+    member = module.members.get(name) if module else None
+    if isinstance(member, griffe.Alias):
+        return _class_at(member.target_path)
+    return member if isinstance(member, griffe.Class) else None
+
+
+def _bases(cls: griffe.Class) -> list[str]:
+    """Return the class paths of the bases of a class, as its module names them."""
+    return [f"{cls.module.path}.{str(base).partition('[')[0]}" for base in cls.bases]
+
+
+def _of_function(function: griffe.Function, *, skip: int = 0) -> Signature:
+    scope = _Scope(function.module.path)
+    parameters: dict[str, Parameter] = {}
+    closed = all("checked" in str(mark.value) for mark in function.decorators)
+    for one in [*function.parameters][skip:]:
+        annotation = scope.evaluate(one.annotation)
+        if one.kind is griffe.ParameterKind.var_keyword:
+            settings = typing.get_args(annotation)[:1]
+            closed = closed and typing.get_origin(annotation) is typing.Unpack
+            parameters |= signature_of(*settings).parameters if settings else {}
+        elif one.kind is not griffe.ParameterKind.var_positional:
+            by_name = one.kind is griffe.ParameterKind.keyword_only
+            parameters[one.name] = Parameter(annotation, by_name=by_name)
+    return Signature(
+        function.name,
+        _documented(parameters, function),
+        closed,
+        returns=scope.evaluate(function.returns),
+        summary=_summary(function),
+    )
+
+
+def _of_class(cls: griffe.Class) -> Signature:
+    bases = [_of_base(base) for base in _bases(cls)]
+    parameters = {name: one for base in bases for name, one in base.parameters.items()}
+    inherited = {name: one.description for name, one in parameters.items()}
+    closed = all(base.closed for base in bases)
+    init = cls.members.get("__init__")
+    if isinstance(init, griffe.Function):
+        function = _of_function(init, skip=1)
+        parameters, closed = dict(function.parameters), function.closed
+    elif _is_typed_dict(cls) or any("dataclass" in str(mark.value) for mark in cls.decorators):
+        parameters |= _fields(cls)
+    documented = _documented(parameters, cls, inherited=inherited)
+    return Signature(cls.name, documented, closed, summary=_summary(cls))
+
+
+def _of_base(target: str) -> Signature:
+    if target.rpartition(".")[2] in _NO_BASES:
+        return Signature()
+    cls = _class_at(target)
+    return UNKNOWN if cls is None else _of_class(cls)
+
+
+def _fields(cls: griffe.Class) -> dict[str, Parameter]:
+    """Return the fields of a dataclass or `TypedDict`, without those of its bases."""
+    scope = _Scope(cls.module.path)
+    return {
+        name: Parameter(scope.evaluate(one.annotation))
+        for name, one in cls.members.items()
+        if isinstance(one, griffe.Attribute)
+        and not name.startswith("_")
+        # others are class variables
+        and "instance-attribute" in one.labels
+        and "init=False" not in str(one.value)
+    }
+
+
+def _documented(
+    parameters: Mapping[str, Parameter],
+    definition: griffe.Object,
+    *,
+    inherited: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Parameter]:
+    """Return parameters with the descriptions of a docstring, and those of base classes where it has none."""
+    own = _descriptions(definition)
+    return {
+        name: replace(one, description=own.get(name) or one.description or inherited.get(name, ""))
+        for name, one in parameters.items()
+    }
+
+
+def _descriptions(documented: griffe.Object) -> dict[str, str]:
+    """Return the descriptions of arguments and attributes in a docstring by name."""
+    docstring = documented.docstring
+    if docstring is None:
+        return {}
+    sections = docstring.parse("google", warnings=False)
+    items = [item for section in sections if section.kind in _DESCRIBING for item in section.value]
+    described = {item.name: item.description for item in items}
+    for names, text in _ITEM.findall("".join(_LIST.findall(f"{docstring.value}\n"))):
+        described |= dict.fromkeys(re.findall(r"\w+", names), text)
+    return {name: " ".join(text.split()) for name, text in described.items()}
+
+
+def _summary(documented: griffe.Object) -> str:
+    """Return the first sentence of a docstring."""
+    docstring = documented.docstring.value if documented.docstring else ""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.:]) (?=[A-Z`])", paragraph)[0]
+
+
+def _is_typed_dict(cls: griffe.Class) -> bool:
+    return any("TypedDict" in str(base) for base in cls.bases)
+
+
+class _Scope(dict[str, Any]):
+    """Names that the annotations of a module may use, each resolved when it is asked for."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        is_builtin = name in _BUILTINS
+        return getattr(builtins, name) if is_builtin else type_at(f"{self.module}.{name}")
+
+    def evaluate(self, annotation: griffe.Expr | str | None) -> Any:
+        """Return the value of an annotation, `Any` where it has none or cannot be evaluated."""
+        try:
+            return Any if annotation is None else eval(str(annotation), {"__builtins__": {}}, self)
+        except Exception:  # annotations of other packages may raise anything
+            return Any
+
+
+def _type_of(cls: griffe.Class) -> Any:
+    """Return an enumeration of texts, or the type that stands for any other class."""
+    if "StrEnum" in map(str, cls.bases):
+        members = [one for one in cls.members.values() if isinstance(one, griffe.Attribute)]
+        # a property has no value
+        words = {one.name: ast.literal_eval(str(one.value)) for one in members if one.value}
+        return StrEnum(cls.name, words)
+    place = {"target": cls.path, "is_mapping": _is_typed_dict(cls)}
+    return type(cls.name, (ClassInSource,), place)

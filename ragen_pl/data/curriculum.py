@@ -21,7 +21,7 @@ class Curriculum:
         stages: reset options of each stage in order, none for the environment's own initial states:
             `[{}, {"min_distance": 3}]`.
         above: mean success over the last `window` iterations of a stage; a higher one begins the next stage.
-        share: fraction of the groups that play the present stage.
+        fraction: fraction of the groups that play the present stage.
         window: number of iterations to average.
 
     Raises:
@@ -30,7 +30,7 @@ class Curriculum:
 
     stages: Sequence[Mapping[str, object]]
     above: Fraction
-    share: Fraction
+    fraction: Fraction
     window: Count = 5
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Curriculum:
 
     def plays_present_stage(self, group: int, *, groups: int, iteration: int) -> bool:
         """Return whether a group plays the iteration's stage, and not an earlier one."""
-        return group < self.share * groups or not self.stage(iteration)
+        return group < self.fraction * groups or not self.stage(iteration)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed run needs."""

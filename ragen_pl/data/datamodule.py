@@ -12,7 +12,7 @@ import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.checked import checked
-from ragen_pl.data.ahead import PlayedRollout, RolloutAhead
+from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import Curriculum
@@ -149,14 +149,16 @@ class RolloutDataModule(MinibatchDataModule):
             RolloutError: failures leave too few episodes, see `FailureSettings`.
         """
         played = self._ahead.played(iteration, progress=progress)
-        if played is not None and not self._is_enough(played.trajectories, iteration):
-            played = None
+        ahead = None if played is None else (played.trajectories, self._left(played.trajectories))
+        if ahead is not None and not self._is_enough(ahead[1], iteration):
+            played = ahead = None
         trajectories: list[Trajectory] = []
-        attempts = 0
-        for rollout in self._rollouts(module, iteration, played=played, progress=progress):
+        left, attempts = Remaining(), 0
+        for rollout, rest in self._rollouts(module, iteration, ahead=ahead, progress=progress):
             attempts += 1
             trajectories += rollout
-            left = self._measure(trajectories, iteration)
+            left += rest
+            self._measure(trajectories, left, iteration)
             selection = select_groups(
                 left.trajectories,
                 self.group_filter,
@@ -188,21 +190,21 @@ class RolloutDataModule(MinibatchDataModule):
         module: RolloutModule,
         iteration: int,
         *,
-        played: PlayedRollout | None,
+        ahead: tuple[list[Trajectory], Remaining] | None,
         progress: Progress | None,
-    ) -> Iterator[list[Trajectory]]:
-        """Yield the rollouts of an iteration, later ones if the filter asks for them.
+    ) -> Iterator[tuple[list[Trajectory], Remaining]]:
+        """Yield the rollouts of an iteration with what is left of each, later ones if the filter asks for them.
 
         Args:
             module: Module whose present weights sample.
             iteration: Number of the iteration.
-            played: The first one, if it has been played ahead.
+            ahead: The first one, if it has been played ahead.
             progress: See `AgentProxy.rollout`.
         """
         responder: EngineResponder | None = None
         for attempt in range(1 + self.group_filter.resample):
-            if played is not None and attempt == 0:
-                yield played.trajectories
+            if ahead is not None and attempt == 0:
+                yield ahead
                 continue
             if responder is None:
                 responder = self._responder(module.rollout_engine(), module.global_step)
@@ -215,10 +217,12 @@ class RolloutDataModule(MinibatchDataModule):
             )
             # a rank whose rollout fails, or is stopped, does not leave the others waiting
             trajectories = all_ranks_do(play)
-            if not self._is_enough(trajectories, iteration):
+            left = self._left(trajectories)
+            if not self._is_enough(left, iteration):
                 trajectories = all_ranks_do(play)
+                left = self._left(trajectories)
             self._reward(trajectories)
-            yield trajectories
+            yield trajectories, left
 
     def _observe_stage(
         self, curriculum: Curriculum, trajectories: Sequence[Trajectory], iteration: int
@@ -297,11 +301,12 @@ class RolloutDataModule(MinibatchDataModule):
         super().teardown(stage)
         self._ahead.drop()
 
-    def _is_enough(self, trajectories: Sequence[Trajectory], iteration: int) -> bool:
+    def _left(self, played: Sequence[Trajectory]) -> Remaining:
+        return remaining(played, self.proxy.failures, group_size=self.settings.group_size)
+
+    def _is_enough(self, left: Remaining, iteration: int) -> bool:
         """Return whether failures leave enough of a rollout; the same on every rank."""
-        failures = self.proxy.failures
-        left = remaining(trajectories, failures, group_size=self.settings.group_size)
-        enough = left.is_enough(failures)
+        enough = left.is_enough(self.proxy.failures)
         if not enough and rank() == 0:
             log.warning(
                 "iteration %d: %d of %d episodes failed; it is played once more",
@@ -311,10 +316,9 @@ class RolloutDataModule(MinibatchDataModule):
             )
         return enough
 
-    def _measure(self, trajectories: list[Trajectory], iteration: int) -> Remaining:
-        """Set the metrics of an iteration and return the episodes that are left to train on."""
+    def _measure(self, trajectories: list[Trajectory], left: Remaining, iteration: int) -> None:
+        """Set the metrics of an iteration; it must have enough episodes left."""
         failures = self.proxy.failures
-        left = remaining(trajectories, failures, group_size=self.settings.group_size)
         if not left.is_enough(failures):
             raise too_few(left, trajectories, failures, iteration=iteration)
         statistics, failure_statistics = RolloutStatistics(), FailureStatistics()
@@ -328,7 +332,6 @@ class RolloutDataModule(MinibatchDataModule):
             self.metrics["resent"] = float(sum_over_ranks(torch.tensor(float(new))))
         environments = self.proxy.environments
         self.metrics["redraws"] = environments.redraws / max(environments.resets, 1)
-        return left
 
     def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,11 +27,21 @@ class Remaining:
         dropped_groups: number of groups with too few members over all ranks.
     """
 
-    trajectories: list[Trajectory]
-    all: int
-    left: int
-    failed: int
-    dropped_groups: int
+    trajectories: list[Trajectory] = field(default_factory=list)
+    all: int = 0
+    left: int = 0
+    failed: int = 0
+    dropped_groups: int = 0
+
+    def __add__(self, other: Remaining) -> Remaining:
+        """Return the episodes of two rollouts, which have no group in common."""
+        return Remaining(
+            trajectories=[*self.trajectories, *other.trajectories],
+            all=self.all + other.all,
+            left=self.left + other.left,
+            failed=self.failed + other.failed,
+            dropped_groups=self.dropped_groups + other.dropped_groups,
+        )
 
     @property
     def fraction(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _SEED = 0
 # of each scripted policy: it may choose by chance
 _ACTIONS = 32
-# random episodes and their steps that are played
+# random episodes, each played twice, and their steps
 _EPISODES, _STEPS = 4, 6
 # random episodes, or their steps, whose return is compared with that of invalid responses
 _COMPARED, _COMPARED_STEPS = 16, 100
@@ -60,11 +60,23 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """Outcome of a step of an episode that is played twice."""
+    """The beginning of an episode, or the outcome of a step."""
 
     observation: Observation
     reward: float
     state_key: str | None
+
+    def difference(self, other: _Moment) -> str | None:
+        """Return the name of the first part that differs; None if all are equal."""
+        mine, its = self.observation, other.observation
+        images = len(mine.images) == len(its.images)
+        same = {
+            "text": mine.text == its.text,
+            "images": images and all(map(np.array_equal, mine.images, its.images)),
+            "reward": self.reward == other.reward,
+            "state_key()": self.state_key == other.state_key,
+        }
+        return next((part for part, equal in same.items() if not equal), None)
 
 
 class _Check:
@@ -79,13 +91,10 @@ class _Check:
     def __init__(
         self, cfg: DictConfig, calls: EnvironmentCalls, env: gymnasium.Env[Any, Any]
     ) -> None:
-        self.cfg, self.calls, self.env, self.place = cfg, calls, env, calls.place
-        self.manager = EnvironmentManager(
-            **(
-                manager_settings(cfg.env)
-                | {"record_states": bool(OmegaConf.select(cfg, "validation.held_out"))}
-            )
-        )
+        self.cfg, self.calls, self.env = cfg, calls, env
+        record_states = bool(OmegaConf.select(cfg, "validation.held_out"))
+        settings = manager_settings(cfg.env) | {"record_states": record_states}
+        self.manager = EnvironmentManager(**settings)
 
     def run(self) -> None:
         """Play and compare.
@@ -93,28 +102,69 @@ class _Check:
         Raises:
             ConfigError: with the first thing that is wrong.
         """
-        if not isinstance(self.env, gymnasium.Env):
-            raise ConfigError(
-                f"{self.place}: found a {type(self.env).__name__}, expected a gymnasium.Env; derive it from that"
-            )
-        self.calls.call("", lambda: _check_actions(self.env, place=self.place))
-        first, second = self._reset(), self._reset()
-        if not _same(first.observation, second.observation):
-            raise ConfigError(
-                f"{self.place}: two resets with seed {_SEED} began differently; draw from self.np_random only"
-            )
-        if first.observation is not None and first.observation.request is not None:
+        self._require(
+            isinstance(self.env, gymnasium.Env),
+            f"found a {type(self.env).__name__}, expected a gymnasium.Env; derive it from that",
+        )
+        self.calls.call("", self._check_actions)
+        slot = self._reset()
+        if slot.observation is None or slot.observation.request is not None:
             return  # a program waits for its policy
-        self._check_images(second)
-        self._check_state_keys(first, second)
+        shows = bool(slot.observation.images)
+        content, model = ("an image", "small_vlm") if shows else ("no image", "small_lm")
+        self._require(
+            shows == bool(self.cfg.env.get("visual", shows)),
+            f"found {content} in its observation; set env.visual={str(shows).lower()} model={model}",
+        )
+        self._require(
+            slot.state_key is not None or not self.manager.record_states,
+            "has no state_key() that returns a str, which validation.held_out=true needs; write one, or set "
+            "validation.held_out=false",
+        )
         for key, policy in _scripted_policies(self.cfg):
-            self._check_scripted_policy(second, policy, key=key)
-        named = second.action_names is not None
-        self._step(second, 0 if named else self._drawn_action(np.random.default_rng(_SEED)))
+            self._check_scripted_policy(slot, policy, key=key)
         with only_new_garbage():
             self._check_episodes()
         self._check_stages()
         self._warn_of_garbage()
+
+    def _require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise ConfigError(f"{self.calls.place}: {otherwise}")
+
+    def _check_actions(self) -> None:
+        environment: Any = self.env.unwrapped
+        space: Any = getattr(environment, "action_space", None)
+        if isinstance(space, spaces.Text):
+            return
+        found = f"found action_space={space}, expected"
+        self._require(
+            isinstance(space, spaces.Discrete),
+            f"{found} Discrete(n) for named actions or Text(max_length) for free text; set it",
+        )
+        self._require(
+            space.start == 0,
+            f"{found} one that starts at 0, since step gets the index of a name; set Discrete({space.n})",
+        )
+        names: Any = getattr(environment, "action_names", None)
+        found = f"found action_names={names!r}, expected"
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        self._require(
+            is_list and len(names) == space.n,
+            f'{found} a name for each of {space.n} actions; set action_names = ("Up", …)',
+        )
+        self._require(
+            all(isinstance(name, str) for name in names), f"{found} texts; quote each name"
+        )
+        plain = [name.strip().casefold() for name in names]
+        self._require(
+            len(set(plain)) == len(plain) and all(plain),
+            f"{found} names that differ; case does not count",
+        )
+        self._require(
+            not any(mark in name for name in plain for mark in _RESERVED),
+            f"{found} none of {', '.join(_RESERVED)} in them",
+        )
 
     def _reset(self, seed: int = _SEED) -> EnvironmentSlot:
         reset = partial(self.env.reset, seed=seed, options=None)
@@ -141,40 +191,25 @@ class _Check:
 
         return self.calls.call("", read)
 
-    def _drawn_action(self, rng: np.random.Generator) -> int | str:
-        """Return an action that the environment draws; of free texts any, where it draws none."""
-        members = EnvironmentMembers(self.env)
+    def _played(self, seed: int, *, steps: int) -> list[_Moment]:
+        """Return the first moments of a random episode."""
+        slot, rng = self._reset(seed), np.random.default_rng(seed)
+        assert slot.observation is not None
+        moments = [_Moment(slot.observation, 0.0, slot.state_key)]
+        for _ in range(min(steps, self.manager.max_turns)):
+            action = self.calls.call("random_action(rng)", partial(self._random_action, rng))
+            reward, ended = self._step(slot, _TEXT if action is None else action)
+            moments.append(_Moment(slot.observation, reward, slot.state_key))
+            if ended:
+                break
+        return moments
 
-        def draw() -> int | str:
-            try:
-                return members.random_action(rng)
-            except TypeError:
-                return _TEXT
-
-        return self.calls.call("random_action(rng)", draw)
-
-    def _check_images(self, slot: EnvironmentSlot) -> None:
-        shows = bool(slot.observation and slot.observation.images)
-        if shows != bool(self.cfg.env.get("visual", shows)):
-            content, value = ("an image", "true") if shows else ("no image", "false")
-            raise ConfigError(
-                f"{self.place}: found {content} in its observation; set env.visual={value} "
-                f"model={'small_vlm' if shows else 'small_lm'}"
-            )
-
-    def _check_state_keys(self, first: EnvironmentSlot, second: EnvironmentSlot) -> None:
-        if not self.manager.record_states:
-            return
-        if first.state_key is None:
-            raise ConfigError(
-                f"{self.place}: has no state_key() that returns a str, which validation.held_out=true needs; "
-                "write one, or set validation.held_out=false"
-            )
-        if first.state_key != second.state_key:
-            raise ConfigError(
-                f"{self.place}: state_key() differs after two resets with seed {_SEED}, so that "
-                "validation.held_out=true would hold nothing out; build it from the state alone"
-            )
+    def _random_action(self, rng: np.random.Generator) -> int | str | None:
+        """Return an action that the environment draws; None of free texts where it draws none."""
+        try:
+            return EnvironmentMembers(self.env).random_action(rng)
+        except TypeError:
+            return None
 
     def _check_scripted_policy(
         self, slot: EnvironmentSlot, settings: DictConfig, *, key: str
@@ -187,43 +222,14 @@ class _Check:
                 lambda: [policy.act(slot.env, rng) for _ in range(_ACTIONS)],
                 time_limit_factor=_ACTIONS,
             )
-            if wrong := [action for action in actions if not _is_action(action, slot)]:
-                raise ValueError(f"chose action {wrong[0]!r}, expected {_expected_action(slot)}")
-
-    def _warn_of_garbage(self) -> None:
-        """Warn where responses without a valid action earn more than random play."""
-        honest = self._random_return()
-        turns = 1 if self.manager.invalid_ends else self.manager.max_turns
-        garbage = -self.manager.format_penalty * turns
-        if honest is not None and garbage > honest:
-            log.warning(
-                "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an "
-                "agent may learn to answer nothing; set env.format_penalty=%.2g",
-                self.place,
-                garbage,
-                honest,
-                1.1 * -honest / turns,
-            )
-
-    def _random_return(self) -> float | None:
-        """Return the mean return of a few random episodes; None of an environment that draws no free texts."""
-        rng, returns, steps = np.random.default_rng(_SEED), list[float](), 0
-        for seed in range(_COMPARED):
-            slot, over = self._reset(seed), False
-            returns.append(0.0)
-            for _ in range(self.manager.max_turns):
-                try:
-                    action = EnvironmentMembers(self.env).random_action(rng)
-                except TypeError:
-                    return None
-                reward, over = self._step(slot, action)
-                returns[-1] += reward
-                steps += 1
-                if over:
-                    break
-            if steps >= _COMPARED_STEPS:
-                break
-        return float(np.mean(returns))
+            names = slot.action_names
+            numbers = range(len(names or ()))
+            for action in actions:
+                is_one = isinstance(action, str) if names is None else action in numbers
+                # an empty text is the action of a policy whose responses are invalid
+                if action != "" and not is_one:
+                    expected = "a text" if names is None else f"0 to {len(names) - 1}"
+                    raise ValueError(f"chose action {action!r}, expected {expected}")
 
     def _check_stages(self) -> None:
         """Check that the environment takes the reset options of each stage, and name one that is wrong by itself."""
@@ -231,19 +237,17 @@ class _Check:
             stages = OmegaConf.select(self.cfg, f"{node}.stages")
             plain: Any = OmegaConf.to_container(stages, resolve=True) if stages else []
             for stage, options in enumerate(plain):
-                self._check_stage(f"{node}.stages.{stage}", options)
-
-    def _check_stage(self, key: str, options: dict[str, Any]) -> None:
-        with config_errors(f"{key}={options}"):
-            try:
-                self._reset_with(options or None)
-            except ConfigError:
-                raise
-            except Exception:
-                for name, value in options.items():
-                    with config_errors(f"{key}.{name}={value}"):
-                        self._reset_with({name: value})
-                raise
+                key = f"{node}.stages.{stage}"
+                with config_errors(f"{key}={options}"):
+                    try:
+                        self._reset_with(options or None)
+                    except ConfigError:
+                        raise
+                    except Exception:
+                        for name, value in options.items():
+                            with config_errors(f"{key}.{name}={value}"):
+                                self._reset_with({name: value})
+                        raise
 
     def _reset_with(self, options: dict[str, Any] | None) -> None:
         reset = partial(self.env.reset, seed=_SEED, options=options)
@@ -254,142 +258,87 @@ class _Check:
         images: list[np.ndarray] = []
         memory: list[int | None] = []
         for seed in range(_EPISODES):
-            first, second = (self._played(seed, memory) for _ in range(2))
-            for number, (moment, again) in enumerate(zip_longest(first, second)):
-                if moment is None or again is None or not _equal(moment, again):
-                    raise ConfigError(
-                        f"{self.place}: two episodes with seed {seed} and equal actions differ after {number} steps; "
-                        "draw from self.np_random only, and keep nothing from one episode to the next"
-                    )
-            images += [image for moment in first for image in moment.observation.images]
-            texts = [moment.observation.text for moment in first]
-            window = OmegaConf.select(self.cfg, "context.window")
-            if self.manager.max_turns > _GROWS and window == "all":
-                _check_growth(texts, place=self.place)
-        _check_variety(images, place=self.place)
+            plays = []
+            for _ in range(2):
+                memory.append(used_memory())
+                plays.append(self._played(seed, steps=_STEPS))
+            for step, (moment, again) in enumerate(zip_longest(*plays)):
+                part = moment.difference(again) if moment and again else "length"
+                self._require(
+                    part is None,
+                    f"two episodes with seed {seed} and equal actions differ in {part} after {step} steps; draw from "
+                    "self.np_random only, keep nothing from one episode to the next, and build state_key() from the "
+                    "state alone",
+                )
+            images += [image for moment in plays[0] for image in moment.observation.images]
+            self._check_growth([moment.observation.text for moment in plays[0]])
+        self._require(
+            not images or any(image.min() != image.max() for image in images),
+            f"each of its {len(images)} images has one colour only; check its renderer (a second OpenGL context may "
+            "draw nothing)",
+        )
+        self._require(
+            len(images) <= _EPISODES
+            or not all(np.array_equal(images[0], image) for image in images),
+            f"all of its {len(images)} images are equal; check its renderer",
+        )
         if not self.cfg.env.get("process"):
-            _warn_of_memory(memory, place=self.place)
+            self._warn_of_memory([number for number in memory if number is not None])
 
-    def _played(self, seed: int, memory: list[int | None]) -> list[_Moment]:
-        """Return the first moments of a random episode, and append the memory in use before it."""
-        memory.append(used_memory())
-        slot, rng = self._reset(seed), np.random.default_rng(seed)
-        assert slot.observation is not None
-        moments = [_Moment(slot.observation, 0.0, slot.state_key)]
-        for _ in range(min(_STEPS, self.manager.max_turns)):
-            reward, ended = self._step(slot, self._drawn_action(rng))
-            moments.append(_Moment(slot.observation, reward, slot.state_key))
-            if ended:
-                break
-        return moments
-
-
-def _check_actions(env: gymnasium.Env[Any, Any], *, place: str) -> None:
-    environment: Any = env.unwrapped
-    space = getattr(environment, "action_space", None)
-    if isinstance(space, spaces.Text):
-        return
-    if not isinstance(space, spaces.Discrete):
-        raise ConfigError(
-            f"{place}: found action_space={space}, expected Discrete(n) for named actions or Text(max_length) for "
-            "free text; set it"
-        )
-    if space.start != 0:
-        raise ConfigError(
-            f"{place}: found action_space={space}, expected one that starts at 0, since step gets the index of a "
-            f"name; set Discrete({space.n})"
-        )
-    names = getattr(environment, "action_names", None)
-    if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != space.n:
-        raise ConfigError(
-            f"{place}: found action_names={names!r}, expected a name for each of {space.n} actions; "
-            'set action_names = ("Up", …)'
-        )
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            f"{place}: found action_names={tuple(names)!r}, expected texts; quote each name"
-        )
-    plain = [name.strip().casefold() for name in names]
-    if len(set(plain)) < len(plain) or not all(plain):
-        raise ConfigError(
-            f"{place}: found action_names={tuple(names)!r}, expected names that differ; case does not count"
-        )
-    if any(mark in name for name in plain for mark in _RESERVED):
-        raise ConfigError(
-            f"{place}: found action_names={tuple(names)!r}, expected none of {', '.join(_RESERVED)} in them"
-        )
-
-
-def _scripted_policies(cfg: DictConfig) -> list[tuple[str, DictConfig]]:
-    baselines = OmegaConf.select(cfg, "validation.baselines") or {}
-    policies = [
-        (f"validation.baselines.{name}", policy) for name, policy in baselines.items() if policy
-    ]
-    if OmegaConf.select(cfg, "warm_start.enabled"):
-        policies.append(("warm_start.demonstrator", cfg.warm_start.demonstrator))
-    return policies
-
-
-def _is_action(action: int | str, slot: EnvironmentSlot) -> bool:
-    # that of a policy whose responses are invalid
-    if action == "":
-        return True
-    if slot.action_names is None:
-        return isinstance(action, str)
-    return not isinstance(action, str) and 0 <= action < len(slot.action_names)
-
-
-def _expected_action(slot: EnvironmentSlot) -> str:
-    return "a text" if slot.action_names is None else f"0 to {len(slot.action_names) - 1}"
-
-
-def _check_variety(images: Sequence[np.ndarray], *, place: str) -> None:
-    if images and all(image.min() == image.max() for image in images):
-        raise ConfigError(
-            f"{place}: each of its {len(images)} images has one colour only; check its renderer (a second OpenGL "
-            "context may draw nothing)"
-        )
-    if len(images) > _EPISODES and all(np.array_equal(images[0], image) for image in images):
-        raise ConfigError(f"{place}: all of its {len(images)} images are equal; check its renderer")
-
-
-def _check_growth(texts: Sequence[str], *, place: str) -> None:
-    grows = [
-        bool(text) and text in following and len(following) > len(text)
-        for text, following in pairwise(texts)
-    ]
-    if len(grows) >= _GROWS and all(grows):
-        raise ConfigError(
-            f"{place}: each observation contains the one before it ({len(texts[0])} to {len(texts[-1])} characters in "
+    def _check_growth(self, texts: Sequence[str]) -> None:
+        if (
+            OmegaConf.select(self.cfg, "context.window") != "all"
+            or self.manager.max_turns <= _GROWS
+        ):
+            return
+        grows = [bool(text) and text in later and later != text for text, later in pairwise(texts)]
+        self._require(
+            len(grows) < _GROWS or not all(grows),
+            f"each observation contains the one before it ({len(texts[0])} to {len(texts[-1])} characters in "
             f"{len(grows)} steps), and context.window=all repeats them all; return what is new, or set "
-            "context.window=1"
+            "context.window=1",
         )
 
+    def _warn_of_memory(self, memory: Sequence[int]) -> None:
+        """Warn of an environment that keeps memory of each episode, from the bytes in use before each."""
+        kept = [after - before for before, after in pairwise(memory)][_FIRST_EPISODES:]
+        if kept and min(kept) >= _KEPT:
+            log.warning(
+                "%s: each episode keeps about %d MiB of memory; free it in reset, or set env.process=true "
+                "env.memory_mb=…",
+                self.calls.place,
+                sorted(kept)[len(kept) // 2] >> 20,
+            )
 
-def _warn_of_memory(memory: Sequence[int | None], *, place: str) -> None:
-    """Warn of an environment that keeps memory of each episode.
+    def _warn_of_garbage(self) -> None:
+        """Warn where responses without a valid action earn more than random play."""
+        if self._random_action(np.random.default_rng(_SEED)) is None:
+            return
+        returns, steps = list[float](), 0
+        for seed in range(_COMPARED):
+            moments = self._played(seed, steps=self.manager.max_turns)
+            returns.append(sum(moment.reward for moment in moments))
+            steps += len(moments) - 1
+            if steps >= _COMPARED_STEPS:
+                break
+        honest, turns = float(np.mean(returns)), self.manager.max_turns
+        turns = 1 if self.manager.invalid_ends else turns
+        garbage = -self.manager.format_penalty * turns
+        if garbage > honest:
+            log.warning(
+                "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an "
+                "agent may learn to answer nothing; set env.format_penalty=%.2g",
+                self.calls.place,
+                garbage,
+                honest,
+                1.1 * -honest / turns,
+            )
 
-    Args:
-        memory: bytes in use before each episode.
-        place: key and value of the environment.
-    """
-    known = [number for number in memory if number is not None]
-    kept = [after - before for before, after in pairwise(known)][_FIRST_EPISODES:]
-    if kept and min(kept) >= _KEPT:
-        log.warning(
-            "%s: each episode keeps about %d MiB of memory; free it in reset, or set env.process=true env.memory_mb=…",
-            place,
-            sorted(kept)[len(kept) // 2] >> 20,
-        )
 
-
-def _same(first: Observation | None, second: Observation | None) -> bool:
-    if first is None or second is None or len(first.images) != len(second.images):
-        return first is second
-    images = zip(first.images, second.images, strict=True)
-    return first.text == second.text and all(np.array_equal(*pair) for pair in images)
-
-
-def _equal(first: _Moment, second: _Moment) -> bool:
-    same = _same(first.observation, second.observation)
-    return same and (first.reward, first.state_key) == (second.reward, second.state_key)
+def _scripted_policies(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Yield the policies that play in a run, each with its key."""
+    for name, policy in (OmegaConf.select(cfg, "validation.baselines") or {}).items():
+        if policy:
+            yield f"validation.baselines.{name}", policy
+    if OmegaConf.select(cfg, "warm_start.enabled"):
+        yield "warm_start.demonstrator", cfg.warm_start.demonstrator

@@ -123,15 +123,17 @@ def _shorter_prefill(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
     )
 
 
-def _smaller_memory_share(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
-    """Return a `memory_share` for vLLM with which the rollout fits, if twice its weights in 16 bits fit into it."""
-    fraction = OmegaConf.select(cfg, "rollout.engine.memory_share")
+def _smaller_memory_fraction(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
+    """Return a `memory_fraction` for vLLM with which the rollout fits, if twice its weights in 16 bits fit into it."""
+    fraction = OmegaConf.select(cfg, "rollout.engine.memory_fraction")
     if fraction is None or plan.device is None:
         return None
     size = plan.device.size
     smaller = math.floor(20 * (fraction - (plan.highest.total - size) / size)) / 20
     return (
-        {"rollout.engine.memory_share": smaller} if smaller * size > 4 * plan.parameters else None
+        {"rollout.engine.memory_fraction": smaller}
+        if smaller * size > 4 * plan.parameters
+        else None
     )
 
 
@@ -161,7 +163,7 @@ _ACTIVATIONS = frozenset({"activations"})
 _EIGHT_BITS = {"bitsandbytes": "bitsandbytes.optim.AdamW8bit", "torchao": "torchao.optim.AdamW8bit"}
 _REMEDIES = (
     _Remedy(_STATE, _half_precision),
-    _Remedy(frozenset({"vLLM"}), _smaller_memory_share),
+    _Remedy(frozenset({"vLLM"}), _smaller_memory_fraction),
     _Remedy(_ACTIVATIONS, _checkpointed),
     _Remedy(_ACTIVATIONS, _smaller_microbatches),
     _Remedy(_ACTIVATIONS, _shorter_forward),

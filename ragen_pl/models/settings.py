@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import product
 from typing import Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge, Interval
+from annotated_types import Interval
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.constraints import Count, DivisorOf, Positive, needing
+from ragen_pl.constraints import Count, Positive
 
-Attention = (
-    Literal["sdpa", "eager", "flex_attention"]
-    | Annotated[
-        Literal["flash_attention_2"],
-        needing("flash_attention_2", ("flash_attn", "kernels"), "flash-attn"),
-    ]
-    | Annotated[
-        Literal["flash_attention_3"],
-        needing("flash_attention_3", ("kernels", "flash_attn_interface"), "kernels"),
-    ]
-)
+Attention = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 """Implementations of attention in transformers."""
 
 
@@ -44,7 +35,7 @@ class VisionSettings(TypedDict, total=False):
     patch_size: Count
     width: Count
     depth: Count
-    heads: Annotated[int, Ge(1), DivisorOf("width")]
+    heads: Count
     mlp_ratio: Positive
     max_cells: Count
 
@@ -64,12 +55,23 @@ class DecoderSettings(TypedDict, total=False):
     hidden_size: Count
     intermediate_size: Count
     num_hidden_layers: Count
-    num_attention_heads: Annotated[int, Ge(1), DivisorOf("hidden_size")]
-    num_key_value_heads: Annotated[int, Ge(1), DivisorOf("num_attention_heads")]
+    num_attention_heads: Count
+    num_key_value_heads: Count
     # the rotary embedding computes positions in float32, exact up to here
     max_position_embeddings: Annotated[int, Interval(ge=1, le=2**24)]
 
 
+# sizes, each with the setting that divides it
+_DIVISORS = (
+    ("text.hidden_size", "text.num_attention_heads"),
+    ("text.num_attention_heads", "text.num_key_value_heads"),
+    ("vision.width", "vision.heads"),
+)
+# packages any of which an implementation needs, and the name of the first one for pip
+_PACKAGES = {
+    "flash_attention_2": (("flash_attn", "kernels"), "flash-attn"),
+    "flash_attention_3": (("kernels", "flash_attn_interface"), "kernels"),
+}
 NO_PEFT = "model.build.lora: peft is not installed; pip install 'ragen_pl[lora]', or set null"
 _SCALED = ("16-mixed", "16")
 # precisions of the Trainer in which float32 weights are computed on in 16 bits
@@ -91,6 +93,10 @@ class ModelRules:
         if build.get("lora") is not None and find_spec("peft") is None:
             yield NO_PEFT
         yield from _attention_problems(cfg, build)
+        for model, (size, divisor) in product(("model.build", "critic.build"), _DIVISORS):
+            whole, part = (OmegaConf.select(cfg, f"{model}.{key}") for key in (size, divisor))
+            if whole is not None and part is not None and whole % part:
+                yield f"{model}.{divisor}={part}: expected a divisor of {model}.{size}={whole}"
 
 
 def _training_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[str]:
@@ -120,15 +126,17 @@ def _training_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[st
 
 
 def _attention_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where flash attention is not on a GPU or not in 16 bits."""
+    """Yield where flash attention is not installed, not on a GPU or not in 16 bits."""
     attention = build.get("attn_implementation")
     parts = attention.values() if isinstance(attention, Mapping) else [attention]
-    if not any(str(part).startswith("flash_") for part in parts):
+    key, flash = f"model.build.attn_implementation={attention}", _PACKAGES.keys() & set(parts)
+    for part in flash:
+        packages, name = _PACKAGES[part]
+        if not any(map(find_spec, packages)):
+            yield f"{key}: {part} needs the package {packages[0]}; install it (pip install {name}), or set sdpa"
+    if not flash:
         return
-    place, precision = (
-        f"model.build.attn_implementation={attention}: flash attention",
-        str(OmegaConf.select(cfg, "trainer.precision")),
-    )
+    place, precision = f"{key}: flash attention", str(OmegaConf.select(cfg, "trainer.precision"))
     if "cpu" in (OmegaConf.select(cfg, "trainer.accelerator"), OmegaConf.select(cfg, "device")):
         yield f"{place} needs a GPU; set model.build.attn_implementation=sdpa"
     if build.get("dtype") == "float32" and precision not in _AUTOCAST:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 import threading
@@ -11,6 +10,7 @@ from types import TracebackType
 
 from ragen_pl.distributed import tell_error
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.machine import print_stacks
 
 # seconds for a run to end by itself; other ranks hear of the error meanwhile
 _END_S = 20.0
@@ -26,6 +26,17 @@ class StallWatch:
     Args:
         limit_s: seconds without the end of a turn; None for no limit.
         end_s: seconds for `check` to follow.
+
+    Example:
+        `limit_s=900` and `end_s=20`. The loop of a rollout calls `check` before each step::
+
+            time    call                    state
+            0 s     __enter__               WATCHING  a thread waits
+            40 s    check(turn_ended=True)  WATCHING  until 940 s
+            700 s   check()                 WATCHING  no turn has ended, still until 940 s
+            940 s                           STALLED   the thread prints all stacks; other ranks hear of the error
+            950 s   check()                 raises the error
+            960 s                           without that call the process would be ended
     """
 
     def __init__(self, limit_s: float | None, *, end_s: float = _END_S) -> None:
@@ -67,7 +78,7 @@ class StallWatch:
         while (left := self._last + limit_s - time.monotonic()) > 0:
             if self._ended.wait(left):
                 return
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        print_stacks()
         error = RolloutError(
             f"rollout.failures.stall_s={limit_s:g}: no turn of any episode has ended for {limit_s:g} s; the stacks "
             "above show what this process waits for; raise it if turns may take longer"

@@ -56,29 +56,20 @@ def check_files(cfg: DictConfig) -> None:
     run = configured_run(cfg)
     check_folder(run.folder)
     check_unused(cfg, run)
-    for file, place in (
+    files = [
         (run.checkpoint, f"ckpt_path={cfg.ckpt_path}"),
         (run.warm_start, str(run.warm_start)),
-        *([] if run.has_initial_weights else given_initial_weights(cfg)),
-    ):
+    ]
+    given = OmegaConf.select(cfg, "warm_start.weights")
+    if given is not None and not run.has_initial_weights:
+        file, place = Path(str(given)).expanduser(), f"warm_start.weights={given}"
+        if not file.exists():
+            raise ConfigError(f"{place}: expected a path that exists")
+        files.append((file, place))
+    for file, place in files:
         problem = problem_of(file) if file and file.exists() else None
         if problem:
             raise ConfigError(f"{place}: {problem}; give another one, or delete it and start anew")
-
-
-def given_initial_weights(cfg: DictConfig) -> list[tuple[Path, str]]:
-    """Return the file of initial weights and the setting that names it, nothing where none is set.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    given = OmegaConf.select(cfg, "warm_start.weights")
-    if given is None:
-        return []
-    file, place = Path(str(given)).expanduser(), f"warm_start.weights={given}"
-    if not file.exists():
-        raise ConfigError(f"{place}: expected a path that exists")
-    return [(file, place)]
 
 
 def check_unused(cfg: DictConfig, run: Run) -> None:
@@ -170,16 +161,19 @@ def check_shared_folder(cfg: DictConfig) -> None:
     Raises:
         ConfigError: each process would name its own.
     """
-    outside, nodes = outside_processes(), OmegaConf.select(cfg, "trainer.num_nodes", default=1)
+    given = cfg.paths.run_dir or os.environ.get(RUN_DIR)
     is_path = cfg.ckpt_path not in (None, "last", "auto")
-    if nodes > 1 and not (cfg.paths.run_dir or is_path or os.environ.get(RUN_DIR)):
-        raise ConfigError(
-            f"paths.run_dir=null: trainer.num_nodes={nodes} machines start the run, and each would name a folder of "
-            "its own; set paths.run_dir to a folder that all of them share"
-        )
-    named = cfg.paths.run_dir or cfg.ckpt_path or os.environ.get(RUN_DIR)
-    if outside > 1 and not named:
-        raise ConfigError(
-            f"paths.run_dir=null: {outside} processes were started from outside (torchrun, srun), and each would name "
-            "a folder of its own; set paths.run_dir"
-        )
+    nodes = OmegaConf.select(cfg, "trainer.num_nodes", default=1)
+    for count, starters, named in (
+        (nodes, "machines (trainer.num_nodes) start the run", is_path),
+        (
+            outside_processes(),
+            "processes were started from outside (torchrun, srun)",
+            cfg.ckpt_path,
+        ),
+    ):
+        if count > 1 and not (given or named):
+            raise ConfigError(
+                f"paths.run_dir=null: {count} {starters}, and each would name a folder of its own; set paths.run_dir "
+                "to a folder that all of them share"
+            )

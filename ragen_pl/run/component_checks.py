@@ -46,7 +46,10 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         ]
         callbacks: list[object] = build_named(cfg.callbacks)
     with config_errors("algorithm"):
-        _check_engine(cfg)
+        engine = engine_class(cfg.rollout.engine)
+        # another one is checked when it is there
+        if cfg.rollout.iterations_ahead and engine is not None:
+            check_asynchronous(engine)
         facts = _run_facts(cfg, environment, estimator, loss, callbacks)
         for component in (estimator, loss, *others, *callbacks):
             if isinstance(component, ChecksRun):
@@ -93,11 +96,3 @@ def check_logger(cfg: DictConfig) -> None:
         logger = get_class(cfg.logger._target_)
         if isinstance(logger, ChecksSettings):
             logger.check_settings(dict(cfg.logger), root=cfg.paths.root)
-
-
-def _check_engine(cfg: DictConfig) -> None:
-    """Check that the engine can sample while the policy trains, if it has to."""
-    engine = engine_class(cfg.rollout.engine)
-    # another one is checked when it is there
-    if cfg.rollout.iterations_ahead and engine is not None:
-        check_asynchronous(engine)

@@ -151,9 +151,3 @@ class StallLimit:
         if time.monotonic() < self._end:
             return None
         return f"{self._label}: nothing has happened for {self._limit_s:g} s (trainer.stall_s); its stacks are above"
-
-
-def print_stacks() -> None:
-    """Print the stacks of all threads of this process to stderr."""
-    if sys.__stderr__ is not None:
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from ragen_pl.config.errors import Ending
+from ragen_pl.machine import print_stacks
 from ragen_pl.run.rank_hub import (
     CAUSE_S,
     LONGEST_MESSAGE,
@@ -39,7 +40,7 @@ from ragen_pl.run.rank_hub import (
     received,
     send,
 )
-from ragen_pl.run.rank_limits import StallLimit, print_stacks
+from ragen_pl.run.rank_limits import StallLimit
 from ragen_pl.run.rank_threads import in_thread, until_done
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -27,7 +27,7 @@ DESK = {
     "rules": 2,
     "requests": 1,
     "orders": 1,
-    "grant_share": 0.45,
+    "grant_fraction": 0.45,
     "wrong_cost": 0.1,
 }
 COMMAND = [sys.executable, str(AGENTS / "support_desk.py")]

@@ -123,9 +123,9 @@ GROUPS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])  # deviations in the ratio 0 : 1
         (TopFraction(fraction=0.25, minimum=3), [1, 2, 3]),
         (TopCount(count=3), [1, 2, 3]),
         (TopCount(count=9), [0, 1, 2, 3]),
-        (TopMass(share=0.5), [2]),
-        (TopMass(share=6 / 7), [2, 3]),
-        (TopMass(share=0.9), [1, 2, 3]),
+        (TopMass(fraction=0.5), [2]),
+        (TopMass(fraction=6 / 7), [2, 3]),
+        (TopMass(fraction=0.9), [1, 2, 3]),
         (AboveDeviation(), [1, 2, 3]),
         (AboveDeviation(threshold=2.0), [2]),
     ],
@@ -152,7 +152,7 @@ def test_filters_break_ties_by_group_index() -> None:
         lambda: TopFraction(fraction=0.0),
         lambda: TopFraction(minimum=0),
         lambda: TopCount(count=0),
-        lambda: TopMass(share=1.5),
+        lambda: TopMass(fraction=1.5),
     ],
 )
 def test_filters_reject_wrong_settings(make) -> None:

@@ -119,7 +119,7 @@ def test_top_mass_drops_groups_with_equal_returns() -> None:
     group = torch.arange(10).repeat_interleave(2)
     returns = torch.zeros(20)
     returns[1], returns[3] = 1.0, 1.0  # two groups of ten differ
-    kept = TopMass(share=0.9)(returns, group)
+    kept = TopMass(fraction=0.9)(returns, group)
     assert group[kept].unique().tolist() == [0, 1]
 
 

@@ -25,7 +25,7 @@ SWITCHES = [
     # filters
     ("starpo", f"{KEEP}.TopFraction +algorithm.filter.keep.fraction=0.5", "episodes_trained"),
     ("starpo", f"{KEEP}.TopCount +algorithm.filter.keep.count=1", "episodes_trained"),
-    ("starpo", f"{KEEP}.TopMass +algorithm.filter.keep.share=0.3", "episodes_trained"),
+    ("starpo", f"{KEEP}.TopMass +algorithm.filter.keep.fraction=0.3", "episodes_trained"),
     ("starpo", f"{KEEP}.AboveDeviation", "episodes_trained"),
     ("starpo_s algorithm.filter.keep.fraction=0.5", "algorithm.filter.keep.minimum=3", "episodes_trained"),
     ("starpo_s", "algorithm.filter.rescale=linear", "advantage"),

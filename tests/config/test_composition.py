@@ -57,6 +57,18 @@ def test_own_files_are_found(tmp_path: Path) -> None:
     [
         ({"env": "bandid"}, "env=.*bandid.*: no such option; did you mean bandit?"),
         ({"rollout": {"groops": 3}}, "unknown key rollout.groops; did you mean rollout.groups?"),
+        ({"rolout": {"groups": 3}}, "unknown key rolout; did you mean rollout?"),
+        ({"rollout/engin": "vllm"}, "unknown key rollout.engin; did you mean rollout.engine?"),
+        ({"env.kwargs.sise": 3}, "unknown key env.kwargs.sise; did you mean env.kwargs.size?"),
+        (
+            {"optimizer.momentum": 0.9},
+            "optimizer.momentum.*; a new one needs .optimizer.momentum=…",
+        ),
+        (
+            {"+trainer.profilr": "simple"},
+            "unknown key trainer.profilr; did you mean trainer.profiler?",
+        ),
+        ({"+trainer.logger": True}, "unknown key trainer.logger"),
         ({"rollout.groups": 0}, "rollout.groups=0: expected a whole number, at least 1"),
         ({"seed": object()}, "seed: got a value of type object; give a number, "),
         ({"algorithm": 3}, "algorithm"),

@@ -75,7 +75,7 @@ def cpu_seconds() -> float:
         (["+environment=nope"], "environment=nope: no such option"),
         (["ckpt_path=gone.ckpt"], "ckpt_path=gone.ckpt: expected a path that exists"),
         (["seed"], "seed: expected key=value"),
-        (["~sed"], "~sed: there is no such key; did you mean seed?"),
+        (["~sed"], "unknown key sed; did you mean seed?"),
         (["seed=1,2"], "add --multirun"),
         (["--multirun", "seed=1,2,x"], "seed=x: expected a whole number"),
         (["seed=13"], "seed=13: brings bad luck"),

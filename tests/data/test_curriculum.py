@@ -11,7 +11,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 
 
 def test_curriculum_starts_after_a_full_window_of_success():
-    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5, window=3)
+    curriculum = Curriculum(stages=FAR, above=0.5, fraction=0.5, window=3)
     for iteration, success in enumerate([1.0, 1.0]):
         curriculum.observe(success, iteration=iteration)
     assert not curriculum.starts  # the window is not full yet
@@ -30,14 +30,16 @@ def test_curriculum_starts_after_a_full_window_of_success():
 
 
 def test_curriculum_needs_a_mean_above_the_bound():
-    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5, window=2)
+    curriculum = Curriculum(stages=FAR, above=0.5, fraction=0.5, window=2)
     curriculum.observe(0.5, iteration=0)
     curriculum.observe(0.5, iteration=1)
     assert not curriculum.starts
 
 
 def test_curriculum_averages_each_stage_anew_and_mixes_it_with_those_before():
-    curriculum = Curriculum(stages=[{"size": 4}, {"size": 5}, {}], above=0.5, share=0.5, window=2)
+    curriculum = Curriculum(
+        stages=[{"size": 4}, {"size": 5}, {}], above=0.5, fraction=0.5, window=2
+    )
     for iteration in range(8):
         curriculum.observe(1.0, iteration=iteration)
     assert curriculum.starts == [2, 4]  # the last stage has none after it
@@ -53,14 +55,14 @@ def test_curriculum_averages_each_stage_anew_and_mixes_it_with_those_before():
 
 def test_curriculum_needs_a_stage_to_go_on_to():
     with pytest.raises(ValueError, match=r"stages: found \[{}\], expected two or more"):
-        Curriculum(stages=[{}], above=0.5, share=0.5)
+        Curriculum(stages=[{}], above=0.5, fraction=0.5)
 
 
 def test_resumed_curriculum_continues_identically():
-    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5, window=3)
+    curriculum = Curriculum(stages=FAR, above=0.5, fraction=0.5, window=3)
     for iteration in range(2):
         curriculum.observe(0.9, iteration=iteration)
-    resumed = Curriculum(stages=FAR, above=0.5, share=0.5, window=3)
+    resumed = Curriculum(stages=FAR, above=0.5, fraction=0.5, window=3)
     resumed.load_state_dict(curriculum.state_dict())
     for each in (curriculum, resumed):
         each.observe(0.9, iteration=2)
@@ -80,7 +82,7 @@ def test_a_stage_ends_by_its_own_success(lm, monkeypatch):
 
     monkeypatch.setattr(AgentProxy, "rollout", played)
     stages = [{"min_distance": 1}, {"min_distance": 2}, {}]
-    curriculum = Curriculum(stages=stages, above=0.5, share=0.25, window=1)
+    curriculum = Curriculum(stages=stages, above=0.5, fraction=0.25, window=1)
     data = RolloutDataModule(
         proxy_of(lm), iteration=IterationSettings(groups=4, group_size=2), curriculum=curriculum
     )
@@ -90,7 +92,7 @@ def test_a_stage_ends_by_its_own_success(lm, monkeypatch):
 
 
 def test_hard_groups_get_the_options(lm):
-    curriculum = Curriculum(stages=FAR, above=0.5, share=0.5)
+    curriculum = Curriculum(stages=FAR, above=0.5, fraction=0.5)
     curriculum.starts = [2]
     data = RolloutDataModule(
         proxy_of(lm), iteration=IterationSettings(groups=4, group_size=2), curriculum=curriculum

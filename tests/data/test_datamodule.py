@@ -20,7 +20,7 @@ from ragen_pl.rollout.settings import FailureSettings
 
 def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     def make():
-        curriculum = Curriculum(stages=FAR, above=0.0, share=0.5, window=1)
+        curriculum = Curriculum(stages=FAR, above=0.0, fraction=0.5, window=1)
         return RolloutDataModule(
             proxy_of(lm), iteration=IterationSettings(groups=3, group_size=2), curriculum=curriculum
         )

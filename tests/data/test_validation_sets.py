@@ -191,7 +191,7 @@ def test_a_fraction_of_the_states_is_held_out_by_hash():
 
 
 def test_likely_states_in_the_validation_set_are_warned_of(lm, caplog):
-    rare = proxy_of(lm, kwargs={"size": 6, "hole_share": 0.2})
+    rare = proxy_of(lm, kwargs={"size": 6, "hole_fraction": 0.2})
     ValidationSet("held_out", rare, episodes=30).held_out_keys()
     assert not caplog.records
     few = proxy_of(lm, target="ragen/PocketCube-v0", kwargs={"max_turns": 1})

@@ -54,7 +54,7 @@ def test_a_missing_vllm_is_named_before_a_model_is_built(lm, monkeypatch):
             ["env=frozenlake_visual", "model=pretrained", "context.leave_out.patches=0.5"],
             r"context\.leave_out: vLLM shows whole prompts; set context\.leave_out\.patches=0",
         ),
-        (["env=frozenlake", "rollout.engine.memory_share=2"], r"memory_share=2: expected"),
+        (["env=frozenlake", "rollout.engine.memory_fraction=2"], r"memory_fraction=2: expected"),
         (["env=frozenlake", "rollout.engine.dtype=int8"], r"dtype=int8: expected"),
         (
             SPLIT,

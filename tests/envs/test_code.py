@@ -11,7 +11,7 @@ from envs.code import Code
 from envs.sandbox.client import SANDBOX
 from envs.specifications import STEPS, Kind, draw_specification, draw_value
 
-LARGE = {"steps": 4, "examples": 4, "tests": 16, "described_share": 0.5}
+LARGE = {"steps": 4, "examples": 4, "tests": 16, "described_fraction": 0.5}
 
 
 @pytest.mark.parametrize("index", range(len(STEPS)), ids=lambda index: STEPS[index].words)

@@ -98,7 +98,7 @@ def test_every_map_has_a_path_of_the_requested_length(
 ) -> None:
     low = min(2, 2 * size - 2)
     environment = FrozenLake(
-        size=size, hole_share=share, min_distance=low, random_start=random_start
+        size=size, hole_fraction=share, min_distance=low, random_start=random_start
     )
     environment.reset(seed=seed)
     rows = rows_of(environment)
@@ -137,7 +137,7 @@ def test_map_distribution_equals_plain_rejection_sampling() -> None:
     ours = []
     for _ in range(2000):
         lake = draw_map(
-            rng, size=4, hole_share=0.2, min_distance=2, max_distance=15, random_start=True
+            rng, size=4, hole_fraction=0.2, min_distance=2, max_distance=15, random_start=True
         )
         ours.append((lake.distance, lake.holes.bit_count()))
     error = np.sqrt((np.var(plain, axis=0) + np.var(ours, axis=0)) / 2000)
@@ -145,7 +145,7 @@ def test_map_distribution_equals_plain_rejection_sampling() -> None:
 
 
 def test_every_pair_of_start_and_goal_occurs() -> None:
-    environment = FrozenLake(size=3, hole_share=0.0, min_distance=1)
+    environment = FrozenLake(size=3, hole_fraction=0.0, min_distance=1)
     pairs = set()
     for seed in range(1500):
         environment.reset(seed=seed)
@@ -302,7 +302,7 @@ def test_tiles_differ_clearly(theme: Theme) -> None:
     [
         ({"size": 1}, "size: found 1, expected a whole number from 2 to 16"),
         ({"size": 4.5}, "size: found 4.5, expected a whole number"),
-        ({"hole_share": 0.9}, "hole_share: found 0.9"),
+        ({"hole_fraction": 0.9}, "hole_fraction: found 0.9"),
         ({"slip_probability": -0.1}, "slip_probability: found -0.1"),
         ({"min_distance": 7}, "min_distance: found 7, expected a whole number from 1 to 6"),
         ({"min_distance": 4, "max_distance": 3}, "max_distance: found 3"),
@@ -327,7 +327,7 @@ def test_invalid_options_raise() -> None:
     with pytest.raises(ValueError, match="layout: found"):
         environment.reset(options={"layout": ["SF", "FG"]})
     with pytest.raises(RuntimeError, match="set a smaller min_distance"):
-        FrozenLake(size=10, hole_share=0.8, min_distance=18).reset(seed=0)
+        FrozenLake(size=10, hole_fraction=0.8, min_distance=18).reset(seed=0)
 
 
 def test_min_detour_option():
@@ -339,13 +339,13 @@ def test_min_detour_option():
 
 
 def test_size_option_draws_a_smaller_lake() -> None:
-    lake, seen = FrozenLake(size=6, hole_share=0.5), FrozenLakeVisual(size=6, hole_share=0.5)
+    lake, seen = FrozenLake(size=6, hole_fraction=0.5), FrozenLakeVisual(size=6, hole_fraction=0.5)
     text, _ = lake.reset(seed=0, options={"size": 4})
     shown, _ = seen.reset(seed=0, options={"size": 4})
-    alone = FrozenLake(size=4, hole_share=0.5)
+    alone = FrozenLake(size=4, hole_fraction=0.5)
     assert text == alone.reset(seed=0)[0] and lake.instructions == alone.instructions
     assert lake.state_key() == seen.state_key() == alone.state_key()
-    picture = FrozenLakeVisual(size=4, hole_share=0.5).reset(seed=0)[0]["image"]
+    picture = FrozenLakeVisual(size=4, hole_fraction=0.5).reset(seed=0)[0]["image"]
     assert seen.observation_space.contains(shown)
     assert np.array_equal(shown["image"][:64, :64], picture)
     assert not shown["image"][64:].any() and not shown["image"][:, 64:].any()

@@ -142,7 +142,7 @@ def test_wrong_calls_are_invalid():
         assert not env.step(call)[4]["action_is_valid"]
 
 
-@pytest.mark.parametrize("setting", [{"lines": 6}, {"max_number": 1}, {"wrong_share": 2}])
+@pytest.mark.parametrize("setting", [{"lines": 6}, {"max_number": 1}, {"wrong_fraction": 2}])
 def test_settings_out_of_range_raise(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         Invoice(**setting)

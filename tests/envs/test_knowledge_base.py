@@ -11,7 +11,7 @@ from envs.knowledge_base import KnowledgeBase
 from envs.tools import call_text
 from envs.wiki import AMOUNTS, CITIES, bm25, draw_wiki, words
 
-LARGE = {"hops": 3, "people": 12, "notes": 4, "results": 8, "amended_share": 0.5}
+LARGE = {"hops": 3, "people": 12, "notes": 4, "results": 8, "amended_fraction": 0.5}
 
 
 @pytest.mark.parametrize("settings", [{}, LARGE, {"people": 2, "hops": 3, "notes": 4}])
@@ -94,7 +94,7 @@ def test_a_source_that_was_not_read_does_not_count():
 
 
 def test_the_page_that_notes_have_overtaken_is_no_answer():
-    base = KnowledgeBase(amended_share=1.0)
+    base = KnowledgeBase(amended_fraction=1.0)
     for seed in range(20):
         base.reset(seed=seed)
         fact = base.chain[-1]

@@ -17,9 +17,9 @@ LARGE = {
     "rules": 7,
     "requests": 3,
     "orders": 4,
-    "insist_share": 0.5,
-    "lie_share": 0.5,
-    "move_share": 0.5,
+    "insist_fraction": 0.5,
+    "lie_fraction": 0.5,
+    "move_fraction": 0.5,
 }
 
 
@@ -196,7 +196,7 @@ def test_a_wrong_address_can_be_corrected():
 
 
 def test_a_customer_who_insists_gets_the_same_answer():
-    desk = begin(SupportDesk(insist_share=1.0), late)
+    desk = begin(SupportDesk(insist_fraction=1.0), late)
     refuse = call_text("say", text="refused late")
     assert "exception" in desk.step(refuse)[0]
     assert desk.step(refuse)[2]

@@ -53,9 +53,8 @@ def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):
 def test_processes_started_from_outside_must_agree_on_a_folder(fit, monkeypatch, name):
     monkeypatch.setenv(name, "4")
     message = fit("env=frozenlake").refused()
-    assert message.startswith("paths.run_dir=null: 4 processes") and message.endswith(
-        "set paths.run_dir"
-    )
+    assert message.startswith("paths.run_dir=null: 4 processes")
+    assert message.endswith("set paths.run_dir to a folder that all of them share")
 
 
 def test_a_folder_in_the_way_is_refused(fit, tmp_path):

@@ -82,7 +82,7 @@ OF_THE_COMMAND = [
     (f"{LORA} +model.build.lora.lora_dropout=0.1", "lora_dropout=0.1: .* set lora_dropout=0.0"),
     (
         f"{PRETRAINED} model.build.attn_implementation=flash_attention_2",
-        r"flash_attention_2: expected .* with flash_attn installed \(pip install flash-attn\)",
+        r"flash_attention_2: .* needs the package flash_attn; install it \(pip install flash-attn\)",
     ),
     (
         f"{PRETRAINED} model.build.attn_implementation={{vision_config:flash_attn}}",
@@ -174,7 +174,7 @@ def test_a_wrong_command_is_refused(fit, arguments, message):
     ],
 )  # fmt: skip
 def test_flash_attention_that_cannot_run_is_refused(fit, monkeypatch, attention, change, message):
-    monkeypatch.setattr("ragen_pl.constraints.find_spec", lambda name: object())
+    monkeypatch.setattr("ragen_pl.models.settings.find_spec", lambda name: object())
     refused = fit(*PRETRAINED.split(), f"model.build.attn_implementation={attention}", change)
     assert re.search(message, refused.refused())
 

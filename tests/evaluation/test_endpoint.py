@@ -38,7 +38,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
 
 def settings(server: ChatServer, root: Path, *more: str) -> list[str]:
     return [
-        "env=frozenlake", "env.kwargs.hole_share=0.0", "endpoint=openai", "endpoint.model=walker",
+        "env=frozenlake", "env.kwargs.hole_fraction=0.0", "endpoint=openai", "endpoint.model=walker",
         f"endpoint.base_url={server.url}", "validation.episodes=12", f"paths.root={root}", *more,
     ]  # fmt: skip
 

@@ -132,8 +132,8 @@ def test_command_line_changes_the_settings_of_the_run(root: Path) -> None:
     )
     new = root / "frozenlake" / "2026-01-02_10-00-00"
     path = f"ckpt={new}/checkpoints/last.ckpt"
-    kept = evaluation_config(path, "env.kwargs.hole_share=0.3")
-    assert (kept.env.kwargs.size, kept.env.kwargs.hole_share) == (6, 0.3)
+    kept = evaluation_config(path, "env.kwargs.hole_fraction=0.3")
+    assert (kept.env.kwargs.size, kept.env.kwargs.hole_fraction) == (6, 0.3)
     slippery = evaluation_config(path, "env=frozenlake_slippery", "env.kwargs.size=5")
     assert slippery.env.kwargs.slip_probability == 0.6667 and slippery.env.kwargs.size == 5
     assert slippery.model == kept.model and slippery.validation.episodes == 20

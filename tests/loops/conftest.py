@@ -150,7 +150,7 @@ class Setup:
                 epochs=2, minibatches=2, tokens_per_microbatch=self.tokens_per_microbatch
             ),
             curriculum=Curriculum(
-                stages=[{}, {"min_distance": 2}], above=0.01, share=0.5, window=1
+                stages=[{}, {"min_distance": 2}], above=0.01, fraction=0.5, window=1
             ),
             group_filter=self.group_filter,
             rewards=self.rewards,

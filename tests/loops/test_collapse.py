@@ -218,7 +218,7 @@ def test_rollback_keeps_the_learning_rate_of_schedule_and_mitigation(setup_of, t
     plain = rates()
     assert len(set(plain)) == 6  # it falls with each iteration
     assert rates(Break(), monitor("rollback", cooldown=9)) == plain
-    slower = Mitigation(clip_high=None, learning_rate_share=0.5)
+    slower = Mitigation(clip_high=None, learning_rate_factor=0.5)
     mitigated = rates(Break(), monitor("rollback", "mitigate", mitigation=slower, cooldown=9))
     half = len(plain) // 2  # the alarm is in the third of six
     assert mitigated == pytest.approx(plain[:half] + [0.5 * rate for rate in plain[half:]])
@@ -242,7 +242,7 @@ MITIGATION = Mitigation(
     entropy_target=50.0,
     entropy_rate=1e-4,
     max_entropy_coefficient=0.01,
-    learning_rate_share=0.5,
+    learning_rate_factor=0.5,
 )
 
 

@@ -175,10 +175,13 @@ def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
     assert phases[0].parts["vLLM"] == int(0.4 * 10e9)
     assert all("vLLM" not in phase.parts for phase in phases[1:])
     large = on_cpu(
-        *overrides, "rollout/engine=vllm", "rollout.engine.memory_share=0.99", "memory.device_gb=1"
+        *overrides,
+        "rollout/engine=vllm",
+        "rollout.engine.memory_fraction=0.99",
+        "memory.device_gb=1",
     )
     (step,) = remedies(large, plan_memory(large))
-    assert step.plan.fits and step.overrides[0].startswith("rollout.engine.memory_share=0.")
+    assert step.plan.fits and step.overrides[0].startswith("rollout.engine.memory_fraction=0.")
 
 
 def test_live_memory_counts_storages_once_and_until_they_are_freed():

@@ -133,7 +133,6 @@ def test_flash_attention_that_transformers_cannot_run_names_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny("llama3_2").save(tmp_path)
-    monkeypatch.setattr("ragen_pl.constraints.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"^model\.build\.attn_implementation=flash.*; set sdpa$"):
         load_pretrained(str(tmp_path), attn_implementation="flash_attention_2")

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("ragen_pl", "envs", "visual_envs")
 # Names under which distributions are imported, where they differ.
 IMPORTED_AS = {
-    "annotated-types": "annotated_types", "hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml",
+    "annotated-types": "annotated_types", "griffelib": "griffe", "hydra-core": "hydra", "pillow": "PIL",
+    "pyyaml": "yaml",
 }  # fmt: skip
 # Optional: imported in one file, behind an extra.
 OPTIONAL = {"peft", "vllm", "wandb"}

@@ -156,7 +156,7 @@ def test_two_ranks_roll_back_together(job):
         "+callbacks.record._target_=killing.Record",
         f"+callbacks.record.folder={run.folder.parent}",
         "callbacks.collapse.actions=[rollback,mitigate]",
-        "callbacks.collapse.mitigation.learning_rate_share=0.5",
+        "callbacks.collapse.mitigation.learning_rate_factor=0.5",
         "callbacks.collapse.good_every_n_iterations=1",
         # an untrained policy's responses have no valid format
         "callbacks.collapse.alarms.format=null",

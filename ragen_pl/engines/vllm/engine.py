@@ -46,7 +46,7 @@ from ragen_pl.engines.vllm.requests import (
 from ragen_pl.engines.vllm.rules import NOT_INSTALLED, VLLMRules, is_installed, split_problem
 from ragen_pl.files import OwnFolder
 
-_MEMORY_SHARE = 0.4
+_MEMORY_FRACTION = 0.4
 
 
 class VLLMEngine(VLLMRules):
@@ -65,8 +65,8 @@ class VLLMEngine(VLLMRules):
         forward_context: Not used: vLLM computes in `dtype`.
         max_tokens: Longest prompt plus response.
         dtype: Type that vLLM computes in; `auto` is that of the policy's weights.
-        cache_bytes: Size of the keys and values; None for what `memory_share` leaves for them, on the CPU for 1 GiB.
-        memory_share: fraction of a GPU's memory for vLLM: its weights, its activations, keys and values.
+        cache_bytes: Size of the keys and values; None for what `memory_fraction` leaves for them, on the CPU for 1 GiB.
+        memory_fraction: fraction of a GPU's memory for vLLM: its weights, its activations, keys and values.
         eager: Whether no CUDA graphs are captured, which starts faster and samples slower. Always so on the CPU.
         settings: Other arguments of `vllm.LLM`, such as `{"max_num_seqs": 512}`.
 
@@ -84,7 +84,7 @@ class VLLMEngine(VLLMRules):
         max_tokens: Count,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         cache_bytes: Count | None = None,
-        memory_share: Fraction = _MEMORY_SHARE,
+        memory_fraction: Fraction = _MEMORY_FRACTION,
         eager: bool = False,
         settings: Annotated[dict[str, Any], Open()] | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class VLLMEngine(VLLMRules):
             "model": str(self._folder.path),
             "load_format": "dummy",
             "kv_cache_memory_bytes": cache_bytes,
-            "gpu_memory_utilization": memory_share,
+            "gpu_memory_utilization": memory_fraction,
             "enforce_eager": eager or not self._on_gpu,
             "enable_sleep_mode": self._on_gpu,
             # ids go in and come out
@@ -154,7 +154,7 @@ class VLLMEngine(VLLMRules):
     def planned_memory(cls, settings: Mapping[str, Any], sizes: RolloutSizes) -> EngineMemory:
         """Return the bytes of weights, keys and values; on a GPU the engine's share of it, which sleeps in updates."""
         cache_bytes: int | None = settings.get("cache_bytes")
-        share = settings.get("memory_share", _MEMORY_SHARE)
+        share = settings.get("memory_fraction", _MEMORY_FRACTION)
         if sizes.on_gpu and cache_bytes is None and sizes.device is not None:
             taken = int(share * sizes.device)
         else:
