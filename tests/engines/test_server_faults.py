@@ -11,6 +11,7 @@ import torch
 from fake_network import Proxy, Router
 from fake_vllm import Server, wait
 from server_engines import collected, expected, requests, sampled
+from small_disks import small_disk
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
@@ -198,6 +199,21 @@ def test_a_spoiled_transfer_stops_one_server_only(start, pull, proxy) -> None:
     way.flips = 0
     wait(lambda: spoiled.version == fine.version)
     assert equal(spoiled, fine)
+
+
+def test_a_full_disk_stops_one_server_only(start, pull, tmp_path) -> None:
+    full, fine = start(), start()
+    engine = pull(full, fine, timeout_s=600.0)
+    before, emptied = full.weights, full.downloads
+    with small_disk(tmp_path / "disk", kib=16) as disk:
+        full.downloads = Downloads(disk / "here")
+        engine.load_weights(1)
+        assert sampled(engine) == expected() and len(fine.asked) == 8
+        # it keeps what it had, under its label
+        assert full.weights is before and full.version.endswith("/0") and full.pushes == 1
+    full.downloads = emptied
+    wait(lambda: full.version == fine.version)
+    assert equal(full, fine)
 
 
 def test_weights_that_no_server_gets_end_the_run_with_the_reason(start, pull, proxy) -> None:
