@@ -58,3 +58,34 @@ def test_a_signal_in_a_rollout_leaves_the_state_before_it(setup_of, tmp_path):
     saved = stopped(setup_of(), tmp_path, grace_seconds=1e6, iteration=1)
     assert saved["RolloutDataModule"]["buffers"] == [None]
     assert saved["global_step"] == 4
+
+
+class SignalAtEnd(pl.Callback):
+    """Note a signal at the end of an iteration, before checkpoints are written."""
+
+    def __init__(self, checkpoint: RunCheckpoint, *, iteration: int) -> None:
+        self.checkpoint, self.iteration = checkpoint, iteration
+        self.points: list[tuple[int | None, dict[str, float]]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.points = trainer.logger.points
+        if trainer.current_epoch == self.iteration:
+            self.checkpoint.signals.received = signal.SIGTERM
+
+
+def test_a_stop_at_the_end_of_an_iteration_loses_none_of_its_points(setup_of, tmp_path):
+    setup = setup_of()
+    _, whole, _ = setup.fit()
+    checkpoint = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=1e6)
+    stops = SignalAtEnd(checkpoint, iteration=1)
+    with pytest.raises(SignalStop):
+        setup.fit(stops, checkpoint, enable_checkpointing=True)
+    again = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=1e6)
+    _, resumed, _ = setup.fit(
+        again, ckpt_path=str(tmp_path / "last.ckpt"), enable_checkpointing=True
+    )
+
+    def logged(points):
+        return sorted((step, name) for step, metrics in points for name in metrics)
+
+    assert logged([*stops.points, *resumed]) == logged(whole)
