@@ -325,6 +325,11 @@ class RolloutUpdate(pl.Callback):
             trainer.fit_loop.note_validation(ended=True)
 
 
+def log_step(trainer: pl.Trainer) -> None:
+    """Log the metrics of an optimizer step before a stop in its last hook: Lightning logs them after all hooks."""
+    trainer._logger_connector.update_train_step_metrics()
+
+
 def _untrained(batches: _BatchProgress) -> bool:
     """Return whether a minibatch has been fetched whose training has not ended."""
     current = cast(_ProcessedTracker, batches.current)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from ragen_pl.callbacks.checkpoint import RunCheckpoint, SignalStop
 from ragen_pl.loops.hooks import RolloutCallback
@@ -89,3 +91,19 @@ def test_a_stop_at_the_end_of_an_iteration_loses_none_of_its_points(setup_of, tm
         return sorted((step, name) for step, metrics in points for name in metrics)
 
     assert logged([*stops.points, *resumed]) == logged(whole)
+
+
+def test_a_stop_inside_a_warm_start_logs_the_step_before_it(warm_start, tmp_path):
+    module, demonstrations = warm_start(steps=8)
+    checkpoint = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=1e6)
+    stops = SignalIn(checkpoint)
+    trainer = pl.Trainer(
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        max_steps=8, max_epochs=-1, logger=CSVLogger(tmp_path), callbacks=[stops, checkpoint],
+    )  # fmt: skip
+    with pytest.raises(SignalStop):
+        trainer.fit(module, datamodule=demonstrations)
+    assert trainer.global_step == 3
+    with Path(trainer.logger.experiment.metrics_file_path).open(newline="") as file:
+        logged = [row["step"] for row in csv.DictReader(file) if row["warm_start/loss"]]
+    assert logged == ["0", "1", "2"]
