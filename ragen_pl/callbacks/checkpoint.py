@@ -27,7 +27,7 @@ from ragen_pl.distributed import (
     world_size,
 )
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdateLoop
+from ragen_pl.loops.rollout_update import RolloutUpdateLoop, log_step
 from ragen_pl.modules.agent import AgentModule
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         # only the rollout/update loop saves the gradients of an unfinished optimizer step
         loop = trainer.fit_loop
         if isinstance(loop, RolloutUpdateLoop) or not loop._should_accumulate():
-            self._stop_if_requested(trainer)
+            self._stop_if_requested(trainer, in_step=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop before a validation if a signal was received."""
@@ -248,9 +248,11 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         shared = isinstance(pl_module, AgentModule) and pl_module.engine_is_shared
         return self._stop_requested(trainer) and not shared
 
-    def _stop_if_requested(self, trainer: pl.Trainer) -> None:
+    def _stop_if_requested(self, trainer: pl.Trainer, *, in_step: bool = False) -> None:
         self._note_safe_point(trainer)
         if any_over_ranks(self._stop_requested(trainer)) and not self._finishes_step(trainer):
+            if in_step:
+                log_step(trainer)
             self._save_and_stop(trainer)
 
     def on_exception(

@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BatchProgress, _ProcessedTracker
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.distributed import StopRequestedError, own_part, rank, with_part, world_size
@@ -147,10 +148,36 @@ class RolloutUpdateLoop(_FitLoop):
                 self._validate()
 
     def on_advance_end(self) -> None:
-        """Drop the buffer and end the iteration. A checkpoint of its end does not hold the buffer."""
+        """Drop the buffer and end the iteration. A checkpoint of its end does not hold the buffer.
+
+        Lightning logs an iteration's metrics after its checkpoints are written. A run that is stopped or killed between
+        the two would go on after the iteration, whose metrics would be lost. Here they are logged before.
+        """
         self._collector.drop_buffer()
         self._finishing = False
-        super().on_advance_end()
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        connector.epoch_end_reached()
+        self.epoch_progress.increment_processed()
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+        call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        self._log_iteration()
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        if not self.restarting and self.epoch_loop._num_ready_batches_reached():
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        # what the callbacks of checkpoints have logged
+        self._log_iteration()
+        self.epoch_progress.increment_completed()
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    def _log_iteration(self) -> None:
+        """Log the metrics of the iteration that have not been logged yet."""
+        connector = self.trainer._logger_connector
+        connector.on_epoch_end()
+        # the step that loggers know of the last minibatch
+        self.epoch_loop._batches_that_stepped -= 1
+        connector.update_train_epoch_metrics()
+        self.epoch_loop._batches_that_stepped += 1
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the loop's state: progress, loader positions and accumulated gradients."""
@@ -296,6 +323,11 @@ class RolloutUpdate(pl.Callback):
         """Note that the validation has ended."""
         if isinstance(trainer.fit_loop, RolloutUpdateLoop):
             trainer.fit_loop.note_validation(ended=True)
+
+
+def log_step(trainer: pl.Trainer) -> None:
+    """Log the metrics of an optimizer step before a stop in its last hook: Lightning logs them after all hooks."""
+    trainer._logger_connector.update_train_step_metrics()
 
 
 def _untrained(batches: _BatchProgress) -> bool:

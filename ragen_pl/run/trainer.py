@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from hydra.utils import get_object, instantiate
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -128,7 +129,11 @@ def build_trainer(
             "callbacks": [_ReportError(), *_phase_limits(configured), *(callbacks or [])],
         }
         given = {name: value for name, value in configured.items() if name not in LIMITS}
-        return RunTrainer(**(given | changes), **settings)
+        # for a run without a display Lightning would add one of its own
+        shows = {
+            "enable_progress_bar": any(isinstance(one, ProgressBar) for one in callbacks or ())
+        }
+        return RunTrainer(**(shows | given | changes | settings))
 
 
 def _phase_limits(configured: dict[str, Any]) -> list[pl.Callback]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from fake_network import Proxy
+from small_disks import small_disk
 
 from ragen_pl.engines.vllm_server import plugin
 from ragen_pl.engines.vllm_server.plugin import Downloads, TransferError, write_package
@@ -195,38 +196,12 @@ def test_files_that_no_process_uses_are_removed(publisher, tmp_path) -> None:
     assert not folder.exists()
 
 
-FULL = """
-import errno, importlib.util, sys
-from pathlib import Path
-spec = importlib.util.spec_from_file_location("plugin", sys.argv[1])
-plugin = importlib.util.module_from_spec(spec)
-sys.modules["plugin"] = plugin
-spec.loader.exec_module(plugin)
-downloads = plugin.Downloads(Path(sys.argv[3]))
-try:
-    downloads.folder(sys.argv[2])
-except OSError as error:
-    assert error.errno == errno.ENOSPC, error
-    print("full", [path.name for path in Path(sys.argv[3]).rglob("*.partial")])
-"""
-
-
 def test_a_full_disk_is_reported_and_left_empty(publisher, tmp_path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["sh", "-c", 'mount -t tmpfs -o size=100k tmpfs "$0" && exec "$@"', str(disk)]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(
-            ["unshare", "-m", *command, "true"], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("no mounts are permitted")
-    arguments = [sys.executable, "-c", FULL, plugin.__file__, publisher.publish(), str(disk / "x")]
-    done = subprocess.run(
-        ["unshare", "-m", *command, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "full []\n", done.stderr
+    with small_disk(tmp_path / "disk", kib=100) as disk:
+        with pytest.raises(OSError, match="No space left") as caught:
+            Downloads(disk / "here").folder(publisher.publish())
+        assert caught.value.errno == errno.ENOSPC
+        assert not [path for path in disk.rglob("*") if path.suffix in (".partial", ".safetensors")]
 
 
 def test_the_package_has_the_entry_point_and_needs_nothing_of_ours(tmp_path) -> None:

@@ -179,32 +179,44 @@ class Setup:
 
 
 @pytest.fixture(scope="session")
-def warm() -> dict[str, torch.Tensor]:
+def warm_start():
+    """Return a function that makes the module and the demonstrations of a warm start of some steps."""
+
+    def make(*, steps: int) -> tuple[WarmStartModule, DemonstrationDataModule]:
+        torch.manual_seed(0)
+        bundle = build_small_lm(seed=0, text=TEXT)
+        proxy = AgentProxy(
+            environments=EnvironmentManager(**FROZENLAKE),
+            context=ContextManager(bundle, window=1, system_prompt=None),
+            max_response_tokens=16,
+        )
+        settings = WarmStartSettings(episodes=64, batch_size=32, steps=steps, gamma=0.9)
+        demonstrations = DemonstrationDataModule(
+            proxy,
+            policy=NoisyPolicy(noise=0.3),
+            settings=settings,
+            seed=0,
+        )
+        module = WarmStartModule(
+            PolicyModule(bundle),
+            None,
+            optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+            settings=settings,
+        )
+        return module, demonstrations
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def warm(warm_start) -> dict[str, torch.Tensor]:
     """Weights of a policy that learned the format from demonstrations."""
-    torch.manual_seed(0)
-    bundle = build_small_lm(seed=0, text=TEXT)
-    proxy = AgentProxy(
-        environments=EnvironmentManager(**FROZENLAKE),
-        context=ContextManager(bundle, window=1, system_prompt=None),
-        max_response_tokens=16,
-    )
-    settings = WarmStartSettings(episodes=64, batch_size=32, steps=80, gamma=0.9)
-    demonstrations = DemonstrationDataModule(
-        proxy,
-        policy=NoisyPolicy(noise=0.3),
-        settings=settings,
-        seed=0,
-    )
-    module = WarmStartModule(
-        PolicyModule(bundle),
-        None,
-        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
-        settings=settings,
-    )
+    module, demonstrations = warm_start(steps=80)
     pl.Trainer(**QUIET, max_steps=80, max_epochs=-1, logger=False, enable_checkpointing=False).fit(
         module, datamodule=demonstrations
     )
-    return {name: value.clone() for name, value in bundle.model.state_dict().items()}
+    model = module.policy.bundle.model
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @pytest.fixture(scope="session")

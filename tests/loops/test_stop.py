@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from ragen_pl.callbacks.checkpoint import RunCheckpoint, SignalStop
 from ragen_pl.loops.hooks import RolloutCallback
@@ -58,3 +60,50 @@ def test_a_signal_in_a_rollout_leaves_the_state_before_it(setup_of, tmp_path):
     saved = stopped(setup_of(), tmp_path, grace_seconds=1e6, iteration=1)
     assert saved["RolloutDataModule"]["buffers"] == [None]
     assert saved["global_step"] == 4
+
+
+class SignalAtEnd(pl.Callback):
+    """Note a signal at the end of an iteration, before checkpoints are written."""
+
+    def __init__(self, checkpoint: RunCheckpoint, *, iteration: int) -> None:
+        self.checkpoint, self.iteration = checkpoint, iteration
+        self.points: list[tuple[int | None, dict[str, float]]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.points = trainer.logger.points
+        if trainer.current_epoch == self.iteration:
+            self.checkpoint.signals.received = signal.SIGTERM
+
+
+def test_a_stop_at_the_end_of_an_iteration_loses_none_of_its_points(setup_of, tmp_path):
+    setup = setup_of()
+    _, whole, _ = setup.fit()
+    checkpoint = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=1e6)
+    stops = SignalAtEnd(checkpoint, iteration=1)
+    with pytest.raises(SignalStop):
+        setup.fit(stops, checkpoint, enable_checkpointing=True)
+    again = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=1e6)
+    _, resumed, _ = setup.fit(
+        again, ckpt_path=str(tmp_path / "last.ckpt"), enable_checkpointing=True
+    )
+
+    def logged(points):
+        return sorted((step, name) for step, metrics in points for name in metrics)
+
+    assert logged([*stops.points, *resumed]) == logged(whole)
+
+
+def test_a_stop_inside_a_warm_start_logs_the_step_before_it(warm_start, tmp_path):
+    module, demonstrations = warm_start(steps=8)
+    checkpoint = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=1e6)
+    stops = SignalIn(checkpoint)
+    trainer = pl.Trainer(
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        max_steps=8, max_epochs=-1, logger=CSVLogger(tmp_path), callbacks=[stops, checkpoint],
+    )  # fmt: skip
+    with pytest.raises(SignalStop):
+        trainer.fit(module, datamodule=demonstrations)
+    assert trainer.global_step == 3
+    with Path(trainer.logger.experiment.metrics_file_path).open(newline="") as file:
+        logged = [row["step"] for row in csv.DictReader(file) if row["warm_start/loss"]]
+    assert logged == ["0", "1", "2"]

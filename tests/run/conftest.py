@@ -24,7 +24,8 @@ from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-LIMIT_S = 300
+# a run of seconds on an idle machine; the limit is for one that hangs
+LIMIT_S = 1200
 
 
 @dataclass

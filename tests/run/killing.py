@@ -1,4 +1,4 @@
-"""Callbacks for the tests of whole jobs: one sends a signal to its process, one records what its rank did."""
+"""Callbacks and a reward for the tests of whole jobs: they end their process, fail, wait, or record what it did."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import signal
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -103,6 +105,37 @@ class RaiseAt(KillAt):
         self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         self._at(trainer, "saving")
+
+
+class FailingReward:
+    """Reward function that raises an error on one rank.
+
+    Args:
+        rank: rank of the process.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], *, gather: Callable[..., object]
+    ) -> None:
+        if torch.distributed.get_rank() == self.rank:
+            raise KeyError("raised by a test")
+
+
+class Pace(RolloutCallback):
+    """Wait before each iteration, so that a run of minutes needs little computing.
+
+    Args:
+        seconds: length of the pause.
+    """
+
+    def __init__(self, *, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_rollout_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        time.sleep(self.seconds)
 
 
 class SaveAndKill(RolloutCallback):

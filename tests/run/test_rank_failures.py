@@ -35,6 +35,11 @@ def fail(tmp_path, moment, *overrides, rank, error="KeyError") -> tuple[Ended, E
         f"+callbacks.fail.rank={rank}",
         f"+callbacks.fail.error={error}",
     ]
+    if moment == "reward":
+        raising = [
+            "+algorithm.rewards.failing._target_=killing.FailingReward",
+            f"+algorithm.rewards.failing.rank={rank}",
+        ]
     settings = (*QUICK, *raising, f"paths.run_dir={tmp_path / 'run'}", *overrides)
     ended = run_ranks(tmp_path, settings)
     return ended[rank], ended[1 - rank]
@@ -49,6 +54,7 @@ def fail(tmp_path, moment, *overrides, rank, error="KeyError") -> tuple[Ended, E
         pytest.param("begin-0", 0, NO_WARM_START, id="callback", marks=pytest.mark.soak),
         pytest.param("validation-0", 0, NO_WARM_START, id="validation", marks=pytest.mark.soak),
         pytest.param("saving", 1, NO_WARM_START, id="checkpoint", marks=pytest.mark.soak),
+        pytest.param("reward", 1, NO_WARM_START, id="reward", marks=pytest.mark.soak),
     ],
 )
 def test_an_error_in_any_phase_ends_both_ranks(tmp_path, moment, rank, overrides):

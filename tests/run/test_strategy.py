@@ -6,8 +6,10 @@ from datetime import timedelta
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.config import ConfigError
 from ragen_pl.run import trainer as trainer_module
 from ragen_pl.run.strategy import FSDP2Strategy
@@ -58,6 +60,21 @@ def test_one_rank_has_no_limit():
 def test_several_devices_get_the_limit_of_the_config():
     settings = {"accelerator": "cpu", "devices": 2, "timeout_s": 60, "strategy": "auto"}
     assert build_trainer(settings, logger=False).strategy._timeout == MINUTE
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings", "displays"),
+    [
+        ([], {}, []),
+        ([RolloutProgress()], {}, [RolloutProgress]),
+        ([], {"enable_progress_bar": True}, [RichProgressBar]),
+    ],
+    ids=["none", "the run's", "Lightning's, as asked for"],
+)
+def test_a_run_without_a_display_gets_none_of_lightnings(callbacks, settings, displays):
+    trainer = build_trainer({"accelerator": "cpu", **settings}, callbacks=callbacks, logger=False)
+    found = [type(one) for one in trainer.callbacks if isinstance(one, ProgressBar)]
+    assert found == displays
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ from soak_services import (
 RANKS = 2
 # longest time without a new iteration, the start of the ranks included
 STALL_S = 900.0
+KINDS = (
+    "rank killed", "rank stopped", "rank frozen", "environment killed", "sampler killed", "sampler frozen",
+    "environments killed", "environments frozen", "disk full", "MLflow away",
+)  # fmt: skip
 # metrics of the faults themselves
 _OF_FAULTS = (
     "retried", "failed_infrastructure", "failed_attempts", "failed_turns", "replayed_steps", "resent",
@@ -56,6 +60,7 @@ class Disturbed:
         settings: Overrides.
         seed: Decides the faults.
         every: Iterations from one fault to the next, on average.
+        kinds: Kinds of faults, of `KINDS`.
     """
 
     def __init__(
@@ -67,9 +72,10 @@ class Disturbed:
         environments: EnvironmentService,
         seed: int,
         every: int,
+        kinds: Sequence[str] = KINDS,
     ) -> None:
         self._folder, self._settings, self._rng = folder, settings, random.Random(seed)
-        self._every = every
+        self._every, self._kinds = every, kinds
         self._faults: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "rank killed": partial(self._signalled, signal.SIGKILL),
             "rank stopped": partial(self._signalled, signal.SIGTERM),
@@ -139,7 +145,7 @@ class Disturbed:
 
     def _draw(self) -> str:
         if not self._next:
-            self._next = self._rng.sample(list(self._faults), len(self._faults))
+            self._next = self._rng.sample(self._kinds, len(self._kinds))
         return self._next.pop()
 
     def _rank(self) -> psutil.Process:
@@ -260,6 +266,14 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=1000, help="of each run")
     parser.add_argument("--every", type=int, default=10, help="iterations from fault to fault")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        metavar="KIND",
+        help=f"of {', '.join(KINDS)}",
+    )
     parser.add_argument("--folder", type=Path, help="kept; default a new one, removed if it passes")
     arguments, overrides = parser.parse_known_args()
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="soak_faults_"))).absolute()
@@ -297,6 +311,7 @@ def main() -> None:
             environments=environments,
             seed=arguments.seed,
             every=arguments.every,
+            kinds=arguments.kinds,
         )
         start = time.monotonic()
         run.run(iterations=arguments.iterations)

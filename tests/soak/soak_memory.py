@@ -125,8 +125,8 @@ def report(measured: Sequence[Measurement]) -> list[str]:
         measured[-1],
     ):
         print(
-            f"iteration {one['iteration']}: {one['memory'] / MIB:.1f} MiB, children "
-            f"{one['memory_of_children'] / MIB:.1f} MiB in {one['children']}, {one['objects']} objects, "
+            f"iteration {one['iteration']}: {one['memory'] / MIB:.1f} MiB and {one['kept'] / MIB:.1f} freed, "
+            f"children {one['memory_of_children'] / MIB:.1f} MiB in {one['children']}, {one['objects']} objects, "
             f"{one['threads']} threads, {one['descriptors']} descriptors, {one['shared'] / MIB:.2f} MiB shared, "
             f"database {one['database'] / MIB:.1f} MiB with {one['points']} points"
         )

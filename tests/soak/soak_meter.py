@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -17,6 +18,8 @@ from ragen_pl.loops.hooks import RolloutCallback
 
 class SoakMeter(RolloutCallback):
     """Measure this process and its children before a rollout, once it has started what rollouts and validations need.
+
+    Memory is what is in use; `kept` is what the allocator has kept of what was freed.
 
     Args:
         file: Gets a line for each measurement.
@@ -43,11 +46,16 @@ class SoakMeter(RolloutCallback):
         """Append a measurement."""
         gc.collect()
         process = psutil.Process()
+        before = process.memory_full_info().uss
+        # glibc keeps 10 to 30 MiB of what is freed, in which a growth would be hard to see
+        ctypes.CDLL(None).malloc_trim(0)
+        memory = process.memory_full_info().uss
         children = process.children(recursive=True)
         line = {
             "iteration": iteration,
             "process": os.getpid(),
-            "memory": process.memory_full_info().uss,
+            "memory": memory,
+            "kept": before - memory,
             "memory_of_children": sum(child.memory_full_info().uss for child in children),
             "children": len(children),
             "objects": len(gc.get_objects()),

@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 import torch
+from small_disks import small_disk
 from vllm_models import build, change_weights, gap, play
 from vllm_servers import ROOT, UserServer
 
@@ -19,6 +20,8 @@ from ragen_pl.models.adapters import add_lora
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 
+# link in the server's folder to the disk that it downloads to
+DOWNLOADS = "downloads"
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
@@ -27,6 +30,8 @@ def server(tmp_path_factory):
     """A server that takes weights and adapters by any way."""
     folder = tmp_path_factory.mktemp("transfer")
     build("text").save(folder / "model")
+    (folder / "disk").mkdir()
+    (folder / DOWNLOADS).symlink_to(folder / "disk")
     write_package(folder / "plugin")
     started = UserServer(
         folder / "model",
@@ -36,7 +41,7 @@ def server(tmp_path_factory):
         variables={
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "plugin")]),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            FOLDER_VARIABLE: str(folder / "downloads"),
+            FOLDER_VARIABLE: str(folder / DOWNLOADS),
         },
     )
     try:
@@ -121,5 +126,26 @@ def test_weights_that_are_not_those_of_the_manifest_are_left(connect, server, mo
         patch.setattr(serving, "digest", lambda path: "0" * 64)
         engine.load_weights(1)
     assert checksums(server) == before
+    engine.load_weights(1)
+    assert gap(bundle, play(engine)) < 1e-4 and checksums(server) != before
+
+
+def test_weights_that_find_no_room_are_left(connect, server, tmp_path):
+    bundle = build("text")
+    engine = connect(bundle, transfer="pull", timeout_s=60.0)
+    engine.load_weights(0)
+    before = checksums(server)
+    change_weights(bundle, seed=6)
+    link = server.folder.with_name(DOWNLOADS)
+    disk = link.readlink()
+    with small_disk(tmp_path / "disk", kib=16) as full:
+        link.unlink()
+        link.symlink_to(full)
+        with pytest.raises(RolloutError, match="No space left on device"):
+            engine.load_weights(1)
+        assert checksums(server) == before
+        assert not [path for path in full.rglob("*") if path.is_file() and path.stat().st_size]
+        link.unlink()
+        link.symlink_to(disk)
     engine.load_weights(1)
     assert gap(bundle, play(engine)) < 1e-4 and checksums(server) != before
