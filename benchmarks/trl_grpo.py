@@ -51,7 +51,8 @@ TARGETS = {32: 3.0, 256: 5.0}
 """Least seconds of TRL's step relative to ours, by episodes of a step."""
 SETTINGS = (
     "env=frozenlake", "algorithm=grpo", "algorithm.loss.kl.coefficient=0", "curriculum=null", "context.window=all",
-    "update.epochs=1", "update.minibatches=1", "optimizer._target_=torch.optim.AdamW", "optimizer.lr=1e-6", "learning_rate_end=1.0",
+    "update.epochs=1", "update.minibatches=1",
+    "optimizer._target_=torch.optim.AdamW", "optimizer.lr=1e-6", "learning_rate_end=1.0",
     "update.tokens_per_microbatch=1536", "update.tokens_per_forward=1536",
     "warm_start.steps=300", "warm_start.batch_size=16", "warm_start.episodes=1024", "validation.held_out=false",
 )  # fmt: skip

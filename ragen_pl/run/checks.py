@@ -62,10 +62,10 @@ def check_files(cfg: DictConfig) -> None:
     ]
     given = OmegaConf.select(cfg, "warm_start.weights")
     if given is not None and not run.has_initial_weights:
-        file, place = Path(str(given)).expanduser(), f"warm_start.weights={given}"
-        if not file.exists():
-            raise ConfigError(f"{place}: expected a path that exists")
-        files.append((file, place))
+        weights = Path(str(given)).expanduser()
+        if not weights.exists():
+            raise ConfigError(f"warm_start.weights={given}: expected a path that exists")
+        files.append((weights, f"warm_start.weights={given}"))
     for file, place in files:
         problem = problem_of(file) if file and file.exists() else None
         if problem:
