@@ -142,13 +142,11 @@ class _Walk:
     ) -> _Problems:
         # an empty group is none, such as logger=none
         if node and "_target_" not in node and needs_class(annotation):
-            yield (
-                key,
-                (
-                    f"{key}={shown(node)}: found a group without _target_, which names the class to build; set "
-                    f"{key}._target_=package.module.Class"
-                ),
+            message = (
+                f"{key}={shown(node)}: found a group without _target_, which names the class to build; set "
+                f"{key}._target_=package.module.Class"
             )
+            yield key, message
             return
         self.classes |= dict.fromkeys(_arguments_in(annotation), key or "the configuration")
         try:

@@ -185,7 +185,7 @@ class Source(TypedDict, total=False):
 
 _LIGHTNING = Arguments(
     "lightning.pytorch.trainer.trainer.Trainer",
-    # what the run sets itself
+    # set by the run itself
     without=(
         "callbacks", "default_root_dir", "enable_autolog_hparams", "enable_model_summary", "log_every_n_steps",
         "logger", "model_registry", "num_sanity_val_steps", "plugins", "reload_dataloaders_every_n_epochs",

@@ -60,7 +60,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """The beginning of an episode, or the outcome of a step."""
+    """The outcome of a reset or a step: observation, reward and state key."""
 
     observation: Observation
     reward: float

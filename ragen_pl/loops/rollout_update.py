@@ -164,7 +164,7 @@ class RolloutUpdateLoop(_FitLoop):
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         if not self.restarting and self.epoch_loop._num_ready_batches_reached():
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        # what the callbacks of checkpoints have logged
+        # metrics that callbacks of checkpoints have logged
         self._log_iteration()
         self.epoch_progress.increment_completed()
         if trainer.received_sigterm:
