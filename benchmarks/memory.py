@@ -39,8 +39,8 @@ from ragen_pl.models.distribution import entropy
 from ragen_pl.modules.forward import sampled_states
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenScores
-from ragen_pl.modules.preparation import Scorer
 from ragen_pl.modules.reference import FrozenCopy
+from ragen_pl.modules.scorer import Scorer
 
 TARGET = 5.0
 Result = TypeVar("Result")

@@ -46,6 +46,10 @@ class UpdateSettings:
             memory, a third slower.
         freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.
         tokens_per_forward: positions of a forward pass that scores an iteration before its update, padding included.
+        scoring: when the policy scores an iteration before its update: `needed` if credit or loss read the scores, that
+            is with a critic, a KL penalty in the reward, truncated sampling, a correction of the engine's distribution,
+            `top_entropy`, `entropy_target` or masks over shown text. Otherwise `rollout/policy_entropy` and
+            `rollout/logprob_mismatch` are those of the first minibatch; `always` for those of all.
         max_skipped_steps: steps in a row with a gradient or loss that is not finite, which end the run; 1% of the last
             1,000 do too.
         logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
@@ -58,6 +62,7 @@ class UpdateSettings:
     gradient_checkpointing: bool = False
     freeze_vision: bool = False
     tokens_per_forward: Count = 16_384
+    scoring: Literal["needed", "always"] = "needed"
     max_skipped_steps: Count = 3
     logits_mib: Positive = 512
 

@@ -337,7 +337,7 @@ def _sharded_reference(agent: AgentModule, *, ranks: int) -> int:
     if not isinstance(agent.reference, PolicyModule):
         return 0
     size, whole = size_of(_tensors([agent.reference])), 0
-    if agent.reads_reference_head:
+    if agent.loss.reads_reference_head:
         whole = size_of(agent.reference.model.get_output_embeddings().parameters())
     return (size - whole) // ranks + whole
 

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Estimator
-from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction, TruncatedWeights
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
@@ -34,7 +33,8 @@ from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.preparation import Scorer, prepare_batch
+from ragen_pl.modules.preparation import add_scores, prepare_batch
+from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
 from ragen_pl.optimizers import (
@@ -106,6 +106,9 @@ class AgentModule(GuardedModule):
         self.optimization = optimization or OptimizationSettings()
         self.critic_learning_rate = critic_learning_rate
         self.tokens_per_forward = update.tokens_per_forward
+        self.always_score = update.scoring == "always"
+        # whether the minibatches' scores are the first by the weights that sampled
+        self._first_scores = False
         self.truncation = truncation
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
@@ -147,11 +150,6 @@ class AgentModule(GuardedModule):
         super().setup(stage)
         self.store_reference()
 
-    @property
-    def reads_reference_head(self) -> bool:
-        """Whether calls of the policy use the head of the reference."""
-        return self.loss.kl is not None and self.loss.kl.estimator is KLEstimator.FULL
-
     def configure_model(self) -> None:
         """Shard policy, critic and reference if the Trainer's strategy shards models."""
         if self.device_mesh is None or is_sharded(self.policy):
@@ -160,7 +158,7 @@ class AgentModule(GuardedModule):
         self._gathered = GatheredPolicy(self.policy)
         if isinstance(self.reference, PolicyModule):
             # before the policy: they may share frozen weights
-            self.reference.shard(mesh, keep_head=self.reads_reference_head)
+            self.reference.shard(mesh, keep_head=self.loss.reads_reference_head)
         self.policy.shard(mesh)
         if self.critic is not None:
             self.critic.shard(mesh)
@@ -268,7 +266,9 @@ class AgentModule(GuardedModule):
                 normalizer=self.normalizer,
                 importance=self.importance,
                 correction=correction,
+                always_score=self.always_score,
             )
+        self._first_scores = not self.preparation.update_called
         return move_data_to_device(batch, torch.device("cpu"))
 
     # ---- update phase
@@ -280,7 +280,11 @@ class AgentModule(GuardedModule):
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a minibatch's loss and sums; by `batch.scale`, the mean over ranks is the global loss."""
-        result = self.loss(self.scorer.score_minibatch(batch), batch)
+        scores = self.scorer.score_minibatch(batch)
+        if self._first_scores:
+            add_scores(self.preparation, batch.samples, scores)
+            self._first_scores = not batch.ends_step
+        result = self.loss(scores, batch)
         return result.loss * batch.scale, result.sums
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:

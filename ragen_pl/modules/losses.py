@@ -108,6 +108,11 @@ class UpdateLoss:
                 "algorithm.loss.entropy_coefficient=0.01"
             )
 
+    @property
+    def reads_reference_head(self) -> bool:
+        """Whether the divergence is computed with the head of the reference."""
+        return self.kl is not None and self.kl.estimator is KLEstimator.FULL
+
     def entropy_weight(self, entropy: float) -> float:
         """Return the bonus's coefficient at this entropy, `coefficient * clip(1 - entropy / target, 0, 1)`."""
         if self.entropy_target is None:

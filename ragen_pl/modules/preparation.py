@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Estimator
-from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.data.batch import CreditLayout, Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.distributed import rank, sum_over_ranks
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.finite import class_path, require_finite
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import PreparationStatistics
-from ragen_pl.models.truncation import KeptIds, Truncation
+from ragen_pl.models.truncation import KeptIds
 from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
-from ragen_pl.modules.critic import CriticModule, last_values, score_together
-from ragen_pl.modules.forward import ReferenceStates
-from ragen_pl.modules.losses import KLPlace, UpdateLoss
 from ragen_pl.modules.masking import (
     Masks,
     TokenMasks,
@@ -33,146 +25,33 @@ from ragen_pl.modules.masking import (
     record_importance,
     token_masks,
 )
-from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenReadout, TokenScores
-from ragen_pl.modules.reference import ReferencePolicy
+from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.modules.saliency import SaliencyReadout
+from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.sharding import gradients_inside
 from ragen_pl.trajectory import Span
 
-if TYPE_CHECKING:
-    from ragen_pl.models.bundle import ModelBundle
-
-
 # of a rank, in the host's memory and in a checkpoint inside an update
-REFERENCE_GIB = 16.0
 KEPT_GIB = 4.0
 # of models whose numbers overflow
 _REMEDY = "set trainer.precision=32-true, or resume from an earlier checkpoint"
 
 
-@dataclass(slots=True)
-class Scorer:
-    """Policy, critic and reference, which score the same samples.
+def scores_needed(scorer: Scorer, masks: Masks, correction: Correction | None) -> bool:
+    """Return whether the credit or the update reads scores of the policy or the critic before the update.
 
-    Where sampling was truncated, each scores the distribution over the ids that it kept.
+    Without, the log-probs of the rollout engine are all that the update compares the policy with.
     """
-
-    policy: PolicyModule
-    critic: CriticModule | None
-    reference: ReferencePolicy | None
-    loss: UpdateLoss
-    truncation: Truncation | None = None
-
-    def score(
-        self,
-        samples: Samples,
-        images: Sequence[Tensor],
-        *,
-        microbatches: list[Tensor],
-        reference: ReferenceStates | None = None,
-    ) -> TokenScores:
-        """Return log-probs, the ids that the engine kept and, with a critic, values of the sampled tokens."""
-        return score_together(
-            self.policy,
-            self.critic,
-            samples,
-            images,
-            reference=reference,
-            microbatches=microbatches,
-            truncation=self.truncation,
-        )
-
-    def score_minibatch(self, batch: Minibatch) -> TokenScores:
-        """Return the scores that the update's loss needs, with the full divergence if the loss uses it."""
-        return score_together(
-            self.policy,
-            self.critic,
-            batch.samples,
-            batch.images,
-            microbatches=batch.microbatches,
-            reference=self.reference_states(batch.reference),
-            entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
-            kept=batch.kept,
-        )
-
-    def reference_states(self, scores: Tensor | None) -> ReferenceStates | None:
-        """Return the reference's states and head if the divergence is over the vocabulary.
-
-        Args:
-            scores: Return value of `vocabulary_reference` or `token_reference`.
-        """
-        if scores is None or self.reference is None or scores.ndim == 1:
-            return None
-        return ReferenceStates(self.reference, scores)
-
-    def bootstrap(self, batch: TrajectoryBatch, *, tokens_per_forward: int) -> None:
-        """Set the value of the state after the last turn of truncated episodes. All ranks must call it."""
-        if self.critic is None:
-            return
-        final = batch.final
-        own = [] if final is None else split_for_scoring(final.length, tokens_per_forward)
-        microbatches = with_equal_count(own)
-        if not microbatches:
-            return
-        # a rank without truncated episodes computes what others wait for
-        samples = batch.samples if final is None else final
-        values = last_values(
-            self.policy, self.critic, samples, batch.images, microbatches=microbatches
-        )
-        if final is not None:
-            batch.episodes.bootstrap[final.episode] = values.float()
-
-    def vocabulary_reference(
-        self, samples: Samples, images: Sequence[Tensor], *, microbatches: list[Tensor]
-    ) -> Tensor | None:
-        """Return the reference's states by token number, `[tokens, hidden]`, for a divergence over the vocabulary.
-
-        Log-probs of the whole vocabulary would take up to a hundred times their memory. None for other divergences,
-        and if there is no penalty at present.
-
-        Raises:
-            RolloutError: The states take more than `REFERENCE_GIB`.
-        """
-        if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
-            return None
-        if self.loss.kl.estimator is not KLEstimator.FULL:
-            return None
-        _check_reference_size(samples, self.policy.bundle)
-        states: Tensor = self.reference(
-            samples, images, microbatches=microbatches, readout=StateReadout()
-        )
-        return states
-
-    def token_reference(
-        self,
-        samples: Samples,
-        images: Sequence[Tensor],
-        *,
-        microbatches: list[Tensor],
-        kept: KeptIds | None,
-    ) -> Tensor | None:
-        """Return the reference's log-probs by token number, `[tokens]`, for a divergence estimated from them.
-
-        None for the divergence over the vocabulary, and if there is no penalty at present.
-
-        Args:
-            samples: Sequences.
-            images: Images that `samples.image_index` refers to.
-            microbatches: Rows that are computed together.
-            kept: Ids that sampling kept, by token number.
-        """
-        if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
-            return None
-        if self.loss.kl.estimator is KLEstimator.FULL:
-            return None
-        readout = TokenReadout(logits_mib=self.policy.logits_mib, kept=kept)
-        scores: TokenScores = self.reference(
-            samples, images, microbatches=microbatches, readout=readout
-        )
-        sampled = samples.turn >= 0
-        result = scores.logprobs.new_zeros(int(sampled.sum()))
-        result[samples.token[sampled]] = scores.logprobs[sampled]
-        return result
+    loss = scorer.loss
+    return (
+        scorer.critic is not None
+        or scorer.truncation is not None
+        or correction is not None
+        or masks.observations
+        or masks.top_entropy < 1
+        or loss.entropy_target is not None
+        or (loss.kl is not None and loss.kl.changes_rewards)
+    )
 
 
 @torch.no_grad()
@@ -186,6 +65,7 @@ def prepare_batch(
     normalizer: RewardNormalizer | None = None,
     importance: ImportanceStatistics | None = None,
     correction: Correction | None = None,
+    always_score: bool = True,
 ) -> PreparationStatistics:
     """Fill in masks, values, reference log-probs, advantages and returns.
 
@@ -198,9 +78,10 @@ def prepare_batch(
         normalizer: Normalizer of the episodes' returns.
         importance: Statistics of importance masks, changed in place.
         correction: Correction of the engine's distribution to the trainer's.
+        always_score: Whether the policy scores the samples where only the statistics need it too.
 
     Returns:
-        Statistics of log-probs, returns and values.
+        Statistics of log-probs, returns and values, empty where the policy has not scored the samples.
 
     Raises:
         NonFiniteError: A score, a reward, an advantage or a weight is not finite.
@@ -210,8 +91,10 @@ def prepare_batch(
     loss.check_division(layout, batch.episodes.advances)
     microbatches = with_equal_count(split_for_scoring(samples.length, tokens_per_forward))
     reference = scorer.vocabulary_reference(samples, batch.images, microbatches=microbatches)
-    in_reward = loss.kl is not None and loss.kl.place is KLPlace.REWARD
-    scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
+    in_reward = loss.kl is not None and loss.kl.changes_rewards
+    scores = None
+    if always_score or scores_needed(scorer, masks, correction):
+        scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
     if rank() == 0:
         loss.report_rows(rows=len(samples), episodes=len(batch.episodes.turns))
     if reference is None:
@@ -225,9 +108,11 @@ def prepare_batch(
     kept = token_masks(batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask)
     if masks.importance is not None:
         _narrow_by_importance(batch, layout, kept, masks, scorer.policy, microbatches, importance)
-    keep_top_entropy(kept, layout.gather(scores.entropy), fraction=masks.top_entropy)
-
-    penalty = kl_penalty(samples, layout, kept, scores, reference, loss) if in_reward else None
+    penalty = None
+    if scores is not None:
+        keep_top_entropy(kept, layout.gather(scores.entropy), fraction=masks.top_entropy)
+        if in_reward:
+            penalty = kl_penalty(samples, layout, kept, scores, reference, loss)
     if penalty is not None:
         require_finite(penalty, "algorithm.loss.kl: the penalties on the reward", remedy=_REMEDY)
     batch.reference = None if in_reward else reference
@@ -240,19 +125,21 @@ def prepare_batch(
         normalizer=normalizer,
         penalty=penalty,
     )
-    if correction is not None:
+    if correction is not None and scores is not None:
         behavior = layout.gather(samples.behavior_logprobs)
         weight = correction(layout.gather(scores.logprobs), behavior, layout.turn)
         require_finite(weight, f"algorithm.loss.mismatch: the weights of {class_path(correction)}")
         estimates.advantages = estimates.advantages * weight
     write_credit(samples, layout, kept, estimates)
 
-    entropies = scores.entropy[samples.loss_mask].double()
-    statistics = _statistics(samples, scores, entropies)
+    statistics = PreparationStatistics().to(samples.returns.device)
+    if scores is None:
+        return statistics
+    add_scores(statistics, samples, scores)
     if correction is not None:
         # the ratio of the loss is taken to the trainer's own log-probs before the update
         samples.behavior_logprobs = torch.where(samples.turn >= 0, scores.logprobs, 0.0)
-    batch.entropy = _mean_over_ranks(entropies)
+    batch.entropy = _mean_over_ranks(scores.entropy[samples.loss_mask].double())
     return statistics
 
 
@@ -278,7 +165,9 @@ def _score(
     return scores
 
 
-def _check_scores(batch: TrajectoryBatch, scores: TokenScores, reference: Tensor | None) -> None:
+def _check_scores(
+    batch: TrajectoryBatch, scores: TokenScores | None, reference: Tensor | None
+) -> None:
     """Check the models' values for the sampled tokens, before anything is estimated from them."""
     samples, sampled = batch.samples, batch.samples.sampled
     require_finite(
@@ -287,7 +176,9 @@ def _check_scores(batch: TrajectoryBatch, scores: TokenScores, reference: Tensor
         remedy="check the engine",
     )
     computed = {
-        "the policy's log-probs before the update": scores.logprobs[sampled],
+        "the policy's log-probs before the update": None
+        if scores is None
+        else scores.logprobs[sampled],
         "the critic's values": samples.values[sampled],
         "the critic's values after truncated episodes": batch.episodes.bootstrap,
         "algorithm.loss.kl: the reference's scores": reference,
@@ -325,16 +216,6 @@ def _narrow_by_importance(
         )
 
 
-def _check_reference_size(samples: Samples, bundle: ModelBundle) -> None:
-    tokens, width = int((samples.turn >= 0).sum()), bundle.hidden_size
-    size = tokens * width * bundle.model.dtype.itemsize / 2**30
-    if size > REFERENCE_GIB:
-        raise RolloutError(
-            f"algorithm.loss.kl.estimator=full: the reference's states of {tokens} tokens take {size:.0f} GiB, more "
-            f"than {REFERENCE_GIB:.0f}; set algorithm.loss.kl.estimator=k3, or a smaller rollout.groups"
-        )
-
-
 def _check_kept_size(kept: KeptIds) -> None:
     size = kept.nbytes / 2**30
     if size > KEPT_GIB:
@@ -351,16 +232,16 @@ def _mean_over_ranks(values: Tensor) -> float:
     return total / max(count, 1.0)
 
 
-def _statistics(samples: Samples, scores: TokenScores, entropies: Tensor) -> PreparationStatistics:
-    """Return the statistics of this rank; `entropies` are those of its trained tokens, in nats."""
+def add_scores(statistics: PreparationStatistics, samples: Samples, scores: TokenScores) -> None:
+    """Add samples and their scores by the weights that the update begins with to the statistics of this rank."""
     # text that was shown has no log-probs of the engine
     sampled = samples.sampled & (samples.spans != Span.SHOWN)
     # returns and values are compared where a critic gives values
     compared = samples.advantage_mask & (scores.values is not None)
-    delta = (scores.logprobs - samples.behavior_logprobs)[sampled].double()
+    delta = (scores.logprobs.detach() - samples.behavior_logprobs)[sampled].double()
     returns = samples.returns[compared].double()
     errors = (samples.returns - samples.values)[compared].double()
-    statistics = PreparationStatistics().to(delta.device)
+    entropies = scores.entropy.detach()[samples.loss_mask].double()
     statistics.update(
         {
             "tokens": len(delta),
@@ -376,4 +257,3 @@ def _statistics(samples: Samples, scores: TokenScores, entropies: Tensor) -> Pre
             "trained": len(entropies),
         }
     )
-    return statistics

@@ -9,7 +9,7 @@ from ragen_pl.algorithms.masks import all_text
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.finite import NonFiniteError
-from ragen_pl.modules import preparation
+from ragen_pl.modules import scorer
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.trajectory import Span
@@ -45,9 +45,9 @@ def test_reference_is_kept_as_states(make, monkeypatch) -> None:
     batch = make.batch(agent)
     tokens = int((batch.samples.turn >= 0).sum())
     assert batch.reference.shape == (tokens, agent.policy.bundle.hidden_size)
-    monkeypatch.setattr(preparation, "REFERENCE_GIB", tokens * 32 * 4 / 2**30)
+    monkeypatch.setattr(scorer, "REFERENCE_GIB", tokens * 32 * 4 / 2**30)
     agent.prepare(batch)
-    monkeypatch.setattr(preparation, "REFERENCE_GIB", (tokens * 32 * 4 - 1) / 2**30)
+    monkeypatch.setattr(scorer, "REFERENCE_GIB", (tokens * 32 * 4 - 1) / 2**30)
     with pytest.raises(RolloutError, match=r"set algorithm\.loss\.kl\.estimator=k3"):
         agent.prepare(batch)
 

@@ -1,0 +1,162 @@
+"""Policy, critic and reference, which score the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ragen_pl.algorithms.kl import KLEstimator
+from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.models.truncation import KeptIds, Truncation
+from ragen_pl.modules.critic import CriticModule, last_values, score_together
+from ragen_pl.modules.forward import ReferenceStates
+from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenReadout, TokenScores
+from ragen_pl.modules.reference import ReferencePolicy
+
+if TYPE_CHECKING:
+    from ragen_pl.models.bundle import ModelBundle
+
+
+# of a rank, in the host's memory and in a checkpoint inside an update
+REFERENCE_GIB = 16.0
+
+
+@dataclass(slots=True)
+class Scorer:
+    """Policy, critic and reference, which score the same samples.
+
+    Where sampling was truncated, each scores the distribution over the ids that it kept.
+    """
+
+    policy: PolicyModule
+    critic: CriticModule | None
+    reference: ReferencePolicy | None
+    loss: UpdateLoss
+    truncation: Truncation | None = None
+
+    def score(
+        self,
+        samples: Samples,
+        images: Sequence[Tensor],
+        *,
+        microbatches: list[Tensor],
+        reference: ReferenceStates | None = None,
+    ) -> TokenScores:
+        """Return log-probs, the ids that the engine kept and, with a critic, values of the sampled tokens."""
+        return score_together(
+            self.policy,
+            self.critic,
+            samples,
+            images,
+            reference=reference,
+            microbatches=microbatches,
+            truncation=self.truncation,
+        )
+
+    def score_minibatch(self, batch: Minibatch) -> TokenScores:
+        """Return the scores that the update's loss needs, with the full divergence if the loss uses it."""
+        return score_together(
+            self.policy,
+            self.critic,
+            batch.samples,
+            batch.images,
+            microbatches=batch.microbatches,
+            reference=self.reference_states(batch.reference),
+            entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
+            kept=batch.kept,
+        )
+
+    def reference_states(self, scores: Tensor | None) -> ReferenceStates | None:
+        """Return the reference's states and head if the divergence is over the vocabulary.
+
+        Args:
+            scores: Return value of `vocabulary_reference` or `token_reference`.
+        """
+        if scores is None or self.reference is None or scores.ndim == 1:
+            return None
+        return ReferenceStates(self.reference, scores)
+
+    def bootstrap(self, batch: TrajectoryBatch, *, tokens_per_forward: int) -> None:
+        """Set the value of the state after the last turn of truncated episodes. All ranks must call it."""
+        if self.critic is None:
+            return
+        final = batch.final
+        own = [] if final is None else split_for_scoring(final.length, tokens_per_forward)
+        microbatches = with_equal_count(own)
+        if not microbatches:
+            return
+        # a rank without truncated episodes computes what others wait for
+        samples = batch.samples if final is None else final
+        values = last_values(
+            self.policy, self.critic, samples, batch.images, microbatches=microbatches
+        )
+        if final is not None:
+            batch.episodes.bootstrap[final.episode] = values.float()
+
+    def vocabulary_reference(
+        self, samples: Samples, images: Sequence[Tensor], *, microbatches: list[Tensor]
+    ) -> Tensor | None:
+        """Return the reference's states by token number, `[tokens, hidden]`, for a divergence over the vocabulary.
+
+        Log-probs of the whole vocabulary would take up to a hundred times their memory. None for other divergences,
+        and if there is no penalty at present.
+
+        Raises:
+            RolloutError: The states take more than `REFERENCE_GIB`.
+        """
+        if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
+            return None
+        if self.loss.kl.estimator is not KLEstimator.FULL:
+            return None
+        _check_reference_size(samples, self.policy.bundle)
+        states: Tensor = self.reference(
+            samples, images, microbatches=microbatches, readout=StateReadout()
+        )
+        return states
+
+    def token_reference(
+        self,
+        samples: Samples,
+        images: Sequence[Tensor],
+        *,
+        microbatches: list[Tensor],
+        kept: KeptIds | None,
+    ) -> Tensor | None:
+        """Return the reference's log-probs by token number, `[tokens]`, for a divergence estimated from them.
+
+        None for the divergence over the vocabulary, and if there is no penalty at present.
+
+        Args:
+            samples: Sequences.
+            images: Images that `samples.image_index` refers to.
+            microbatches: Rows that are computed together.
+            kept: Ids that sampling kept, by token number.
+        """
+        if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
+            return None
+        if self.loss.kl.estimator is KLEstimator.FULL:
+            return None
+        readout = TokenReadout(logits_mib=self.policy.logits_mib, kept=kept)
+        scores: TokenScores = self.reference(
+            samples, images, microbatches=microbatches, readout=readout
+        )
+        sampled = samples.turn >= 0
+        result = scores.logprobs.new_zeros(int(sampled.sum()))
+        result[samples.token[sampled]] = scores.logprobs[sampled]
+        return result
+
+
+def _check_reference_size(samples: Samples, bundle: ModelBundle) -> None:
+    tokens, width = int((samples.turn >= 0).sum()), bundle.hidden_size
+    size = tokens * width * bundle.model.dtype.itemsize / 2**30
+    if size > REFERENCE_GIB:
+        raise RolloutError(
+            f"algorithm.loss.kl.estimator=full: the reference's states of {tokens} tokens take {size:.0f} GiB, more "
+            f"than {REFERENCE_GIB:.0f}; set algorithm.loss.kl.estimator=k3, or a smaller rollout.groups"
+        )
