@@ -107,8 +107,7 @@ class AgentModule(GuardedModule):
         self.critic_learning_rate = critic_learning_rate
         self.tokens_per_forward = update.tokens_per_forward
         self.always_score = update.scoring == "always"
-        # whether the minibatches' scores are the first by the weights that sampled
-        self._first_scores = False
+        self._adds_scores = False  # in the first optimizer step: by the weights that sampled
         self.truncation = truncation
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
@@ -268,7 +267,7 @@ class AgentModule(GuardedModule):
                 correction=correction,
                 always_score=self.always_score,
             )
-        self._first_scores = not self.preparation.update_called
+        self._adds_scores = not self.preparation.update_called
         return move_data_to_device(batch, torch.device("cpu"))
 
     # ---- update phase
@@ -281,9 +280,9 @@ class AgentModule(GuardedModule):
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a minibatch's loss and sums; by `batch.scale`, the mean over ranks is the global loss."""
         scores = self.scorer.score_minibatch(batch)
-        if self._first_scores:
+        if self._adds_scores:
             add_scores(self.preparation, batch.samples, scores)
-            self._first_scores = not batch.ends_step
+            self._adds_scores = not batch.ends_step
         result = self.loss(scores, batch)
         return result.loss * batch.scale, result.sums
 
@@ -381,6 +380,7 @@ class AgentModule(GuardedModule):
             "preparation": gather_over_ranks(self.preparation.export_state()),
             "importance": gather_over_ranks(importance),
             "normalizer": self.normalizer.state_dict(),
+            "adds_scores": self._adds_scores,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -393,6 +393,7 @@ class AgentModule(GuardedModule):
             if self.importance is not None and state["importance"][rank()]:
                 self.importance.import_state(state["importance"][rank()])
         self.normalizer.load_state_dict(state["normalizer"])
+        self._adds_scores = state.get("adds_scores", False)
 
 
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

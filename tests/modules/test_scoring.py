@@ -87,7 +87,14 @@ def test_the_first_step_has_all_its_parts(make) -> None:
     agent, batch, _ = prepared(make)
     parts = list(MinibatchLoader(batch, epochs=1, minibatches=2, tokens_per_microbatch=64))
     assert not parts[0].ends_step
-    for part in parts:
+    agent.training_step(parts[0], 0)
+    # a run that is stopped inside the step goes on with it
+    checkpoint = {"state_dict": agent.state_dict()}
+    agent.on_save_checkpoint(checkpoint)
+    agent = make.agent(estimator=GroupRelative())
+    agent.on_load_checkpoint(checkpoint)
+    agent.load_state_dict(checkpoint["state_dict"])
+    for part in parts[1:]:
         agent.training_step(part, 0)
     first = parts[: 1 + next(n for n, part in enumerate(parts) if part.ends_step)]
     assert len(first) < len(parts)
