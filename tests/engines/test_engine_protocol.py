@@ -103,8 +103,8 @@ def test_a_copy_of_some_rows_may_free_the_cache_layer_by_layer(monkeypatch):
         cache.update(layer, -layer, number)
     whole, peaks, select = cache.memory_bytes(), [], InPlaceLayer.select
 
-    def noted(layer, rows):
-        copied = select(layer, rows)
+    def noted(layer, rows, slots):
+        copied = select(layer, rows, slots)
         peaks.append(cache.memory_bytes() + copied.memory_bytes())
         return copied
 

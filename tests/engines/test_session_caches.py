@@ -154,6 +154,26 @@ def test_finished_sessions_leave_the_other_caches_intact(lm):
         playing = [n for n in playing if n % (turn + 2)] or playing
 
 
+def test_slots_that_are_empty_in_every_row_are_left_out(lm):
+    """In each turn another session has a long response, so all rows have empty slots."""
+    engine = TransformersEngine(PolicyModule(lm))
+    talks = [words(lm, "me").ids for _ in range(6)]
+    for turn in range(6):
+        requests = [
+            make_request(
+                prompt_of(ids), session=n, seed=9 * turn + n, tokens=30 if n == turn else 2
+            )
+            for n, ids in enumerate(talks)
+        ]
+        responses = generate(engine, requests, keep=True)
+        for n, (single, response) in enumerate(zip(requests, responses, strict=True)):
+            assert close(response, replay(lm, single.prompt, draws_of(single), 1.0)), (turn, n)
+            talks[n] = np.concatenate([talks[n], response.ids, words(lm, "on").ids])
+    longest = max(len(ids) for ids in talks)
+    # the last turn's new slots are empty in most rows
+    assert engine.held_bytes <= 6 * engine.session_bytes(longest + 30)
+
+
 def test_release_and_the_end_of_a_rollout_free_the_caches(vlm):
     engine = TransformersEngine(PolicyModule(vlm))
     assert len(list(talks_with_images(vlm, engine, slots=1, turns=1))) == 1

@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+# the longest row's fraction of the slots, below which empty slots are left out
+_DENSE_ABOVE = 0.9
+
 
 class InPlaceLayer(DynamicLayer):
     """Keys and values of one layer, `[rows, heads, capacity, head_dim]`, filled up to `length`.
@@ -52,14 +55,14 @@ class InPlaceLayer(DynamicLayer):
             self._use(end)
         return keys[rows, :, :end], values[rows, :, :end]
 
-    def select(self, rows: Tensor) -> InPlaceLayer:
-        """Return a copy with these rows only."""
+    def select(self, rows: Tensor, slots: Tensor | None = None) -> InPlaceLayer:
+        """Return a copy with these rows only; see `InPlaceCache.select`."""
         layer = InPlaceLayer()
         if self.key_buffer is not None and self.value_buffer is not None:
-            layer.key_buffer = self.key_buffer.index_select(0, rows)
-            layer.value_buffer = self.value_buffer.index_select(0, rows)
+            layer.key_buffer = _selected(self.key_buffer, rows, slots)
+            layer.value_buffer = _selected(self.value_buffer, rows, slots)
             layer.reserved = self.reserved
-            layer._use(self.length)
+            layer._use(self.length if slots is None else slots.shape[1])
         return layer
 
     def free(self) -> None:
@@ -124,6 +127,12 @@ class InPlaceLayer(DynamicLayer):
         return grown
 
 
+def _selected(buffer: Tensor, rows: Tensor, slots: Tensor | None) -> Tensor:
+    if slots is None:
+        return buffer.index_select(0, rows)
+    return buffer[rows[:, None], :, slots].transpose(1, 2)
+
+
 def _compute_dtype(states: Tensor) -> torch.dtype:
     """Return the type that attention computes in: under autocast, not that of rotated keys."""
     kind = states.device.type
@@ -170,17 +179,20 @@ class InPlaceCache(Cache):
     def _in_place_layers(self) -> list[InPlaceLayer]:
         return cast("list[InPlaceLayer]", self.layers)
 
-    def select(self, rows: Tensor, *, free: bool = False) -> InPlaceCache:
+    def select(
+        self, rows: Tensor, slots: Tensor | None = None, *, free: bool = False
+    ) -> InPlaceCache:
         """Return a copy with these rows only.
 
         Args:
-            rows: Rows, int64.
+            rows: Rows, int64 `[rows]`.
+            slots: Slots that each of these rows keeps, in their new order, int64 `[rows, slots]`; None for all.
             free: Whether each layer is freed once it is copied. This cache is then not used again.
         """
         cache = InPlaceCache()
         cache.reserve(self._reserved)
         for layer in self._in_place_layers:
-            cache.layers.append(layer.select(rows))
+            cache.layers.append(layer.select(rows, slots))
             if free:
                 layer.free()
         return cache
@@ -274,17 +286,27 @@ class SessionCache:
         )
 
     def select(self, sessions: list[int]) -> SessionCache:
-        """Return the cache of these sessions, in their order; itself if they are all."""
-        if sessions == self.sessions:
-            return self
+        """Return the cache of these sessions, in their order; itself if they are all and few slots are empty.
+
+        Prompts and responses are not equally long, so a row has empty slots after each turn, which attention reads too.
+        """
         numbers = {session: row for row, session in enumerate(self.sessions)}
         rows = [numbers[session] for session in sessions]
         select = torch.tensor(rows, device=self.valid.device)
+        valid, slots = self.valid[select], None
+        longest = int(valid.sum(1).max())
+        if longest < _DENSE_ABOVE * valid.shape[1]:
+            # those that hold a token come first
+            slots = valid.sort(dim=1, descending=True, stable=True).indices[:, :longest]
+            valid = valid.gather(1, slots)
+        elif sessions == self.sessions:
+            return self
+        assert isinstance(self.cache, InPlaceCache)
         return SessionCache(
             sessions=sessions,
             ids=[self.ids[row] for row in rows],
-            cache=self.cache.select(select),
-            valid=self.valid[select],
+            cache=self.cache.select(select, slots),
+            valid=valid,
             next_position=self.next_position[select],
         )
 
