@@ -39,6 +39,8 @@ class ModelBundle:
         image_settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
         source: Folder or hub name of the weights; None for a model that was built from its config.
         calls_tools: Whether responses may hold the control tokens with which the chat template writes tool calls.
+        token_pass: Forward pass over one token of each cached sequence, faster than the model's own, with the arguments
+            of `ragen_pl.models.small_vlm.token_pass.token_states`; None for the model's own.
     """
 
     model: PreTrainedModel
@@ -47,6 +49,7 @@ class ModelBundle:
     image_settings: Mapping[str, Any] = field(default_factory=dict)
     source: str | None = None
     calls_tools: bool = False
+    token_pass: Callable[..., Tensor] | None = None
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, repr=False)
@@ -68,6 +71,7 @@ class ModelBundle:
             self.image_settings,
             self.source,
             self.calls_tools,
+            self.token_pass,
         )
         if self.images is not None and other.images is not None:
             other.images.share(self.images)

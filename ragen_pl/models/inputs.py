@@ -75,6 +75,14 @@ def run_decoder(
         cache: Keys and values of earlier positions; those of this call are appended.
         first: First position whose state is read. Models with `ModelFacts.reads_end` compute no others.
     """
+    if cache is not None and bundle.token_pass is not None and _is_plain_token(bundle, inputs):
+        mask = inputs.mask
+        if isinstance(mask, dict):
+            (mask,) = mask.values()
+        states = bundle.token_pass(
+            bundle.model, inputs.ids[:, 0], positions=inputs.positions, mask=mask, cache=cache
+        )
+        return states[:, None]
     facts, features = bundle.facts, inputs.features
     arguments: dict[str, Any] = {"first_read": first} if facts.reads_end else {}
     if features is not None:
@@ -82,7 +90,7 @@ def run_decoder(
         arguments["mm_encoder_outputs"] = bundle.images.outputs(features)
         if facts.token_types is not None:
             arguments[facts.token_types] = inputs.ids.eq(facts.image_token_id or 0).long()
-    states: Tensor = bundle.backbone(
+    states = bundle.backbone(
         input_ids=inputs.ids,
         attention_mask=_as_model_reads(inputs.mask, bundle),
         position_ids=inputs.positions,
@@ -91,6 +99,19 @@ def run_decoder(
         **arguments,
     ).last_hidden_state
     return states if facts.reads_end else states[:, first:]
+
+
+def _is_plain_token(bundle: ModelBundle, inputs: DecoderInputs) -> bool:
+    """Return whether the inputs are one token a row, with one mask for all layers, in float32 without a gradient."""
+    return (
+        inputs.ids.shape[1] == 1
+        and bundle.facts.sliding_window is None
+        and inputs.positions is not None
+        and inputs.features is None
+        and bundle.model.dtype == torch.float32
+        and not torch.is_autocast_enabled(bundle.device.type)
+        and not torch.is_grad_enabled()
+    )
 
 
 def _as_model_reads(mask: Mask | None, bundle: ModelBundle) -> Mask | None:

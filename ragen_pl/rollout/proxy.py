@@ -128,7 +128,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     def _begin(
         self, slots: Sequence[EnvironmentSlot], responder: Responder, seed_key: Sequence[int | str]
     ) -> list[Episode]:
-        episodes = []
+        episodes, truncation = [], self.truncation
         for number, slot in enumerate(slots):
             conversation = self.context.start(
                 self.environments.instructions(slot), tools=self.environments.tools(slot)
@@ -142,7 +142,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 max_response_tokens=self.max_response_tokens,
                 seed_key=(*seed_key, slot.spec.group, slot.spec.member),
                 samples=responder.samples,
-                truncation=self.truncation,
+                truncation=truncation,
                 done=slot.error is not None,
             )
             if not episode.done:
