@@ -276,13 +276,18 @@ class ModelBundle:
         return base
 
     @cached_property
+    def decoder(self) -> Module:
+        """The decoder without the head."""
+        decoder: Module = self.model.get_decoder()
+        return decoder
+
+    @cached_property
     def layers(self) -> tuple[Module, ...]:
         """The decoder's layers."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        decoder: Module = self.model.get_decoder()
         return tuple(
-            part for part in decoder.modules() if isinstance(part, GradientCheckpointingLayer)
+            part for part in self.decoder.modules() if isinstance(part, GradientCheckpointingLayer)
         )
 
     @property

@@ -75,12 +75,16 @@ def run_decoder(
         cache: Keys and values of earlier positions; those of this call are appended.
         first: First position whose state is read. Models with `ModelFacts.reads_end` compute no others.
     """
-    if cache is not None and bundle.token_pass is not None and _is_plain_token(bundle, inputs):
+    if (
+        cache is not None
+        and bundle.token_pass is not None
+        and _is_plain_token(bundle, inputs, cache)
+    ):
         mask = inputs.mask
         if isinstance(mask, dict):
             (mask,) = mask.values()
         states = bundle.token_pass(
-            bundle.model, inputs.ids[:, 0], positions=inputs.positions, mask=mask, cache=cache
+            bundle.decoder, inputs.ids[:, 0], positions=inputs.positions, mask=mask, cache=cache
         )
         return states[:, None]
     facts, features = bundle.facts, inputs.features
@@ -101,16 +105,18 @@ def run_decoder(
     return states if facts.reads_end else states[:, first:]
 
 
-def _is_plain_token(bundle: ModelBundle, inputs: DecoderInputs) -> bool:
+def _is_plain_token(bundle: ModelBundle, inputs: DecoderInputs, cache: Cache) -> bool:
     """Return whether the inputs are one token a row, with one mask for all layers, in float32 without a gradient."""
+    layers: list[Any] = cache.layers
     return (
         inputs.ids.shape[1] == 1
-        and bundle.facts.sliding_window is None
+        and not torch.is_grad_enabled()
         and inputs.positions is not None
         and inputs.features is None
-        and bundle.model.dtype == torch.float32
-        and not torch.is_autocast_enabled(bundle.device.type)
-        and not torch.is_grad_enabled()
+        and bundle.facts.sliding_window is None
+        and bool(layers)
+        # the earlier tokens were computed as this one is
+        and layers[0].keys.dtype == torch.float32
     )
 
 

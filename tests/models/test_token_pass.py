@@ -71,9 +71,9 @@ def test_states_are_those_of_the_model(kind, text, ragged) -> None:
                 )
     calls = []
 
-    def noted(model, *arguments, **keywords):
-        calls.append(model)
-        return bundle.token_pass(model, *arguments, **keywords)
+    def noted(decoder, *arguments, **keywords):
+        calls.append(decoder)
+        return bundle.token_pass(decoder, *arguments, **keywords)
 
     passed, written = sampled_states(replace(bundle, token_pass=noted), ragged=ragged)
     assert len(calls) == STEPS

@@ -12,24 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, LlamaModel, PreTrainedModel, Qwen2Model
-
-Decoder = LlamaModel | Qwen2Model
+from transformers import Cache
 
 
 def token_states(
-    model: PreTrainedModel, ids: Tensor, *, positions: Tensor, mask: Tensor | None, cache: Cache
+    decoder: Any, ids: Tensor, *, positions: Tensor, mask: Tensor | None, cache: Cache
 ) -> Tensor:
     """Return the decoder's last hidden states of one token of each row, `[rows, hidden]`.
 
     Args:
-        model: Small language or vision-language model, without gradients.
+        decoder: Decoder of a small model, a `LlamaModel` or a `Qwen2Model`.
         ids: int64 `[rows]`.
         positions: int64 `[rows, 1]`.
         mask: bool `[rows, 1, 1, slots]`, slots of the cache to attend to, the new one included; None for all.
         cache: Keys and values of earlier tokens; those of this one are appended.
     """
-    decoder: Any = model.get_decoder()
     hidden: Tensor = decoder.embed_tokens(ids)
     cos, sin = decoder.rotary_emb(hidden, positions)
     first, second = sin.chunk(2, -1)
