@@ -17,7 +17,7 @@ from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartS
 from ragen_pl.keys import main, page
 from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
-from ragen_pl.run.settings import MemorySettings, PathSettings, ValidationSettings
+from ragen_pl.run.settings import LimitSettings, MemorySettings, PathSettings, ValidationSettings
 
 ROOT = Path(__file__).parents[2]
 NODES = [
@@ -30,6 +30,7 @@ NODES = [
     (CriticSettings, "critic"),
     (MemorySettings, "memory"),
     (PathSettings, "paths"),
+    (LimitSettings, "trainer"),
     (ValidationSettings, "validation"),
 ]
 
