@@ -295,9 +295,6 @@ class _Settings(TypedDict, total=False):
     # evaluate and export
     ckpt: str | None
     to: str | None
-    samples: Annotated[int, Ge(1), Note("episodes from each initial state")]
-    greedy: bool | None
-    pass_at: Sequence[Count] | None
     device: Literal["cpu", "cuda", "auto"]
     trajectories: bool
     traces: Annotated[int, Ge(0), Note("episodes of each validation set")]
@@ -346,4 +343,8 @@ class _Settings(TypedDict, total=False):
     episodes: Annotated[int, Ge(1), Note("approximate number of episodes shown")]
 
 
-Settings = Annotated[_Settings, Arguments("ragen_pl.modules.settings.OptimizationSettings")]
+Settings = Annotated[
+    _Settings,
+    Arguments("ragen_pl.modules.settings.OptimizationSettings"),
+    Arguments("ragen_pl.evaluation.sampling.SamplingSettings"),
+]
