@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge, Le
+from annotated_types import Ge
 
 from ragen_pl.constraints import (
     Arguments,
@@ -23,6 +23,7 @@ from ragen_pl.constraints import (
     NonNegative,
     Note,
     Open,
+    Port,
     Positive,
     Seed,
 )
@@ -311,17 +312,8 @@ class _Settings(TypedDict, total=False):
     # sync and watch
     run: Annotated[ExistingPath, Note("a run's folder")] | None
     runs: Sequence[Annotated[ExistingPath, Note("a folder")]] | None
-    port: Annotated[int, Ge(0), Le(65535), Note("a port")]
+    port: Port
     open: bool
-
-    # serve
-    host: str
-    keys: Sequence[str]
-    served_name: str
-    open_requests: Count
-    response_format: Literal["refused", "unconstrained"] | None
-    history_calls: Count
-    history_mb: Count
 
     # import_gguf
     file: ExistingPath
@@ -347,4 +339,5 @@ Settings = Annotated[
     _Settings,
     Arguments("ragen_pl.modules.settings.OptimizationSettings"),
     Arguments("ragen_pl.evaluation.sampling.SamplingSettings"),
+    Arguments("ragen_pl.deployment.settings.ServeSettings"),
 ]
