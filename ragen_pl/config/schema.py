@@ -166,24 +166,14 @@ class WarmStart(TypedDict, total=False):
 
 
 class ValidationSet(TypedDict, total=False):
-    """One of `validation_sets`: its own keys, and changes to the environment's."""
+    """One of `validation_sets`: besides its own keys changes to the environment's."""
 
-    episodes: Count
-    key: str
-    options: dict[str, Any] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target", "env.target")]
 
 
-class Source(TypedDict, total=False):
-    """`source`: origin of the weights, set by `ragen_pl.evaluate`."""
-
-    checkpoint: str | None
-    run: str | None
-    environment: str | None
-    held_out: CountOrZero
-    untrained: bool
-
-
+_VALIDATION_SET = Arguments(
+    "ragen_pl.evaluation.validation_sets.ValidationSettings", without=("name", "env")
+)
 _LIGHTNING = Arguments(
     "lightning.pytorch.trainer.trainer.Trainer",
     # set by the run itself
@@ -302,8 +292,8 @@ class _Settings(TypedDict, total=False):
     mlflow: bool
     adapters: bool
     overwrite: bool
-    source: Source
-    validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
+    source: Annotated[dict[str, Any], Arguments("ragen_pl.evaluation.settings.Source")]
+    validation_sets: dict[str, Annotated[ValidationSet, _VALIDATION_SET, _MANAGER] | None] | None
     endpoint: Component | None
 
     # serve_environment
