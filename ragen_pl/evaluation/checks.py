@@ -11,12 +11,11 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.environments.calls import check_made
 from ragen_pl.evaluation.mlflow_log import tracked_run
 from ragen_pl.evaluation.validation_sets import validation_settings
-from ragen_pl.run.checks import check_folder, check_new_folder
+from ragen_pl.run.checks import check_new_folder
 from ragen_pl.run.tracking import check_reachable
 
 log = logging.getLogger(__name__)
 
-_HINT = "give a folder that can be written"
 _NO_WEIGHTS = (
     "ckpt has no value; give a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, "
     "best or last; or "
@@ -44,7 +43,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     if run is not None:
         check_reachable(run["tracking_uri"])
     if cfg.to is not None:
-        check_folder(Path(cfg.to).expanduser().absolute(), place=f"to={cfg.to}", hint=_HINT)
+        check_new_folder(cfg.to, overwrite=True)
 
 
 def has_weights(cfg: DictConfig) -> bool:
