@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ragen_pl.constraints import shown, validated
@@ -30,41 +30,36 @@ def checked(target: Function) -> Function:
     ValueError: turn: degrees=left: expected a whole number
     """
     if inspect.isclass(target):
-        fields = functools.cache(lambda: _fields(target))
-        target.__init__ = _checked_call(target.__init__, fields, name=target.__name__)  # type: ignore[method-assign]
+        # a dataclass has the fields of its bases
+        target.__init__ = _checked_call(target.__init__, target.__mro__, name=target.__name__)  # type: ignore[method-assign]
         return target
-    parameters = functools.cache(lambda: _parameters(target))
-    return _checked_call(target, parameters, name=target.__qualname__.removesuffix(".__init__"))
+    return _checked_call(target, [target], name=target.__qualname__.removesuffix(".__init__"))
 
 
-def _fields(cls: type) -> dict[str, Any]:
-    """Return the annotations of a dataclass and its bases, each evaluated in its own module."""
-    return {
-        name: _evaluated(annotation, vars(sys.modules[base.__module__]))
-        for base in reversed(cls.__mro__)
-        for name, annotation in vars(base).get("__annotations__", {}).items()
-    }
+def _checked_call(function: Function, annotated: Sequence[Any], *, name: str) -> Function:
+    """Return a function whose arguments are held against annotations.
 
-
-def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    scope = vars(sys.modules[function.__module__])
-    return {
-        parameter.name: _evaluated(parameter.annotation, scope)
-        for parameter in inspect.signature(function).parameters.values()
-    }
-
-
-def _checked_call(
-    function: Function, annotations: Callable[[], dict[str, Any]], *, name: str
-) -> Function:
+    Args:
+        function: the function.
+        annotated: objects that have the annotations of its arguments, the first of a name counts.
+        name: its name in messages.
+    """
     signature = inspect.signature(function)
+
+    @functools.cache
+    def annotation_of(key: str) -> Any:
+        for one in annotated:
+            annotations = inspect.get_annotations(one)
+            if key in annotations:
+                return _evaluated(annotations[key], vars(sys.modules[one.__module__]))
+        return Any
 
     @functools.wraps(function)
     def call(*arguments: Any, **settings: Any) -> Any:
         bound = signature.bind(*arguments, **settings)
         for key, value in bound.arguments.items():
             try:
-                found = validated(annotations().get(key, Any), value, components=False)
+                found = validated(annotation_of(key), value, components=False)
             except ValueError as error:
                 raise ValueError(f"{name}: {key}={shown(value)}: {error}") from None
             if isinstance(value, str):
@@ -75,9 +70,7 @@ def _checked_call(
 
 
 def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
-    if not isinstance(annotation, str):
-        return Any if annotation is inspect.Parameter.empty else annotation
     try:
-        return eval(annotation, scope)
+        return eval(annotation, scope) if isinstance(annotation, str) else annotation
     except NameError:  # imported for type checking only
         return Any

@@ -154,6 +154,7 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
 FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
+Port = Annotated[int, Interval(ge=0, le=65535), Note("a port")]
 TurnTemplate = Annotated[str, containing("{observation}")]
 ExistingPath = Annotated[
     str, Text(lambda path: os.path.exists(os.path.expanduser(path)), "a path that exists")

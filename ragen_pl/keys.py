@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ragen_pl.config.composition import compose_overrides
-from ragen_pl.config.errors import or_exit
+from ragen_pl.config.ending import or_exit
 from ragen_pl.config.keys import page_of
 
 

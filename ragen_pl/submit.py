@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, check_packages
 from ragen_pl.config.composition import compose_overrides
-from ragen_pl.config.errors import config_errors, or_exit
+from ragen_pl.config.ending import or_exit
+from ragen_pl.config.errors import config_errors
 from ragen_pl.config.main import options_first
 from ragen_pl.run.folder import time_stamped
 from ragen_pl.run.slurm import SlurmSettings, job_file

@@ -1,20 +1,19 @@
-"""Composition of a configuration from overrides, with errors in one line; and overrides from Python values."""
+"""Composition of a configuration from overrides, with errors in one line."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.check import check_config, leaves, unknown_key
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import missing_key, translated
+from ragen_pl.config.overrides import overrides_of
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.constraints import did_you_mean
 
@@ -101,64 +100,6 @@ def _refuse_key(key: str, name: str, overrides: list[str], *, folder: Path) -> N
 def group_names(folder: Path) -> set[str]:
     """Return the names of a configuration folder's groups, such as `env` and `rollout/engine`."""
     return {file.parent.relative_to(folder).as_posix() for file in folder.rglob("*.yaml")} - {"."}
-
-
-def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
-    """Return the command line's overrides for Python values.
-
-    A string chooses an option of a group. A mapping sets keys below its own. `env` may be an environment's class.
-
-    Args:
-        settings: Values by key. A key may have dots, and `+` or `~` before it.
-        groups: Names of the groups.
-
-    Raises:
-        ConfigError: A value is none that a configuration can hold.
-
-    >>> overrides_of({"env": "bandit", "trainer": {"max_epochs": 3}, "seed": None}, groups={"env"})
-    ["env='bandit'", 'trainer.max_epochs=3', 'seed=null']
-    """
-    choices, values = [], []
-    for key, value in _flattened(settings):
-        group = key.replace(".", "/")
-        if key == "env" and inspect.isclass(value):
-            choices.append("env=custom")
-            values.append(f"env.target={_literal(key, f'{value.__module__}.{value.__qualname__}')}")
-        elif group in groups:
-            choices.append(f"{group}={_literal(key, value)}")
-        else:
-            values.append(f"{key}={_literal(key, value)}")
-    return choices + values
-
-
-def _flattened(settings: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flattened(value, above=f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
-def _literal(key: str, value: object) -> str:
-    """Return a value in Hydra's grammar of overrides."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case str() | PathLike():
-            return QuotedString(fspath(value), Quote.single).with_quotes()
-        case Mapping():
-            return (
-                f"{{{', '.join(f'{name}: {_literal(key, one)}' for name, one in value.items())}}}"
-            )
-        case Sequence():
-            return f"[{', '.join(_literal(key, one) for one in value)}]"
-    raise ConfigError(
-        f"{key}: got a value of type {type(value).__name__}; give a number, string, None, list or mapping"
-    )
 
 
 def _check_group_options(overrides: list[str], *, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.check import HYDRA, Settings, fields_of_node
+from ragen_pl.config.docstrings import description_of, summary_of
 from ragen_pl.config.signatures import Parameter
 from ragen_pl.constraints import expectation, options, shown
 
@@ -52,7 +53,7 @@ def _keys(
     for name, value in node.items():
         key, child = f"{prefix}{name}", fields.parameters.get(name, Parameter())
         if name == "_target_":
-            yield Key(key, fields.summary or "class to build", "a class path", str(value))
+            yield Key(key, summary_of(str(value)) or "class to build", "a class path", str(value))
         elif isinstance(value, dict) and value:
             # a node that refers to another one has its values
             inner = raw[name] if isinstance(raw[name], dict) else value
@@ -61,7 +62,9 @@ def _keys(
             )
         elif name not in HYDRA:
             # a component that is off has no description of its own
-            meaning = child.description or ("none" if value is None else "")
+            meaning = description_of(str(name), child.documented_in) or (
+                "none" if value is None else ""
+            )
             yield Key(key, meaning, _accepted(child.annotation), shown(raw[name]))
 
 

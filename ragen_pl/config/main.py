@@ -22,7 +22,8 @@ from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config
 from ragen_pl.config.composition import compose_overrides
-from ragen_pl.config.errors import ConfigError, or_exit
+from ragen_pl.config.ending import or_exit
+from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge
 
 from ragen_pl.constraints import (
     Arguments,
@@ -23,6 +23,7 @@ from ragen_pl.constraints import (
     NonNegative,
     Note,
     Open,
+    Port,
     Positive,
     Seed,
 )
@@ -165,24 +166,14 @@ class WarmStart(TypedDict, total=False):
 
 
 class ValidationSet(TypedDict, total=False):
-    """One of `validation_sets`: its own keys, and changes to the environment's."""
+    """One of `validation_sets`: besides its own keys changes to the environment's."""
 
-    episodes: Count
-    key: str
-    options: dict[str, Any] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target", "env.target")]
 
 
-class Source(TypedDict, total=False):
-    """`source`: origin of the weights, set by `ragen_pl.evaluate`."""
-
-    checkpoint: str | None
-    run: str | None
-    environment: str | None
-    held_out: CountOrZero
-    untrained: bool
-
-
+_VALIDATION_SET = Arguments(
+    "ragen_pl.evaluation.validation_sets.ValidationSettings", without=("name", "env")
+)
 _LIGHTNING = Arguments(
     "lightning.pytorch.trainer.trainer.Trainer",
     # set by the run itself
@@ -196,7 +187,7 @@ _Limit = Fraction | CountOrZero
 
 
 class Trainer(TypedDict, total=False):
-    """`trainer`: limits of ranks and starts, and arguments of Lightning's Trainer with bounds that it does not declare.
+    """`trainer`: arguments of Lightning's Trainer with bounds that it does not declare.
 
     The precisions leave out the true half precisions, which would round log-probs, advantages and counts as well;
     `model.build.dtype=bfloat16` does not.
@@ -206,12 +197,6 @@ class Trainer(TypedDict, total=False):
         devices: number of GPUs or processes on each machine, or their indices.
         num_nodes: number of machines.
         strategy: how ranks work together; `auto` for one device or DDP.
-        timeout_s: longest wait of a rank for another one, which may roll out for longer.
-        rollout_timeout_s: longest wait at the end of a rollout, up to `timeout_s`; null for `timeout_s`.
-        stall_s: longest time of one of several ranks without a turn, minibatch or validation batch; it then prints its
-            stacks and ends the run; null for no limit.
-        shared_folder_s: time within which a file of the first rank has to appear in the run's folder on all machines.
-        max_starts: failed starts from one step, after which a run is not started again; null for any number.
         precision: precision of the forward passes.
         max_epochs: number of iterations; -1 for no limit.
         gradient_clip_val: largest norm of the gradient of the policy, and of the critic; null for no limit.
@@ -242,11 +227,6 @@ class Trainer(TypedDict, total=False):
         ]
         | Component
     )
-    timeout_s: Annotated[float, Gt(0), Note("seconds")]
-    rollout_timeout_s: Annotated[float, Gt(0), Note("seconds")] | None
-    stall_s: Annotated[float, Gt(0), Note("seconds")] | None
-    shared_folder_s: Annotated[float, Ge(0), Note("seconds")]
-    max_starts: Count | None
     precision: Literal["32-true", "16-mixed", "bf16-mixed", "32", "16", "bf16", 16, 32] | None
     max_epochs: Annotated[int, Ge(-1), Note("iterations")]
     max_time: Duration | None
@@ -296,22 +276,24 @@ class _Settings(TypedDict, total=False):
     warm_start: Annotated[WarmStart, Arguments("ragen_pl.data.settings.WarmStartSettings")]
     callbacks: dict[str, Component | None] | None
     logger: Component | None
-    trainer: Annotated[Trainer, _LIGHTNING, Arguments("ragen_pl.run.strategy_rules.StrategyRules")]
+    trainer: Annotated[
+        Trainer,
+        _LIGHTNING,
+        Arguments("ragen_pl.run.settings.LimitSettings"),
+        Arguments("ragen_pl.run.strategy_rules.StrategyRules"),
+    ]
 
     # evaluate and export
     ckpt: str | None
     to: str | None
-    samples: Annotated[int, Ge(1), Note("episodes from each initial state")]
-    greedy: bool | None
-    pass_at: Sequence[Count] | None
     device: Literal["cpu", "cuda", "auto"]
     trajectories: bool
     traces: Annotated[int, Ge(0), Note("episodes of each validation set")]
     mlflow: bool
     adapters: bool
     overwrite: bool
-    source: Source
-    validation_sets: dict[str, Annotated[ValidationSet, _MANAGER] | None] | None
+    source: Annotated[dict[str, Any], Arguments("ragen_pl.evaluation.settings.Source")]
+    validation_sets: dict[str, Annotated[ValidationSet, _VALIDATION_SET, _MANAGER] | None] | None
     endpoint: Component | None
 
     # serve_environment
@@ -320,17 +302,8 @@ class _Settings(TypedDict, total=False):
     # sync and watch
     run: Annotated[ExistingPath, Note("a run's folder")] | None
     runs: Sequence[Annotated[ExistingPath, Note("a folder")]] | None
-    port: Annotated[int, Ge(0), Le(65535), Note("a port")]
+    port: Port
     open: bool
-
-    # serve
-    host: str
-    keys: Sequence[str]
-    served_name: str
-    open_requests: Count
-    response_format: Literal["refused", "unconstrained"] | None
-    history_calls: Count
-    history_mb: Count
 
     # import_gguf
     file: ExistingPath
@@ -352,4 +325,9 @@ class _Settings(TypedDict, total=False):
     episodes: Annotated[int, Ge(1), Note("approximate number of episodes shown")]
 
 
-Settings = Annotated[_Settings, Arguments("ragen_pl.modules.settings.OptimizationSettings")]
+Settings = Annotated[
+    _Settings,
+    Arguments("ragen_pl.modules.settings.OptimizationSettings"),
+    Arguments("ragen_pl.evaluation.sampling.SamplingSettings"),
+    Arguments("ragen_pl.deployment.settings.ServeSettings"),
+]

@@ -11,14 +11,12 @@ import ast
 import builtins
 import collections.abc
 import functools
-import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import annotated_types
@@ -35,10 +33,6 @@ _LIGHT = {
 }
 _BUILTINS = ("bool", "int", "float", "str", "dict", "list", "tuple", "object")
 _NO_BASES = ("object", "Protocol", "Generic", "ABC", "TypedDict")
-# gymnasium's documents of environments have lists
-_LIST = re.compile(r"^## Arguments\n(.*?)(?=^##|\Z)", re.M | re.S)
-_ITEM = re.compile(r"^- ((?:`\w+`(?:, )?)+): *((?:.*)(?:\n +.*)*)", re.M)
-_DESCRIBING = (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes)
 
 
 class SignatureError(ValueError):
@@ -51,13 +45,13 @@ class Parameter:
 
     Attributes:
         annotation: its annotation; `Any` without one.
-        description: its description in the docstring, or in that of a base class.
         by_name: whether it can only be given by name.
+        documented_in: paths of the classes and functions whose docstrings may describe it, the nearest first.
     """
 
     annotation: Any = Any
-    description: str = ""
     by_name: bool = True
+    documented_in: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,14 +63,12 @@ class Signature:
         parameters: arguments by name.
         closed: whether no other arguments are possible.
         returns: return annotation.
-        summary: first sentence of the docstring.
     """
 
     name: str = ""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     closed: bool = True
     returns: Any = Any
-    summary: str = ""
 
 
 # of what is known only after an import
@@ -102,22 +94,26 @@ def read_signature(target: str) -> Signature:
     Raises:
         SignatureError: there is no such class or function; with the nearest name that exists.
     """
+    found = definition_at(target)
+    if found is not None:
+        return _of_function(found) if isinstance(found, griffe.Function) else _of_class(found)
     module_name, _, name = target.rpartition(".")
     module = _module(module_name)
     if module is None:
         raise SignatureError(f"there is no module {module_name}")
-    member = module.members.get(name)
-    if isinstance(member, griffe.Function):
-        return _of_function(member)
-    if isinstance(member, griffe.Class):
-        return _of_class(member)
-    # a module with a star import or `__getattr__` has others
-    if member is not None or any(other.endswith(("*", "__getattr__")) for other in module.members):
+    # an import, or of a module with a star import or `__getattr__`
+    if name in module.members or any(m.endswith(("*", "__getattr__")) for m in module.members):
         return UNKNOWN
     if _module(target) is not None:
         raise SignatureError("expected a class, found a module")
     near = did_you_mean(name, [other for other in module.members if other[:1] != "_"])
     raise SignatureError(f"{module_name} has no {name}{near or '; give package.module.Class'}")
+
+
+def definition_at(target: str) -> griffe.Class | griffe.Function | None:
+    """Return the class or function that a module's source file defines by this name; None if it has none."""
+    member = _member(target)
+    return member if isinstance(member, griffe.Class | griffe.Function) else None
 
 
 def class_that_defines(method: str, target: str) -> str | None:
@@ -146,8 +142,7 @@ def type_at(target: str) -> Any:
         return _LIGHT[target]
     if module_name in _LIGHT:
         return getattr(_LIGHT[module_name], name)
-    module = _module(module_name)
-    member = module.members.get(name) if module else None
+    member = _member(target)
     if isinstance(member, griffe.Alias):
         return type_at(member.target_path)
     if isinstance(member, griffe.Class):
@@ -189,11 +184,16 @@ def _module(name: str) -> griffe.Module | None:
     return griffe.visit(name, filepath=file, code=file.read_text(encoding="utf-8"))
 
 
-def _class_at(target: str) -> griffe.Class | None:
-    """Return the class of a class path, also through imports; None if there is none in a source file."""
+def _member(target: str) -> griffe.Object | griffe.Alias | None:
+    """Return the definition or import that a dotted path names; None if there is none in a source file."""
     module_name, _, name = target.rpartition(".")
     module = _module(module_name) if module_name else None
-    member = module.members.get(name) if module else None
+    return module.members.get(name) if module else None
+
+
+def _class_at(target: str) -> griffe.Class | None:
+    """Return the class of a class path, also through imports; None if there is none in a source file."""
+    member = _member(target)
     if isinstance(member, griffe.Alias):
         return _class_at(member.target_path)
     return member if isinstance(member, griffe.Class) else None
@@ -216,20 +216,14 @@ def _of_function(function: griffe.Function, *, skip: int = 0) -> Signature:
             parameters |= signature_of(*settings).parameters if settings else {}
         elif one.kind is not griffe.ParameterKind.var_positional:
             by_name = one.kind is griffe.ParameterKind.keyword_only
-            parameters[one.name] = Parameter(annotation, by_name=by_name)
-    return Signature(
-        function.name,
-        _documented(parameters, function),
-        closed,
-        returns=scope.evaluate(function.returns),
-        summary=_summary(function),
-    )
+            parameters[one.name] = Parameter(annotation, by_name, (function.path,))
+    return Signature(function.name, parameters, closed, returns=scope.evaluate(function.returns))
 
 
 def _of_class(cls: griffe.Class) -> Signature:
     bases = [_of_base(base) for base in _bases(cls)]
     parameters = {name: one for base in bases for name, one in base.parameters.items()}
-    inherited = {name: one.description for name, one in parameters.items()}
+    inherited = {name: one.documented_in for name, one in parameters.items()}
     closed = all(base.closed for base in bases)
     init = cls.members.get("__init__")
     if isinstance(init, griffe.Function):
@@ -237,8 +231,11 @@ def _of_class(cls: griffe.Class) -> Signature:
         parameters, closed = dict(function.parameters), function.closed
     elif _is_typed_dict(cls) or any("dataclass" in str(mark.value) for mark in cls.decorators):
         parameters |= _fields(cls)
-    documented = _documented(parameters, cls, inherited=inherited)
-    return Signature(cls.name, documented, closed, summary=_summary(cls))
+    documented = {
+        name: replace(one, documented_in=(cls.path, *one.documented_in, *inherited.get(name, ())))
+        for name, one in parameters.items()
+    }
+    return Signature(cls.name, documented, closed)
 
 
 def _of_base(target: str) -> Signature:
@@ -260,40 +257,6 @@ def _fields(cls: griffe.Class) -> dict[str, Parameter]:
         and "instance-attribute" in one.labels
         and "init=False" not in str(one.value)
     }
-
-
-def _documented(
-    parameters: Mapping[str, Parameter],
-    definition: griffe.Object,
-    *,
-    inherited: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Parameter]:
-    """Return parameters with the descriptions of a docstring, and those of base classes where it has none."""
-    own = _descriptions(definition)
-    return {
-        name: replace(one, description=own.get(name) or one.description or inherited.get(name, ""))
-        for name, one in parameters.items()
-    }
-
-
-def _descriptions(documented: griffe.Object) -> dict[str, str]:
-    """Return the descriptions of arguments and attributes in a docstring by name."""
-    docstring = documented.docstring
-    if docstring is None:
-        return {}
-    sections = docstring.parse("google", warnings=False)
-    items = [item for section in sections if section.kind in _DESCRIBING for item in section.value]
-    described = {item.name: item.description for item in items}
-    for names, text in _ITEM.findall("".join(_LIST.findall(f"{docstring.value}\n"))):
-        described |= dict.fromkeys(re.findall(r"\w+", names), text)
-    return {name: " ".join(text.split()) for name, text in described.items()}
-
-
-def _summary(documented: griffe.Object) -> str:
-    """Return the first sentence of a docstring."""
-    docstring = documented.docstring.value if documented.docstring else ""
-    paragraph = " ".join(docstring.partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z`])", paragraph)[0]
 
 
 def _is_typed_dict(cls: griffe.Class) -> bool:

@@ -8,6 +8,8 @@ import socket
 from omegaconf import DictConfig
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.settings import read_settings
+from ragen_pl.deployment.settings import ServeSettings
 from ragen_pl.evaluation.checks import check_source
 from ragen_pl.serving.address import is_loopback, listening_socket
 
@@ -21,37 +23,38 @@ def check_serve(cfg: DictConfig) -> None:
         ConfigError: with the first thing that is wrong.
     """
     check_source(cfg)
-    keys_of(cfg)
-    open_socket(cfg).close()
+    settings = read_settings(ServeSettings, cfg)
+    client_keys(settings)
+    open_socket(settings).close()
 
 
-def open_socket(cfg: DictConfig) -> socket.socket:
+def open_socket(settings: ServeSettings) -> socket.socket:
     """Return a socket that is bound to the address.
 
     Raises:
         ConfigError: it is taken, or not one of this machine.
     """
     try:
-        return listening_socket(cfg.host, cfg.port)
+        return listening_socket(settings.host, settings.port)
     except OSError as error:
         raise ConfigError(
-            f"host={cfg.host} port={cfg.port}: {error.strerror}; set another one, port=0 for any free one"
+            f"host={settings.host} port={settings.port}: {error.strerror}; set another one, port=0 for any free one"
         ) from error
 
 
-def keys_of(cfg: DictConfig) -> list[str]:
+def client_keys(settings: ServeSettings) -> list[str]:
     """Return the keys that clients may send; empty where any may be sent, and none.
 
     Raises:
         ConfigError: there is none although other machines reach the address, or one is missing or too short.
     """
-    if not cfg["keys"] and not is_loopback(cfg.host):
+    if not settings.keys and not is_loopback(settings.host):
         raise ConfigError(
-            f"host={cfg.host}: other machines reach it, so clients need a key; set an environment variable to one, and "
-            "keys=[NAME]"
+            f"host={settings.host}: other machines reach it, so clients need a key; set an environment variable to "
+            "one, and keys=[NAME]"
         )
     keys = []
-    for name in cfg["keys"]:
+    for name in settings.keys:
         key = os.environ.get(name, "").strip()
         if len(key) < _MIN_KEY:
             found = f"a key of {len(key)} characters" if key else "no such environment variable"

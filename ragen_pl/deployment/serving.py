@@ -11,9 +11,11 @@ from types import FrameType
 
 from omegaconf import DictConfig
 
+from ragen_pl.config.settings import read_settings
 from ragen_pl.deployment.answering import PolicyAnswers
-from ragen_pl.deployment.checks import keys_of, open_socket
+from ragen_pl.deployment.checks import client_keys, open_socket
 from ragen_pl.deployment.histories import Histories
+from ragen_pl.deployment.settings import ServeSettings
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.run.build import build_engine, device_named, episode_settings, plain
 from ragen_pl.run.weights import load_bundle
@@ -36,7 +38,10 @@ def serve(cfg: DictConfig) -> None:
     log.info("loading the model")
     bundle = load_bundle(cfg).to(device_named(cfg.device))
     context = ContextManager(bundle, **plain(cfg.context))
-    histories = Histories(max_calls=cfg.history_calls, max_bytes=cfg.history_mb * 1024 * 1024)
+    settings = read_settings(ServeSettings, cfg)
+    histories = Histories(
+        max_calls=settings.history_calls, max_bytes=settings.history_mb * 1024 * 1024
+    )
     with closing(build_engine(cfg.rollout.engine, bundle)) as engine:
         engine.load_weights(0)
         answers = PolicyAnswers(
@@ -45,11 +50,13 @@ def serve(cfg: DictConfig) -> None:
             settings=episode_settings(cfg.rollout),
             histories=histories,
         )
-        server = AgentServer(listening=open_socket(cfg), host=cfg.host)
+        server = AgentServer(listening=open_socket(settings), host=settings.host)
         with closing(server):
             events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-            sessions = open_sessions(server, cfg, events)
-            for line in usage(server.url, cfg):
+            sessions = open_sessions(
+                server, settings, limits=limits_of(settings, cfg.env), events=events
+            )
+            for line in usage(server.url, settings):
                 print(line, flush=True)
             with ended_by_signals(events):
                 answer_events(events, answers, continuous=engine.continuous)
@@ -58,45 +65,52 @@ def serve(cfg: DictConfig) -> None:
                 server.end(session)
 
 
-def open_sessions(
-    server: AgentServer, cfg: DictConfig, events: queue.SimpleQueue[Event]
-) -> list[Session]:
-    """Open a session for each key, or one for all clients where there are no keys."""
-    kwargs = cfg.env.get("kwargs") or {}
-    response_format = cfg.response_format or kwargs.get("response_format", "refused")
-    limits = SessionLimits(
-        open_requests=cfg.open_requests,
+def limits_of(settings: ServeSettings, env: DictConfig) -> SessionLimits:
+    """Return the limits of a session; a format of responses that is null is that of the environment."""
+    kwargs = env.get("kwargs") or {}
+    response_format = settings.response_format or kwargs.get("response_format")
+    return SessionLimits(
+        open_requests=settings.open_requests,
         busy_status=_BUSY,
         unconstrained=response_format == "unconstrained",
         sampling=True,
     )
-    keys = keys_of(cfg)
+
+
+def open_sessions(
+    server: AgentServer,
+    settings: ServeSettings,
+    *,
+    limits: SessionLimits,
+    events: queue.SimpleQueue[Event],
+) -> list[Session]:
+    """Open a session for each key, or one for all clients where there are no keys."""
+    keys, name = client_keys(settings), settings.served_name
     if not keys:
-        session = Session(server.loop, limits=limits, model=cfg.served_name, events=events)
+        session = Session(server.loop, limits=limits, model=name, events=events)
         server.open_to_all(session)
         return [session]
     sessions = [
-        Session(server.loop, limits=limits, model=cfg.served_name, events=events, key=key)
-        for key in keys
+        Session(server.loop, limits=limits, model=name, events=events, key=key) for key in keys
     ]
     for session in sessions:
         server.open(session)
     return sessions
 
 
-def usage(url: str, cfg: DictConfig) -> Iterator[str]:
+def usage(url: str, settings: ServeSettings) -> Iterator[str]:
     """Yield lines that say where the policy is, and two commands that ask it."""
-    variable = cfg["keys"][0] if cfg["keys"] else None
+    variable = settings.keys[0] if settings.keys else None
     header = f'-H "Authorization: Bearer ${variable}" ' if variable else ""
     key = f"os.environ['{variable}']" if variable else "'none'"
     body = '{"messages": [{"role": "user", "content": "hello"}]}'
-    yield f"serving    {cfg.served_name} at {url}"
+    yield f"serving    {settings.served_name} at {url}"
     yield (
         f"curl       curl {url}/chat/completions {header}-H 'Content-Type: application/json' -d '{body}'"
     )
     yield (
         f"openai     python -c \"import openai, os; print(openai.OpenAI(base_url='{url}', api_key={key})"
-        f".chat.completions.create(model='{cfg.served_name}', messages=[dict(role='user', content='hello')])"
+        f".chat.completions.create(model='{settings.served_name}', messages=[dict(role='user', content='hello')])"
         '.choices[0].message.content)"'
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,21 +13,19 @@ from gymnasium.error import Error
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError, in_one_line
-from ragen_pl.environments.manager import CREATION_FACTOR
+from ragen_pl.environments.manager import CREATION_FACTOR, EnvironmentManager
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.workers import EnvironmentWorkers, TimeLimitExceeded
 
 T = TypeVar("T")
 
-# keys of env that are for people, for models, or for arguments of the environment
-_DESCRIPTIONS = ("name", "visual", "words", "command", "function", "tasks", "verifier")
-
 
 def manager_settings(env: DictConfig) -> dict[str, Any]:
-    """Return the settings of the environment manager: those of the node `env` without name, visual and words."""
+    """Return the arguments of the environment manager in the node `env`, whose other keys are not for it."""
     settings = OmegaConf.to_container(env, resolve=True)
     assert isinstance(settings, dict)
-    return {str(key): value for key, value in settings.items() if key not in _DESCRIPTIONS}
+    known = inspect.signature(EnvironmentManager).parameters
+    return {str(key): value for key, value in settings.items() if key in known}
 
 
 def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:

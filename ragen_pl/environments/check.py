@@ -117,7 +117,7 @@ class _Check:
             f"found {content} in its observation; set env.visual={str(shows).lower()} model={model}",
         )
         self._require(
-            slot.state_key is not None or not self.manager.record_states,
+            slot.state_key is not None or not self.manager.reader.states,
             "has no state_key() that returns a str, which validation.held_out=true needs; write one, or set "
             "validation.held_out=false",
         )
@@ -170,26 +170,14 @@ class _Check:
         reset = partial(self.env.reset, seed=seed, options=None)
         answer = self.calls.call(f"reset(seed={seed}, options=None)", reset)
         slot = EnvironmentSlot(env=self.env, spec=EpisodeSpec(group=0, member=0, seed=seed))
-
-        def read() -> None:
-            raw = self.manager.answers.reset(answer)
-            slot.reward_range = slot.members.reward_range
-            slot.difficulty = slot.members.difficulty()
-            self.manager.observe(slot, raw)
-
-        self.calls.call("", read)
+        self.calls.call("", partial(self.manager.reader.begin, slot, answer))
         return slot
 
     def _step(self, slot: EnvironmentSlot, action: int | str) -> tuple[float, bool]:
         """Take a step and return its reward and whether the episode has ended."""
         answer = self.calls.call(f"step({action!r})", partial(self.env.step, action))
-
-        def read() -> tuple[float, bool]:
-            step = self.manager.answers.step(answer, reward_range=slot.reward_range)
-            self.manager.observe(slot, step.raw)
-            return sum(step.reward_terms.values()), step.terminated or step.truncated
-
-        return self.calls.call("", read)
+        step = self.calls.call("", partial(self.manager.reader.take, slot, answer))
+        return sum(step.reward_terms.values()), step.terminated or step.truncated
 
     def _played(self, seed: int, *, steps: int) -> list[_Moment]:
         """Return the first moments of a random episode."""

@@ -20,7 +20,7 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, NonNegative
 from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
-from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, TurnResult
+from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, SlotReader, TurnResult
 from ragen_pl.environments.workers import EnvironmentWorkers, Outcome
 from ragen_pl.prompt_formats import PromptFormat, format_instructions
 from ragen_pl.prompts.message_format import action_text
@@ -102,8 +102,11 @@ class EnvironmentManager:
         self.held_out, self.held_out_fraction = held_out, held_out_fraction
         self.resets = self.redraws = 0
         """Number of episodes begun, and of initial states drawn anew since they are held out, or are not."""
-        self.record_states = record_states
-        self.answers = AnswerReader(target=target, blank_images=blank_images)
+        self.reader = SlotReader(
+            answers=AnswerReader(target=target, blank_images=blank_images),
+            states=record_states,
+            relations=bool(self.prompt_format.statements),
+        )
         self._make = environment_maker(target, process=process, memory_mb=memory_mb)
         self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)
         # usable environments with their threads, and the idle ones among them
@@ -243,27 +246,11 @@ class EnvironmentManager:
             return None
         return slot.members.tool_schemas if slot.error is None else ()
 
-    def observe(self, slot: EnvironmentSlot, raw: object) -> None:
-        """Update a slot with an observation of its environment.
-
-        Raises:
-            TypeError: the observation is neither text nor text with images.
-        """
-        members = slot.members
-        slot.observation = self.answers.observation(raw)
-        slot.action_names = members.action_names
-        slot.state_description = members.describe()
-        if self.record_states:
-            slot.state_key = members.state_key()
-        if self.prompt_format.statements:
-            slot.relations = members.relations()
-
     def _reset(self, slot: EnvironmentSlot) -> int:
         """Begin an episode in a state that it may begin in; return how many others were drawn before."""
-        spec, members = slot.spec, slot.members
+        spec = slot.spec
         options = dict(spec.options) if spec.options else None
-        raw = self.answers.reset(slot.env.reset(seed=spec.seed, options=options))
-        slot.reward_range = members.reward_range
+        answer = slot.env.reset(seed=spec.seed, options=options)
         draw = 0
         while self._is_barred(slot):
             draw += 1
@@ -274,9 +261,8 @@ class EnvironmentManager:
                     "for its validation set"
                 )
             seed = derive_seed(spec.seed, "redraw", draw)
-            raw = self.answers.reset(slot.env.reset(seed=seed, options=options))
-        slot.difficulty = members.difficulty()
-        self.observe(slot, raw)
+            answer = slot.env.reset(seed=seed, options=options)
+        self.reader.begin(slot, answer)
         return draw
 
     def _is_barred(self, slot: EnvironmentSlot) -> bool:
@@ -354,14 +340,13 @@ class EnvironmentManager:
         if isinstance(action, str) and longest is not None and len(action) > longest:
             self._refuse(slot, result)
             return
-        step = self.answers.step(slot.env.step(action), reward_range=slot.reward_range)
+        step = self.reader.take(slot, slot.env.step(action))
         terms = result.reward_terms
         for name, value in step.reward_terms.items():
             terms[name] = terms.get(name, 0.0) + value
         result.actions.append(slot.action_text(action))
         result.effective |= step.action_is_effective
         result.success, result.info = step.success, step.info
-        self.observe(slot, step.raw)
         result.observation = slot.observation
         if step.terminated or step.truncated:
             result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED

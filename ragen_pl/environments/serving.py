@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero, Positive
+from ragen_pl.constraints import Count, Port, Positive
 from ragen_pl.environments.hosted import (
     HostedEnvironment,
     Maker,
@@ -53,7 +53,7 @@ class ServerSettings:
     """
 
     host: str = "127.0.0.1"
-    port: CountOrZero = 8000
+    port: Port = 8000
     sessions: Count = 64
     idle_s: Positive = 600.0
     message_mib: Count = 4

@@ -1,4 +1,4 @@
-"""An episode to play, the environment that plays it, and the result of a turn."""
+"""An episode to play, the environment that plays it with its answers, and the result of a turn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium
 
+from ragen_pl.environments.answers import AnswerReader, Step
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.workers import TimeLimitExceeded
@@ -122,3 +123,43 @@ class EnvironmentSlot:
     def members(self) -> EnvironmentMembers:
         """Members of the environment beyond gymnasium's interface."""
         return EnvironmentMembers(self.env)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotReader:
+    """Read the answers of environments into slots, each in the thread of its environment.
+
+    All methods raise TypeError or ValueError where an answer or a member breaks the protocol.
+
+    Attributes:
+        answers: reads the answers.
+        states: whether `state_key()` is recorded.
+        relations: whether the positions of things are read.
+    """
+
+    answers: AnswerReader
+    states: bool
+    relations: bool
+
+    def begin(self, slot: EnvironmentSlot, answer: object) -> None:
+        """Read the answer of a reset into a slot."""
+        raw, members = self.answers.reset(answer), slot.members
+        slot.reward_range = members.reward_range
+        slot.difficulty = members.difficulty()
+        self._observe(slot, raw)
+
+    def take(self, slot: EnvironmentSlot, answer: object) -> Step:
+        """Read the answer of a step into a slot, and return it."""
+        step = self.answers.step(answer, reward_range=slot.reward_range)
+        self._observe(slot, step.raw)
+        return step
+
+    def _observe(self, slot: EnvironmentSlot, raw: object) -> None:
+        members = slot.members
+        slot.observation = self.answers.observation(raw)
+        slot.action_names = members.action_names
+        slot.state_description = members.describe()
+        if self.states:
+            slot.state_key = members.state_key()
+        if self.relations:
+            slot.relations = members.relations()

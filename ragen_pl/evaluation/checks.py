@@ -9,14 +9,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.environments.calls import check_made
+from ragen_pl.evaluation.mlflow_log import tracked_run
 from ragen_pl.evaluation.validation_sets import validation_settings
-from ragen_pl.run.checks import check_folder, check_new_folder
-from ragen_pl.run.tracking import check_reachable, known_run, tracking_uri
-from ragen_pl.run.trust import is_own
+from ragen_pl.run.checks import check_new_folder
+from ragen_pl.run.tracking import check_reachable
 
 log = logging.getLogger(__name__)
 
-_HINT = "give a folder that can be written"
 _NO_WEIGHTS = (
     "ckpt has no value; give a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, "
     "best or last; or "
@@ -24,7 +23,7 @@ _NO_WEIGHTS = (
 
 
 def check_evaluation(cfg: DictConfig) -> None:
-    """Check weights, validation sets, sampling and tracking.
+    """Check weights, validation sets and tracking.
 
     Raises:
         ConfigError: with the first thing that is wrong.
@@ -40,13 +39,11 @@ def check_evaluation(cfg: DictConfig) -> None:
             check_made(OmegaConf.create(validation_set.env))
         except ConfigError as error:
             raise ConfigError(f"validation_sets.{validation_set.name}: {error}") from error
-    pass_ks(cfg)
-    is_greedy(cfg)
     run = tracked_run(cfg)
     if run is not None:
         check_reachable(run["tracking_uri"])
     if cfg.to is not None:
-        check_folder(Path(cfg.to).expanduser().absolute(), place=f"to={cfg.to}", hint=_HINT)
+        check_new_folder(cfg.to, overwrite=True)
 
 
 def has_weights(cfg: DictConfig) -> bool:
@@ -66,49 +63,6 @@ def check_export(cfg: DictConfig) -> None:
         raise ConfigError(f"to={cfg.to}: the weights are read from there; give another folder")
 
 
-def is_greedy(cfg: DictConfig) -> bool:
-    """Return whether decoding is greedy, by default where each episode is played once.
-
-    Raises:
-        ConfigError: greedy decoding with several samples.
-    """
-    if cfg.greedy and cfg.samples > 1:
-        raise ConfigError(
-            f"samples={cfg.samples} greedy=true: greedy responses are all alike; set greedy=false or samples=1"
-        )
-    return cfg.samples == 1 if cfg.greedy is None else bool(cfg.greedy)
-
-
-def pass_ks(cfg: DictConfig) -> list[int]:
-    """Return the k of pass@k, by default the powers of two up to `samples`, none for one sample.
-
-    Raises:
-        ConfigError: a k is above `samples`.
-    """
-    samples: int = cfg.samples
-    if cfg.pass_at is None:
-        return [] if samples == 1 else [2**n for n in range(samples.bit_length())]
-    wrong = [k for k in cfg.pass_at if k > samples]
-    if wrong:
-        raise ConfigError(
-            f"pass_at has {wrong[0]} and samples={samples}; set samples={max(wrong)} or leave it out"
-        )
-    return sorted(set(cfg.pass_at))
-
-
-def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
-    """Return `run_id` and `tracking_uri` of the training run in MLflow, None without one.
-
-    The server that somebody else's run names is not used.
-    """
-    if not cfg.mlflow or cfg.source.run is None:
-        return None
-    folder = Path(cfg.source.run)
-    run = known_run(folder)
-    own = cfg.trust or is_own(folder / "config.yaml")
-    return run if run and (own or run["tracking_uri"] == tracking_uri(cfg.paths.root)) else None
-
-
 def check_source(cfg: DictConfig, *, instead: str = "model=… for an untrained model") -> None:
     """Check that there are weights.
 
@@ -119,5 +73,5 @@ def check_source(cfg: DictConfig, *, instead: str = "model=… for an untrained 
     Raises:
         ConfigError: there are none.
     """
-    if cfg.source.checkpoint is None and not cfg.source.untrained:
+    if not has_weights(cfg):
         raise ConfigError(_NO_WEIGHTS + instead)

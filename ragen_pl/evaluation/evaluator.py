@@ -16,10 +16,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.settings import read_settings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.protocol import RolloutEngine
-from ragen_pl.evaluation.checks import has_weights, is_greedy, pass_ks, tracked_run
-from ragen_pl.evaluation.mlflow_log import log_evaluation
+from ragen_pl.evaluation.checks import has_weights
+from ragen_pl.evaluation.mlflow_log import log_evaluation, tracked_run
 from ragen_pl.evaluation.report import (
     BLANK_IMAGES,
     POLICY,
@@ -27,6 +28,7 @@ from ragen_pl.evaluation.report import (
     print_tables,
     write_report,
 )
+from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.models.bundle import ModelBundle
@@ -106,8 +108,8 @@ class Evaluator:
         if bundle is not None:
             self.context = ContextManager(bundle, **plain(cfg.context))
             self.engine = build_engine(cfg.rollout.engine, bundle)
-        self.greedy, self.pass_ks = is_greedy(cfg), pass_ks(cfg)
-        self.evaluation = Evaluation(about=_about(cfg, greedy=self.greedy))
+        self.sampling = read_settings(SamplingSettings, cfg)
+        self.evaluation = Evaluation(about=_about(cfg, greedy=self.sampling.is_greedy))
 
     def validation_set(self, settings: ValidationSettings, *, blank: bool = False) -> ValidationSet:
         """Return a validation set that plays in the environments of its settings."""
@@ -126,8 +128,8 @@ class Evaluator:
             build_proxy(self.cfg.rollout, environments=environments, context=context, **changes),
             episodes=settings.episodes,
             key=settings.key,
-            members=self.cfg.samples,
-            greedy=self.greedy,
+            members=self.sampling.samples,
+            greedy=self.sampling.is_greedy,
             options=settings.options,
         )
 
@@ -217,7 +219,7 @@ class Evaluator:
         policy: str,
         play: Callable[[Progress], list[Trajectory]],
     ) -> PlayedSet:
-        start, count = perf_counter(), settings.episodes * self.cfg.samples
+        start, count = perf_counter(), settings.episodes * self.sampling.samples
         try:
             with phase(f"{settings.name}: {policy}", count) as progress:
                 trajectories = play(progress)
@@ -240,7 +242,9 @@ class Evaluator:
             raise ConfigError(
                 f"validation_sets.{settings.name}: every episode failed; most with {most_common(errors)}"
             )
-        metrics: dict[str, Any] = dict(validation_metrics(trajectories, pass_ks=self.pass_ks))
+        metrics: dict[str, Any] = dict(
+            validation_metrics(trajectories, pass_ks=self.sampling.pass_ks)
+        )
         if levels := success_by_difficulty(trajectories):
             metrics["by_difficulty"] = {str(level): success for level, success in levels.items()}
         validation_sets = self.evaluation.validation_sets

@@ -8,8 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omegaconf import DictConfig
+
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.run.tracking import flattened
+from ragen_pl.run.tracking import flattened, known_run, tracking_uri
+from ragen_pl.run.trust import is_own
 from ragen_pl.viewing.records import FILE, read_records
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
@@ -22,6 +25,19 @@ _PARAMS_PER_BATCH = 100
 _METRICS_PER_BATCH = 1000
 
 T = TypeVar("T")
+
+
+def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
+    """Return `run_id` and `tracking_uri` of the training run in MLflow, None without one.
+
+    The server that somebody else's run names is not used.
+    """
+    if not cfg.mlflow or cfg.source.run is None:
+        return None
+    folder = Path(cfg.source.run)
+    run = known_run(folder)
+    own = cfg.trust or is_own(folder / "config.yaml")
+    return run if run and (own or run["tracking_uri"] == tracking_uri(cfg.paths.root)) else None
 
 
 def log_evaluation(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ragen_pl.checked import checked
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir, searched
 from ragen_pl.config.settings import keys_of
+from ragen_pl.constraints import CountOrZero
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
@@ -44,6 +47,26 @@ _PRETRAINED = {
 }
 
 Settings = dict[str, Any]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Keys of `source`: origin of the weights, as `resolve_settings` finds it.
+
+    Attributes:
+        checkpoint: the checkpoint; null without one.
+        run: folder of its run.
+        untrained: whether the model's first weights are used instead.
+        held_out: number of initial states that training held out.
+        environment: the environment that they belong to.
+    """
+
+    checkpoint: str | None = None
+    run: str | None = None
+    untrained: bool = False
+    held_out: CountOrZero = 0
+    environment: str | None = None
 
 
 def resolve_settings(args: argparse.Namespace) -> list[str]:
@@ -152,14 +175,7 @@ def _default_settings(shipped: Settings) -> Settings:
             "warm_start": True,
             "blank": False,
         },
-        "source": {
-            "checkpoint": None,
-            "run": None,
-            "untrained": False,
-            # Number of initial states that training held out, and the environment they belong to.
-            "held_out": 0,
-            "environment": None,
-        },
+        "source": asdict(Source()),
     }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-NOT_OF_ENVIRONMENT = ("episodes", "key", "options")
-"""Settings of a validation set that do not belong to its environment."""
+from ragen_pl.config.settings import keys_of
+from ragen_pl.constraints import Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ValidationSettings:
 
     name: str
     env: dict[str, Any]
-    episodes: int
+    episodes: Count
     key: str = "held_out"
     options: dict[str, Any] | None = None
 
@@ -56,7 +56,9 @@ def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
         if node is None:
             continue
         own = _plain(node)
-        changes = {key: value for key, value in own.items() if key not in NOT_OF_ENVIRONMENT}
+        changes = {
+            key: value for key, value in own.items() if key not in keys_of(ValidationSettings)
+        }
         kwargs = {**(env.get("kwargs") or {}), **(changes.pop("kwargs", None) or {})}
         settings.append(
             ValidationSettings(

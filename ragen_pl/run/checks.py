@@ -161,19 +161,17 @@ def check_shared_folder(cfg: DictConfig) -> None:
     Raises:
         ConfigError: each process would name its own.
     """
-    given = cfg.paths.run_dir or os.environ.get(RUN_DIR)
+    if cfg.paths.run_dir or os.environ.get(RUN_DIR):
+        return
+    nodes, processes = OmegaConf.select(cfg, "trainer.num_nodes", default=1), outside_processes()
     is_path = cfg.ckpt_path not in (None, "last", "auto")
-    nodes = OmegaConf.select(cfg, "trainer.num_nodes", default=1)
-    for count, starters, named in (
-        (nodes, "machines (trainer.num_nodes) start the run", is_path),
-        (
-            outside_processes(),
-            "processes were started from outside (torchrun, srun)",
-            cfg.ckpt_path,
-        ),
-    ):
-        if count > 1 and not (given or named):
-            raise ConfigError(
-                f"paths.run_dir=null: {count} {starters}, and each would name a folder of its own; set paths.run_dir "
-                "to a folder that all of them share"
-            )
+    if nodes > 1 and not is_path:
+        starters = f"{nodes} machines (trainer.num_nodes) start the run"
+    elif processes > 1 and not cfg.ckpt_path:
+        starters = f"{processes} processes were started from outside (torchrun, srun)"
+    else:
+        return
+    raise ConfigError(
+        f"paths.run_dir=null: {starters}, and each would name a folder of its own; set paths.run_dir to a folder that "
+        "all of them share"
+    )

@@ -22,7 +22,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ragen_pl.config.errors import Ending
+from ragen_pl.config.ending import Ending
 from ragen_pl.machine import print_stacks
 from ragen_pl.run.rank_hub import (
     CAUSE_S,

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ragen_pl.config.errors import ConfigError, Ending, ending_of
+from ragen_pl.config.ending import Ending, ending_of
+from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.run.folder import Run, is_launched
 from ragen_pl.run.rank_agreement import agree_with_others

@@ -1,11 +1,14 @@
-"""Settings of a run's folder, memory and validation; read without torch."""
+"""Settings of a run's folder, memory, ranks and validation; read without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Positive
+from ragen_pl.constraints import Count, Note, Positive
 
 
 @checked
@@ -34,6 +37,27 @@ class MemorySettings:
 
     check: bool = True
     device_gb: Positive | None = None
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class LimitSettings:
+    """Keys of `trainer` that limit ranks and starts, beside the arguments of Lightning's Trainer.
+
+    Attributes:
+        timeout_s: longest wait of a rank for another one, which may roll out for longer.
+        rollout_timeout_s: longest wait at the end of a rollout, up to `timeout_s`; null for `timeout_s`.
+        stall_s: longest time of one of several ranks without a turn, minibatch or validation batch; it then prints its
+            stacks and ends the run; null for no limit.
+        shared_folder_s: time within which a file of the first rank has to appear in the run's folder on all machines.
+        max_starts: failed starts from one step, after which a run is not started again; null for any number.
+    """
+
+    timeout_s: Annotated[float, Gt(0), Note("seconds")] = 1800
+    rollout_timeout_s: Annotated[float, Gt(0), Note("seconds")] | None = None
+    stall_s: Annotated[float, Gt(0), Note("seconds")] | None = 7200
+    shared_folder_s: Annotated[float, Ge(0), Note("seconds")] = 10
+    max_starts: Count | None = 3
 
 
 @checked

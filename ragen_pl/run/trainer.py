@@ -22,14 +22,16 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.config.errors import config_errors
+from ragen_pl.config.settings import keys_of
 from ragen_pl.rank_states import rank_states_in
 from ragen_pl.run import ranks
 from ragen_pl.run.build import choose_accelerator
 from ragen_pl.run.phase_limits import PhaseLimits
+from ragen_pl.run.settings import LimitSettings
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
 from ragen_pl.run.strategy import FSDP2Strategy
 
-LIMITS = ("timeout_s", "rollout_timeout_s", "stall_s", "shared_folder_s", "max_starts")
+LIMITS = keys_of(LimitSettings)
 """Keys of the config's `trainer` that are no arguments of Lightning's Trainer."""
 
 # object collectives, and tensors on the host, stay in the host's memory

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.config import ConfigError
-from ragen_pl.config.composition import composed, overrides_of
+from ragen_pl.config.composition import composed
+from ragen_pl.config.overrides import overrides_of
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS

@@ -12,12 +12,16 @@ import pytest
 from composing import composed
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.config import config_dir
 from ragen_pl.config.keys import keys_of
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
+from ragen_pl.deployment.settings import ServeSettings
+from ragen_pl.environments.serving import ServerSettings
+from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.keys import main, page
 from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
-from ragen_pl.run.settings import MemorySettings, PathSettings, ValidationSettings
+from ragen_pl.run.settings import LimitSettings, MemorySettings, PathSettings, ValidationSettings
 
 ROOT = Path(__file__).parents[2]
 NODES = [
@@ -30,7 +34,13 @@ NODES = [
     (CriticSettings, "critic"),
     (MemorySettings, "memory"),
     (PathSettings, "paths"),
+    (LimitSettings, "trainer"),
     (ValidationSettings, "validation"),
+]
+COMMANDS = [
+    (SamplingSettings, "evaluate"),
+    (ServeSettings, "serve"),
+    (ServerSettings, "serve_environment"),
 ]
 
 
@@ -53,6 +63,15 @@ def test_every_key_is_listed_with_its_meaning_and_values(settings: DictConfig) -
     assert (response.meaning, response.value) == ("longest response.", "24")
     assert response.accepted == "a whole number, at least 1"
     assert keys["critic.lr"].value == "${optimizer.lr}"
+
+
+@pytest.mark.parametrize(("cls", "command"), COMMANDS, ids=[name for _, name in COMMANDS])
+def test_a_command_and_its_settings_class_have_the_same_keys_and_defaults(
+    cls: type[Any], command: str
+) -> None:
+    file = OmegaConf.load(config_dir() / f"{command}.yaml")
+    defaults = OmegaConf.create({field.name: field.default for field in fields(cls)})
+    assert defaults == {name: (file.get("server") or file)[name] for name in defaults}
 
 
 @pytest.mark.parametrize(("cls", "node"), NODES, ids=[cls.__name__ for cls, _ in NODES])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from ragen_pl.evaluation.checks import tracked_run
+from ragen_pl.evaluation.mlflow_log import tracked_run
 from ragen_pl.run import trust
 
 pytestmark = [

@@ -18,7 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError
 from ragen_pl.config.settings import keys_of
-from ragen_pl.evaluation.checks import check_evaluation, check_export, is_greedy, pass_ks
+from ragen_pl.config.settings import read_settings as read_node
+from ragen_pl.evaluation.checks import check_evaluation, check_export
+from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.rollout.settings import EpisodeSettings
@@ -238,12 +240,16 @@ def test_validation_sets_change_the_environment_and_count_held_out_states(root: 
 
 def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
     run = f"ckpt={root}/frozenlake/2026-01-02_10-00-00"
-    assert (is_greedy(evaluation_config(run)), pass_ks(evaluation_config(run))) == (True, [])
-    eight = evaluation_config(run, "samples=8")
-    assert (is_greedy(eight), pass_ks(eight)) == (False, [1, 2, 4, 8])
-    assert pass_ks(evaluation_config(run, "samples=6", "pass_at=[4,1]")) == [1, 4]
-    assert pass_ks(evaluation_config(run, "samples=6")) == [1, 2, 4]
-    assert not is_greedy(evaluation_config(run, "greedy=false"))
+
+    def sampling(*arguments: str) -> SamplingSettings:
+        return read_node(SamplingSettings, evaluation_config(run, *arguments))
+
+    assert (sampling().is_greedy, sampling().pass_ks) == (True, [])
+    eight = sampling("samples=8")
+    assert (eight.is_greedy, eight.pass_ks) == (False, [1, 2, 4, 8])
+    assert sampling("samples=6", "pass_at=[4,1]").pass_ks == [1, 4]
+    assert sampling("samples=6").pass_ks == [1, 2, 4]
+    assert not sampling("greedy=false").is_greedy
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ragen_pl.config.errors import Ending
+from ragen_pl.config.ending import Ending
 from ragen_pl.run import rank_hub, rank_limits
 from ragen_pl.run.phase_limits import PhaseLimits
 from ragen_pl.run.rank_hub import NO_RANK

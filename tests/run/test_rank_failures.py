@@ -9,7 +9,7 @@ import pytest
 from small_runs import SMALL, Ended, run_ranks
 
 from ragen_pl import distributed
-from ragen_pl.config.errors import Ending
+from ragen_pl.config.ending import Ending
 from ragen_pl.distributed import StopRequestedError, all_ranks_do, errors_told
 from ragen_pl.run.rank_watch import RankWatch
 
