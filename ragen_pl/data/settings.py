@@ -44,6 +44,8 @@ class UpdateSettings:
         length_buckets: largest number of forward passes of a minibatch, by length, without `tokens_per_microbatch`.
         gradient_checkpointing: compute the activations of each layer again in the backward pass, in train mode: less
             memory, a third slower.
+        share_prefix: compute the text that all samples of a forward pass begin with once, such as a system prompt; not
+            with gradient checkpointing, sharded weights or sliding windows.
         freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.
         tokens_per_forward: positions of a forward pass that scores an iteration before its update, padding included.
         scoring: when the policy scores an iteration before its update: `needed` if credit or loss read the scores, that
@@ -60,6 +62,7 @@ class UpdateSettings:
     tokens_per_microbatch: Count | None = None
     length_buckets: Count = 6
     gradient_checkpointing: bool = False
+    share_prefix: bool = True
     freeze_vision: bool = False
     tokens_per_forward: Count = 16_384
     scoring: Literal["needed", "always"] = "needed"

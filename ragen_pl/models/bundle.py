@@ -41,6 +41,8 @@ class ModelBundle:
         calls_tools: Whether responses may hold the control tokens with which the chat template writes tool calls.
         token_pass: Forward pass over one token of each cached sequence, faster than the model's own, with the arguments
             of `ragen_pl.models.small_vlm.token_pass.token_states`; None for the model's own.
+        shares_prefix: Whether passes over whole sequences compute the prefix that all rows begin with once; see
+            `ragen_pl.models.shared_prefix`.
     """
 
     model: PreTrainedModel
@@ -50,6 +52,7 @@ class ModelBundle:
     source: str | None = None
     calls_tools: bool = False
     token_pass: Callable[..., Tensor] | None = None
+    shares_prefix: bool = True
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, repr=False)
@@ -72,6 +75,7 @@ class ModelBundle:
             self.source,
             self.calls_tools,
             self.token_pass,
+            self.shares_prefix,
         )
         if self.images is not None and other.images is not None:
             other.images.share(self.images)

@@ -22,9 +22,9 @@ from ragen_pl.models.inputs import (
     DecoderInputs,
     EncodedImages,
     encode_images,
-    run_decoder,
     whole_inputs,
 )
+from ragen_pl.models.shared_prefix import states_of_rows
 from ragen_pl.models.truncation import KeptIds, Truncation
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def sampled_states(
         sampled = samples.turn[rows, : inputs.ids.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
         first = int(columns.min()) - 1 if len(columns) else 0
-        hidden = run_decoder(bundle, inputs, first=first)
+        hidden = states_of_rows(bundle, inputs, first=first)
         yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1 - first])
 
 

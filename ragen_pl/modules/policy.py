@@ -82,6 +82,8 @@ class PolicyModule(pl.LightningModule):
         update = update or UpdateSettings()
         if update.gradient_checkpointing:
             bundle.checkpoint_layers()
+        if not update.share_prefix:
+            bundle.shares_prefix = False
         self.bundle = bundle
         self.model = bundle.model
         self.optimizer_factory = optimizer
@@ -109,6 +111,8 @@ class PolicyModule(pl.LightningModule):
             mesh: Ranks.
             keep_head: Keep the head whole, for `lm_head` outside of a call; it must be frozen.
         """
+        # ranks wait for each other in every pass, and their samples may begin with other texts
+        self.bundle.shares_prefix = False
         kept = self.model.get_output_embeddings().parameters() if keep_head else ()
         shard(self, mesh, layers=self.bundle.layers, kept=kept)
 

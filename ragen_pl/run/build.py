@@ -176,6 +176,8 @@ def build_critic(
     if kind == "none":
         return None
     backbone = build_critic_model(cfg, bundle, build=build) if kind == "own" else None
+    if backbone is not None:
+        backbone.shares_prefix = cfg["update"].share_prefix
     with seeded(cfg.seed, "critic"):
         return CriticModule(
             (backbone or bundle).hidden_size,

@@ -1,0 +1,73 @@
+"""The prefix that all rows of a forward pass begin with, computed once.
+
+Samples begin with the same text where a system prompt holds the rules. Its keys and values are those of one row, which
+all rows attend to, and their gradients add up. Results are those of whole rows up to the order of additions. Prefix
+Grouper (Liu et al. 2025, https://arxiv.org/abs/2506.05433) does so for the prompt of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.inputs import DecoderInputs, run_decoder
+
+# positions that are worth the second pass, whose kernels a GPU has to launch
+_WORTH_ON_CPU, _WORTH = 256, 4096
+
+
+def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) -> Tensor:
+    """Return the decoder's last hidden states of whole sequences, `[rows, time - first, hidden]`.
+
+    Args:
+        bundle: Model.
+        inputs: Whole sequences, padded on the right, without a mask.
+        first: First position whose state is read.
+    """
+    ids, positions = inputs.ids, inputs.positions
+    shared = _shared_length(bundle, ids[:, :first])
+    worth = _WORTH_ON_CPU if ids.device.type == "cpu" else _WORTH
+    if (len(ids) - 1) * shared < worth or not _reads_keys_alone(bundle):
+        return run_decoder(bundle, inputs, first=first)
+    if positions is None:
+        counted = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        axes = bundle.facts.position_axes
+        positions = counted if axes == 1 else counted.expand(axes, *ids.shape)
+    cache = DynamicCache()
+    prefix = DecoderInputs(ids=ids[:1, :shared], positions=positions[..., :1, :shared])
+    run_decoder(bundle, prefix, cache=cache, first=shared - 1)
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        layer.keys = layer.keys.expand(len(ids), -1, -1, -1)
+        layer.values = layer.values.expand(len(ids), -1, -1, -1)
+    rest = DecoderInputs(
+        ids=ids[:, shared:], features=inputs.features, positions=positions[..., shared:]
+    )
+    return run_decoder(bundle, rest, cache=cache, first=first - shared)
+
+
+def _shared_length(bundle: ModelBundle, ids: Tensor) -> int:
+    """Return the number of tokens before the first image that all rows begin with."""
+    if not bundle.shares_prefix:
+        return 0
+    alike = (ids == ids[0]).all(0)
+    if bundle.image_token_id is not None:
+        alike &= ids[0] != bundle.image_token_id
+    return int(alike.long().cumprod(0).sum())
+
+
+def _reads_keys_alone(bundle: ModelBundle) -> bool:
+    """Return whether a layer reads nothing of earlier tokens but keys and values, those of all of them."""
+    facts = bundle.facts
+    return (
+        facts.custom_masks
+        and facts.sliding_window is None
+        and (facts.layer_types is None or facts.layer_types == {"full_attention"})
+        and not facts.bidirectional_layers
+        and not facts.attends_both_ways
+        and not bundle.first_layer.gradient_checkpointing
+    )
