@@ -11,7 +11,7 @@ from played_agents import build_agent, build_batch
 from three_ways import play, trajectory_of
 from tiny_models import TEXT
 
-from ragen_pl.data.batch import TrajectoryBatch
+from ragen_pl.data.batch import Samples, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models import shared_prefix
@@ -25,6 +25,13 @@ WHOLE = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def any_prefix(monkeypatch) -> None:
+    """Share the shortest prefixes too."""
+    monkeypatch.setattr(shared_prefix, "_SAVED_ON_CPU", 1)
+    monkeypatch.setattr(shared_prefix, "_LEAST_FRACTION", 0.0)
+
+
 def batch_of(bundle, *, single_image: bool = False) -> TrajectoryBatch:
     episodes = play(bundle, window=1, keep=True, single_image=single_image)
     return collate([trajectory_of(episode, n) for n, episode in enumerate(episodes)], bundle)
@@ -33,8 +40,9 @@ def batch_of(bundle, *, single_image: bool = False) -> TrajectoryBatch:
 class Update:
     """Scores and gradients of a policy, and the positions that its first layer computes."""
 
-    def __init__(self, policy: PolicyModule, batch: TrajectoryBatch) -> None:
-        self.policy, self.batch, self.positions = policy.train(), batch, 0
+    def __init__(self, policy: PolicyModule, samples: Samples, images: list[torch.Tensor]) -> None:
+        self.policy, self.samples, self.images = policy.train(), samples, images
+        self.positions = 0
         policy.bundle.first_layer.register_forward_pre_hook(self._count)
 
     def _count(self, layer: object, arguments: tuple[torch.Tensor, ...]) -> None:
@@ -43,7 +51,7 @@ class Update:
     def __call__(self) -> tuple[TokenScores, dict[str, torch.Tensor], int]:
         self.policy.zero_grad()
         self.positions = 0
-        scores = self.policy(self.batch.samples, self.batch.images)
+        scores = self.policy(self.samples, self.images)
         (scores.logprobs.sum() + scores.entropy.sum()).backward()
         weights = self.policy.named_parameters()
         gradients = {name: one.grad.clone() for name, one in weights if one.grad is not None}
@@ -67,19 +75,19 @@ def assert_alike(update: Update, *, shared: bool) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_and_gradients_of_families_are_those_of_whole_rows(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(shared_prefix, "_WORTH_ON_CPU", 1)
+def test_scores_and_gradients_of_families_are_those_of_whole_rows(name: str, any_prefix) -> None:
     bundle = tiny(name)
     batch = batch_of(bundle, single_image=MODELS[name].single_image)
-    assert_alike(Update(PolicyModule(bundle), batch), shared=name not in WHOLE)
+    assert_alike(
+        Update(PolicyModule(bundle), batch.samples, batch.images), shared=name not in WHOLE
+    )
 
 
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
-def test_scores_and_gradients_of_small_models_are_those_of_whole_rows(images, monkeypatch) -> None:
+def test_scores_and_gradients_of_small_models_are_those_of_whole_rows(images, any_prefix) -> None:
     agent = build_agent(images=images)
     batch = build_batch(agent, window="all")
-    monkeypatch.setattr(shared_prefix, "_WORTH_ON_CPU", 1)
-    assert_alike(Update(agent.policy, batch), shared=True)
+    assert_alike(Update(agent.policy, batch.samples, batch.images), shared=True)
 
 
 @pytest.mark.parametrize(
@@ -87,20 +95,29 @@ def test_scores_and_gradients_of_small_models_are_those_of_whole_rows(images, mo
     [UpdateSettings(share_prefix=False), UpdateSettings(gradient_checkpointing=True)],
     ids=["off", "layers computed again"],
 )
-def test_whole_rows_are_computed(settings: UpdateSettings, monkeypatch) -> None:
-    monkeypatch.setattr(shared_prefix, "_WORTH_ON_CPU", 1)
+def test_whole_rows_are_computed(settings: UpdateSettings, any_prefix) -> None:
     bundle = build_small_lm(text=TEXT)
     batch = batch_of(bundle)
     rows, time = batch.samples.input_ids.shape
-    *_, computed = Update(PolicyModule(bundle, update=settings), batch)()
+    *_, computed = Update(PolicyModule(bundle, update=settings), batch.samples, batch.images)()
     assert computed % (rows * time) == 0
-    *_, fewer = Update(PolicyModule(build_small_lm(text=TEXT)), batch)()
+    *_, fewer = Update(PolicyModule(build_small_lm(text=TEXT)), batch.samples, batch.images)()
     assert fewer < rows * time
 
 
-def test_a_short_prefix_of_few_rows_is_not_worth_a_pass() -> None:
-    bundle = build_small_lm(text=TEXT)
-    batch = batch_of(bundle)
-    rows, time = batch.samples.input_ids.shape
-    *_, computed = Update(PolicyModule(bundle), batch)()
-    assert computed == rows * time
+@pytest.mark.parametrize(
+    ("rows", "shared", "is_shared"),
+    [(9, 32, True), (9, 31, False), (2, 130, False), (20, 19, False), (20, 20, True)],
+)
+def test_a_short_prefix_is_not_worth_a_pass(rows: int, shared: int, is_shared: bool) -> None:
+    """A pass of its own has to save 256 positions, and a fifth of each row's."""
+    time = 100 if shared < 100 else 150
+    ids = torch.arange(rows * time).view(rows, time) % 97 + 20
+    ids[:, :shared] = ids[0, :shared]
+    sampled = torch.zeros(rows, time, dtype=torch.bool)
+    sampled[:, -3:] = True
+    samples = Samples.of_one_turn(
+        ids, sampled, length=torch.full((rows,), time), image_index=ids.new_zeros(rows, 0)
+    )
+    *_, computed = Update(PolicyModule(build_small_lm(text=TEXT)), samples, images=[])()
+    assert computed == (rows * time - (rows - 1) * shared if is_shared else rows * time)
