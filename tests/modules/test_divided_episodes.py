@@ -29,7 +29,8 @@ OVER_ROWS = [
 
 
 def in_float64(bundle: ModelBundle) -> None:
-    """Replace the norms, which compute in float32 whatever their type."""
+    """Replace the norms, which compute in float32 whatever their type; the pass over a token reads those."""
+    bundle.token_pass = None
     for module in list(bundle.model.modules()):
         for name, norm in module.named_children():
             if hasattr(norm, "variance_epsilon"):
