@@ -344,7 +344,7 @@ def samples_of(bundle: ModelBundle, workload: Workload, *, rows: int) -> Samples
     shape = (rows, workload.length)
     ids = torch.full(shape, bundle.pad_token_id)
     # else they would begin with one prefix, which is computed once
-    ids[:, 0] = torch.arange(rows) % bundle.model.get_input_embeddings().weight.shape[0]
+    ids[:, 0] = torch.arange(rows) % bundle.model.get_output_embeddings().weight.shape[0]
     if workload.images:
         assert bundle.image_token_id is not None
         start = 0
