@@ -166,7 +166,7 @@ class WarmStart(TypedDict, total=False):
 
 
 class ValidationSet(TypedDict, total=False):
-    """One of `validation_sets`: besides its own keys changes to the environment's."""
+    """One of `validation_sets`: its own keys, and changes to the environment's."""
 
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target", "env.target")]
 

@@ -56,9 +56,8 @@ def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
         if node is None:
             continue
         own = _plain(node)
-        changes = {
-            key: value for key, value in own.items() if key not in keys_of(ValidationSettings)
-        }
+        not_of_environment = keys_of(ValidationSettings)
+        changes = {key: value for key, value in own.items() if key not in not_of_environment}
         kwargs = {**(env.get("kwargs") or {}), **(changes.pop("kwargs", None) or {})}
         settings.append(
             ValidationSettings(

@@ -31,8 +31,8 @@ def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) ->
         first: First position whose state is read.
     """
     ids, positions = inputs.ids, inputs.positions
-    shared = _shared_length(bundle, ids[:, :first])
-    if not _is_worth(shared, ids) or not _reads_keys_alone(bundle):
+    shared = _shared_length(bundle, ids[:, :first]) if _can_share(bundle) else 0
+    if not _is_worth(shared, ids):
         return run_decoder(bundle, inputs, first=first)
     if positions is None:
         counted = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -53,8 +53,6 @@ def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) ->
 
 def _shared_length(bundle: ModelBundle, ids: Tensor) -> int:
     """Return the number of tokens before the first image that all rows begin with."""
-    if not bundle.shares_prefix:
-        return 0
     alike = (ids == ids[0]).all(0)
     if bundle.image_token_id is not None:
         alike &= ids[0] != bundle.image_token_id
@@ -68,11 +66,12 @@ def _is_worth(shared: int, ids: Tensor) -> bool:
     return (rows - 1) * shared >= least and shared >= _LEAST_FRACTION * time
 
 
-def _reads_keys_alone(bundle: ModelBundle) -> bool:
-    """Return whether a layer reads nothing of earlier tokens but keys and values, those of all of them."""
+def _can_share(bundle: ModelBundle) -> bool:
+    """Return whether layers read nothing of earlier tokens but keys and values, those of all, and may share them."""
     facts = bundle.facts
     return (
-        facts.custom_masks
+        bundle.shares_prefix
+        and facts.custom_masks
         and facts.sliding_window is None
         and (facts.layer_types is None or facts.layer_types == {"full_attention"})
         and not facts.bidirectional_layers

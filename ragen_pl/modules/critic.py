@@ -81,7 +81,6 @@ class CriticModule(pl.LightningModule):
             # read inside a call of the policy
             shard(self.head, mesh)
         else:
-            self.backbone.shares_prefix = False
             shard(self, mesh, layers=self.backbone.layers)
 
     def read(self, hidden: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ from ragen_pl.models.inputs import (
     DecoderInputs,
     EncodedImages,
     encode_images,
+    run_decoder,
     whole_inputs,
 )
 from ragen_pl.models.shared_prefix import states_of_rows
 from ragen_pl.models.truncation import KeptIds, Truncation
+from ragen_pl.modules.sharding import is_sharded
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -116,12 +118,14 @@ def sampled_states(
     V(s_t) and the distribution of token t are both read at position t - 1. The shift is made here, once.
     """
     shared = shared_images(bundle, samples, images, microbatches)
+    # ranks with sharded weights wait for each other in every pass, and their samples may begin with other texts
+    states_of = run_decoder if is_sharded(bundle.first_layer) else states_of_rows
     for rows in microbatches:
         inputs = sample_inputs(bundle, samples, shared, rows)
         sampled = samples.turn[rows, : inputs.ids.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
         first = int(columns.min()) - 1 if len(columns) else 0
-        hidden = states_of_rows(bundle, inputs, first=first)
+        hidden = states_of(bundle, inputs, first=first)
         yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1 - first])
 
 

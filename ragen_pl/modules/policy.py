@@ -111,8 +111,6 @@ class PolicyModule(pl.LightningModule):
             mesh: Ranks.
             keep_head: Keep the head whole, for `lm_head` outside of a call; it must be frozen.
         """
-        # ranks wait for each other in every pass, and their samples may begin with other texts
-        self.bundle.shares_prefix = False
         kept = self.model.get_output_embeddings().parameters() if keep_head else ()
         shard(self, mesh, layers=self.bundle.layers, kept=kept)
 

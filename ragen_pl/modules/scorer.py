@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.engines.errors import RolloutError
@@ -112,7 +111,7 @@ class Scorer:
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
-        if self.loss.kl.estimator is not KLEstimator.FULL:
+        if not self.loss.reads_reference_head:
             return None
         _check_reference_size(samples, self.policy.bundle)
         states: Tensor = self.reference(
@@ -140,7 +139,7 @@ class Scorer:
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
-        if self.loss.kl.estimator is KLEstimator.FULL:
+        if self.loss.reads_reference_head:
             return None
         readout = TokenReadout(logits_mib=self.policy.logits_mib, kept=kept)
         scores: TokenScores = self.reference(

@@ -154,7 +154,7 @@ def test_finished_sessions_leave_the_other_caches_intact(lm):
         playing = [n for n in playing if n % (turn + 2)] or playing
 
 
-def test_slots_that_are_empty_in_every_row_are_left_out(lm):
+def test_empty_slots_of_each_row_are_left_out(lm):
     """In each turn another session has a long response, so all rows have empty slots."""
     engine = TransformersEngine(PolicyModule(lm))
     talks = [words(lm, "me").ids for _ in range(6)]

@@ -62,11 +62,11 @@ def _attended(
     cos, sin = rotation
     heads = torch.addcmul(heads * cos, torch.cat((second, first), -1), sin)
     groups = attention.num_key_value_groups
-    kinds = heads.shape[1] // (groups + 1)
-    query, key = heads.split((groups * kinds, kinds), 1)
-    value = attention.v_proj(hidden).view(rows, kinds, 1, width)
+    key_heads = heads.shape[1] // (groups + 1)
+    query, key = heads.split((groups * key_heads, key_heads), 1)
+    value = attention.v_proj(hidden).view(rows, key_heads, 1, width)
     keys, values = cache.update(key[:, :, None], value, attention.layer_idx)
-    query = (query * attention.scaling).reshape(rows * kinds, groups, width)
+    query = (query * attention.scaling).reshape(rows * key_heads, groups, width)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     scores = torch.bmm(query, keys.transpose(1, 2))
     if bias is not None:
@@ -77,7 +77,7 @@ def _attended(
 
 
 def _normed(norm: Any, hidden: Tensor) -> Tensor:
-    """Return what an RMSNorm returns; fewer operations than `functional.rms_norm` has on a CPU."""
+    """Return the output of an RMSNorm, in fewer operations than `functional.rms_norm` takes on a CPU."""
     squares = torch.linalg.vecdot(hidden, hidden)[:, None]
     scale = squares.div_(hidden.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
     return hidden * scale * norm.weight
