@@ -54,4 +54,7 @@ def received_in(work: Callable[[], T]) -> tuple[T, int]:
     before = received_bytes()
     dist.barrier()
     result = work()
-    return result, received_bytes() - before
+    received = received_bytes() - before
+    # a rank that ends closes its connections, and the others then close theirs
+    dist.barrier()
+    return result, received
