@@ -3,7 +3,7 @@
 Run `python benchmarks/trl_grpo.py`; other arguments are config overrides of both sides, such as `env.max_turns=5`.
 TRL has to be installed (`pip install trl`).
 
-Both sides play text FrozenLake with the whole history in the prompt, from the same weights: the small model after a
+Both sides play text FrozenLake with its rules and the whole history in the prompt, as pretrained models read it, from the same weights: the small model after a
 warm start, which TRL reads from the folder that `save_pretrained` wrote. They have the same initial states, episodes,
 groups, turn limit, longest response, number of optimizer steps, loss (GRPO without a reference model), learning rate,
 clipping, type and threads, and AdamW. The learning rate is tiny, so that both policies remain alike. Each side is a
@@ -15,8 +15,8 @@ environments and prompts, which cost the same on both sides, and with TRL's gene
 
 - TRL samples with transformers' `generate`, which computes the whole history in every turn.
 - TRL pads the episodes of a rollout to the longest one. Its forward and backward passes have `--trl-micro-batch`
-  episodes; 32 is the fastest of 8, 32 and 256 for 256 episodes. Here passes have 1,536 positions of episodes of like
-  length, the fastest of 1,536, 4,096 and `update.length_buckets`.
+  episodes; 32 is the fastest of 8, 32 and 256 for 256 episodes. Here passes have 4,096 positions of episodes of like
+  length, the fastest of 1,536, 4,096, 12,288 and 32,768.
 - TRL draws other random numbers, so the responses differ. The second table has the sampled tokens and turns of both.
 - TRL takes the log-probabilities of the policy that sampled from the update, or from another forward pass where a
   rollout has several optimizer steps. Here they are the engine's.
@@ -53,8 +53,8 @@ SETTINGS = (
     "env=frozenlake", "algorithm=grpo", "algorithm.loss.kl.coefficient=0", "curriculum=null", "context.window=all",
     "update.epochs=1", "update.minibatches=1",
     "optimizer._target_=torch.optim.AdamW", "optimizer.lr=1e-6", "learning_rate_end=1.0",
-    "update.tokens_per_microbatch=1536", "update.tokens_per_forward=1536",
-    "warm_start.steps=300", "warm_start.batch_size=16", "warm_start.episodes=1024", "validation.held_out=false",
+    "context.system_prompt=instructions", "update.tokens_per_microbatch=4096", "update.tokens_per_forward=4096",
+    "warm_start.steps=600", "warm_start.batch_size=16", "warm_start.episodes=1024", "validation.held_out=false",
 )  # fmt: skip
 
 Records = dict[str, list[Record]]

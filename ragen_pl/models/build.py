@@ -68,7 +68,7 @@ def build_small_vlm(
         SmallVLMImageProcessor,
         SmallVLMProcessor,
     )
-    from ragen_pl.models.small_vlm.token_pass import token_states
+    from ragen_pl.models.small_vlm.token_pass import last_states
     from ragen_pl.models.small_vlm.tokenizer import CHAT_TEMPLATE, IMAGE, load_tokenizer
 
     tokenizer = load_tokenizer(prompt_format=PromptFormat(prompt_format), words=words or ())
@@ -83,7 +83,7 @@ def build_small_vlm(
         model = SmallVLMForConditionalGeneration(config).to(getattr(torch, dtype))
     images = SmallVLMImageProcessor(patch_size=config.vision["patch_size"])
     processor = SmallVLMProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
-    return ModelBundle(model.eval(), tokenizer, processor, token_pass=token_states)
+    return ModelBundle(model.eval(), tokenizer, processor, token_pass=last_states)
 
 
 @checked
@@ -111,14 +111,14 @@ def build_small_lm(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ragen_pl.models.small_vlm.configuration import TEXT
-    from ragen_pl.models.small_vlm.token_pass import token_states
+    from ragen_pl.models.small_vlm.token_pass import last_states
     from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(prompt_format=PromptFormat(prompt_format), words=words or ())
     settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | dict(text or {})
     with _weights_from(seed):
         model = LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype))
-    return ModelBundle(model.eval(), tokenizer, token_pass=token_states)
+    return ModelBundle(model.eval(), tokenizer, token_pass=last_states)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

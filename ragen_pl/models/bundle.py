@@ -39,8 +39,8 @@ class ModelBundle:
         image_settings: Keyword arguments of the processor's calls, such as `{"crop_to_patches": False}`.
         source: Folder or hub name of the weights; None for a model that was built from its config.
         calls_tools: Whether responses may hold the control tokens with which the chat template writes tool calls.
-        token_pass: Forward pass over one token of each cached sequence, faster than the model's own, with the arguments
-            of `ragen_pl.models.small_vlm.token_pass.token_states`; None for the model's own.
+        token_pass: Forward pass over new tokens of cached sequences, faster than the model's own, with the arguments of
+            `ragen_pl.models.small_vlm.token_pass.last_states`; None for the model's own.
         shares_prefix: Whether passes over whole sequences compute the prefix that all rows begin with once; see
             `ragen_pl.models.shared_prefix`.
     """

@@ -63,7 +63,12 @@ class DecoderInputs:
 
 
 def run_decoder(
-    bundle: ModelBundle, inputs: DecoderInputs, *, cache: Cache | None = None, first: int = 0
+    bundle: ModelBundle,
+    inputs: DecoderInputs,
+    *,
+    cache: Cache | None = None,
+    first: int = 0,
+    shared_slots: int = 0,
 ) -> Tensor:
     """Return the decoder's last hidden states, `[rows, time - first, hidden]`.
 
@@ -74,18 +79,11 @@ def run_decoder(
         inputs: Inputs of this call.
         cache: Keys and values of earlier positions; those of this call are appended.
         first: First position whose state is read. Models with `ModelFacts.reads_end` compute no others.
+        shared_slots: Number of the cache's first slots that hold the same in all rows.
     """
-    if (
-        cache is not None
-        and bundle.token_pass is not None
-        and _is_plain_token(bundle, inputs, cache)
-    ):
-        mask = inputs.mask
-        if isinstance(mask, dict):
-            (mask,) = mask.values()
-        states = bundle.token_pass(
-            bundle.decoder, inputs.ids[:, 0], positions=inputs.positions, mask=mask, cache=cache
-        )
+    if cache is not None and _continues_plainly(bundle, inputs, cache, first):
+        assert bundle.token_pass is not None
+        states = bundle.token_pass(bundle.decoder, inputs, cache=cache, shared_slots=shared_slots)
         return states[:, None]
     facts, features = bundle.facts, inputs.features
     arguments: dict[str, Any] = {"first_read": first} if facts.reads_end else {}
@@ -105,17 +103,21 @@ def run_decoder(
     return states if facts.reads_end else states[:, first:]
 
 
-def _is_plain_token(bundle: ModelBundle, inputs: DecoderInputs, cache: Cache) -> bool:
-    """Return whether the inputs are one token a row, with one mask for all layers, in float32 without a gradient."""
+def _continues_plainly(
+    bundle: ModelBundle, inputs: DecoderInputs, cache: Cache, first: int
+) -> bool:
+    """Return whether the bundle's own pass gives the states: of the last new token, text, float32, no gradient."""
     layers: list[Any] = cache.layers
     return (
-        inputs.ids.shape[1] == 1
+        bundle.token_pass is not None
+        and first == inputs.ids.shape[1] - 1
         and not torch.is_grad_enabled()
         and inputs.positions is not None
+        and (inputs.mask is not None or inputs.ids.shape[1] == 1)
         and inputs.features is None
         and bundle.facts.sliding_window is None
         and bool(layers)
-        # the earlier tokens were computed as this one is
+        # the earlier tokens were computed as these are
         and layers[0].keys.dtype == torch.float32
     )
 

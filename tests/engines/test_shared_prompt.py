@@ -25,7 +25,11 @@ def check_like_alone(bundle, prompts: list[Prompt], *, shared: int) -> None:
     requests, engine = requests_of(prompts), TransformersEngine(PolicyModule(bundle))
     together = generate(engine, requests, keep=False)
     assert engine.prefilled_tokens == sum(len(p.ids) for p in prompts) - shared * (len(prompts) - 1)
-    for request, response in zip(requests, together, strict=True):
+    check_responses(bundle, requests, together)
+
+
+def check_responses(bundle, requests, responses) -> None:
+    for request, response in zip(requests, responses, strict=True):
         (alone,) = generate(TransformersEngine(PolicyModule(bundle)), [request], keep=False)
         assert response.ids.tolist() == alone.ids.tolist()
         np.testing.assert_allclose(response.logprobs, alone.logprobs, atol=1e-4)
@@ -64,3 +68,17 @@ def test_images_are_never_shared(vlm):
         for end in ("Up", "Up")
     ]
     check_like_alone(vlm, prompts, shared=len(head))
+
+
+def test_a_session_may_leave_the_shared_prefix(lm):
+    """One session goes on, and another has a prompt that begins with other tokens."""
+    engine = TransformersEngine(PolicyModule(lm))
+    first = [prompt_of(words(lm, end)) for end in ("Up", "Left", "Down")]
+    responses = generate(engine, requests_of(first), keep=True)
+    longer = [
+        [*prompt.ids.tolist(), *response.ids.tolist(), *words(lm, "Right", head="")]
+        for prompt, response in zip(first, responses, strict=True)
+    ]
+    longer[1] = words(lm, "Up", head="hole 1 2 3 " * 12)
+    requests = requests_of([prompt_of(ids) for ids in longer])
+    check_responses(lm, requests, generate(engine, requests, keep=True))

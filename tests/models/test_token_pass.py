@@ -1,4 +1,4 @@
-"""The small models' pass over one token of each cached sequence."""
+"""The small models' pass over new tokens of cached sequences."""
 
 from __future__ import annotations
 
@@ -31,36 +31,53 @@ ROWS, LONGEST, STEPS = 5, 9, 6
 
 
 @torch.inference_mode()
-def sampled_states(bundle, *, ragged: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the states of `STEPS` tokens after prompts, and the cache's keys and values."""
+def sampled_states(bundle, *, ragged: bool, shared: int = 0) -> tuple[torch.Tensor, list]:
+    """Return the states of the last prompt token and of `STEPS` tokens after it, and the cache's keys and values.
+
+    Args:
+        bundle: Model.
+        ragged: Whether prompts differ in length.
+        shared: Number of tokens that all prompts begin with, computed once.
+    """
     rng = np.random.default_rng(0)
+    cache, valid = InPlaceCache(), torch.zeros(ROWS, 0, dtype=torch.bool)
+    positions = torch.zeros(ROWS, dtype=torch.int64)
+    if shared:
+        inputs, valid, positions = continued_inputs(
+            bundle,
+            [rng.integers(20, 100, shared)],
+            valid=valid[:1],
+            next_position=positions[:1],
+            features=None,
+        )
+        run_decoder(bundle, inputs, cache=cache, first=shared - 1)
+        cache = cache.select(torch.zeros(ROWS, dtype=torch.int64))
+        valid, positions = valid.expand(ROWS, -1), positions.expand(ROWS)
     lengths = [LONGEST - row * ragged for row in range(ROWS)]
-    prompts = [rng.integers(20, 100, length) for length in lengths]
-    cache = InPlaceCache()
     inputs, valid, positions = continued_inputs(
         bundle,
-        prompts,
-        valid=torch.zeros(ROWS, 0, dtype=torch.bool),
-        next_position=torch.zeros(ROWS, dtype=torch.int64),
+        [rng.integers(20, 100, length) for length in lengths],
+        valid=valid,
+        next_position=positions,
         features=None,
     )
-    run_decoder(bundle, inputs, cache=cache)
-    states = []
+    states = [run_decoder(bundle, inputs, cache=cache, first=LONGEST - 1, shared_slots=shared)]
     for step in range(STEPS):
         ids = torch.from_numpy(rng.integers(20, 100, ROWS))
         valid = functional.pad(valid, (0, 1), value=True)
         slots = valid if ragged else None
         inputs = token_inputs(bundle, ids, positions=positions + step, valid=slots)
-        states.append(run_decoder(bundle, inputs, cache=cache))
+        states.append(run_decoder(bundle, inputs, cache=cache, shared_slots=shared))
     return torch.stack(states), [
         part for layer in cache.layers for part in (layer.keys, layer.values)
     ]
 
 
+@pytest.mark.parametrize("shared", [0, 11], ids=["own prompts", "shared prefix"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kind", BUILDERS)
-def test_states_are_those_of_the_model(kind, text, ragged) -> None:
+def test_states_are_those_of_the_model(kind, text, ragged, shared) -> None:
     bundle = BUILDERS[kind](text=TEXT | text)
     with torch.no_grad():
         for name, weight in bundle.model.named_parameters():
@@ -71,13 +88,15 @@ def test_states_are_those_of_the_model(kind, text, ragged) -> None:
                 )
     calls = []
 
-    def noted(decoder, *arguments, **keywords):
-        calls.append(decoder)
-        return bundle.token_pass(decoder, *arguments, **keywords)
+    def noted(decoder, inputs, **keywords):
+        calls.append(inputs.ids.shape[1])
+        return bundle.token_pass(decoder, inputs, **keywords)
 
-    passed, written = sampled_states(replace(bundle, token_pass=noted), ragged=ragged)
-    assert len(calls) == STEPS
-    expected, own = sampled_states(replace(bundle, token_pass=None), ragged=ragged)
+    settings = {"ragged": ragged, "shared": shared}
+    passed, written = sampled_states(replace(bundle, token_pass=noted), **settings)
+    # a prompt that nothing comes before takes the model's own pass
+    assert calls == [LONGEST] * bool(shared) + [1] * STEPS
+    expected, own = sampled_states(replace(bundle, token_pass=None), **settings)
     torch.testing.assert_close(passed, expected, atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(written, own, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

@@ -282,7 +282,10 @@ class TransformersEngine(InProcessRules):
     def _last_states(self, cache: InPlaceCache | StateCache, inputs: DecoderInputs) -> Tensor:
         """Append inputs to the cache; return the decoder's states at their last column, `[rows, hidden]`."""
         last = inputs.ids.shape[1] - 1
-        return run_decoder(self.bundle, inputs, cache=cache, first=last)[:, 0]
+        states = run_decoder(
+            self.bundle, inputs, cache=cache, first=last, shared_slots=cache.shared_slots
+        )
+        return states[:, 0]
 
     def _decode(
         self,

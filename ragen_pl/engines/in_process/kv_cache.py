@@ -140,10 +140,15 @@ def _compute_dtype(states: Tensor) -> torch.dtype:
 
 
 class InPlaceCache(Cache):
-    """One `InPlaceLayer` for each decoder layer."""
+    """One `InPlaceLayer` for each decoder layer.
+
+    Attributes:
+        shared_slots: Number of first slots that hold the same token in all rows.
+    """
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=InPlaceLayer)
+        self.shared_slots = 0
         self._reserved = 0
         self._part: tuple[slice, int] | None = None
 
@@ -191,6 +196,8 @@ class InPlaceCache(Cache):
         """
         cache = InPlaceCache()
         cache.reserve(self._reserved)
+        # slots that are left out come after the shared ones
+        cache.shared_slots = self.shared_slots
         for layer in self._in_place_layers:
             cache.layers.append(layer.select(rows, slots))
             if free:
@@ -217,6 +224,7 @@ class StateCache(DynamicCache):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         self.config = config
+        self.shared_slots = 0
 
     @property
     def length(self) -> int:
@@ -314,6 +322,7 @@ class SessionCache:
         """Give every session the only row of the cache, which holds `ids`."""
         rows = len(self.sessions)
         self.cache = self.cache.select(torch.zeros_like(self.next_position))
+        self.cache.shared_slots = len(ids)
         self.ids = [ids] * rows
         self.valid = self.valid.new_ones(rows, len(ids))
         self.next_position = self.next_position + len(ids)
@@ -325,6 +334,7 @@ class SessionCache:
             count = len(held)
             if count and not (len(prompt) > count and np.array_equal(prompt[:count], held)):
                 self.valid[row], self.next_position[row], count = False, 0, 0
+                self.cache.shared_slots = 0
             new_ids.append(prompt[count:])
         return new_ids
 
