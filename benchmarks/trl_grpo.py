@@ -3,20 +3,21 @@
 Run `python benchmarks/trl_grpo.py`; other arguments are config overrides of both sides, such as `env.max_turns=5`.
 TRL has to be installed (`pip install trl`).
 
-Both sides play text FrozenLake with its rules and the whole history in the prompt, as pretrained models read it, from the same weights: the small model after a
-warm start, which TRL reads from the folder that `save_pretrained` wrote. They have the same initial states, episodes,
-groups, turn limit, longest response, number of optimizer steps, loss (GRPO without a reference model), learning rate,
-clipping, type and threads, and AdamW. The learning rate is tiny, so that both policies remain alike. Each side is a
-process of its own. The first steps are not counted, then the sides take their steps in turn. A ratio is the median over
-pairs of steps; `a token` divides the seconds of all steps by their sampled tokens.
+Both sides play text FrozenLake with its rules and the whole history in the prompt, as a pretrained model would read it.
+They start from the same weights: the small model after a warm start, which TRL reads from the folder that
+`save_pretrained` wrote. They have the same initial states, episodes, groups, turn limit, longest response, number of
+optimizer steps, loss (GRPO without a reference model), learning rate, clipping, type and threads, and AdamW. The
+learning rate is tiny, so that both policies remain alike. Each side is a process of its own. The first steps are not
+counted, then the sides take their steps in turn. A ratio is the median over pairs of steps; `a token` divides the
+seconds of all steps by their sampled tokens. `context.system_prompt=null warm_start.steps=300` leaves the rules out.
 
 TRL's own loop of turns needs a model that calls tools, so its `rollout_func` plays the episodes: with this project's
 environments and prompts, which cost the same on both sides, and with TRL's generation. What differs:
 
 - TRL samples with transformers' `generate`, which computes the whole history in every turn.
 - TRL pads the episodes of a rollout to the longest one. Its forward and backward passes have `--trl-micro-batch`
-  episodes; 32 is the fastest of 8, 32 and 256 for 256 episodes. Here passes have 4,096 positions of episodes of like
-  length, the fastest of 1,536, 4,096, 12,288 and 32,768.
+  episodes; 8 and 16 are the fastest of 8, 16, 32 and 64 for 256 episodes. Here passes have 4,096 positions of episodes
+  of like length, the fastest of 1,536, 4,096, 12,288 and 32,768.
 - TRL draws other random numbers, so the responses differ. The second table has the sampled tokens and turns of both.
 - TRL takes the log-probabilities of the policy that sampled from the update, or from another forward pass where a
   rollout has several optimizer steps. Here they are the engine's.
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="first steps that are not counted")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--trl-micro-batch", type=int, default=32, help="episodes of a forward pass of TRL's update"
+        "--trl-micro-batch", type=int, default=8, help="episodes of a forward pass of TRL's update"
     )
     parser.add_argument("--cache", help="folder that caches the warm-started weights")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
