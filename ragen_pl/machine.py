@@ -70,6 +70,11 @@ def free_host_memory() -> int | None:
 def used_memory() -> int | None:
     """Return the bytes that this process has in use after a garbage collection; None where the system does not tell."""
     gc.collect()
+    return resident_memory()
+
+
+def resident_memory() -> int | None:
+    """Return the bytes of this process in the machine's memory; None where the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

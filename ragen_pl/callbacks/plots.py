@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
@@ -16,15 +17,19 @@ from ragen_pl.constraints import Count
 from ragen_pl.files import atomic_write
 from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.machine import resident_memory
 from ragen_pl.viewing.plots import FOLDER, ROWS, Row, draw_plots
 
 # Of the rollout and of the validation; `reward/` is the beginning of the names of the reward's parts.
 _METRICS = (
     "success", "episodes", "return", "return_std", "turns", "response_tokens", "valid_actions",
-    "failed_episodes", "entropy", "curriculum_stage",
+    "failed_episodes", "entropy", "curriculum_stage", "effective_actions", "overlong_responses", "turn_limit",
+    "truncated", "group_return_std",
 )  # fmt: skip
 _PARTS = "reward/"
-_UPDATE = ("approx_kl", "reference_kl", "clip_fraction")
+_UPDATE = ("approx_kl", "reference_kl", "clip_fraction", "learning_rate")
+_GRADIENT = "update/gradient_norm_"
+_GIB = 2.0**30
 
 
 class PlotRun(RolloutCallback):
@@ -127,7 +132,7 @@ class PlotRun(RolloutCallback):
     def _add_row(self, trainer: pl.Trainer, iteration: int, metrics: Row) -> None:
         times = {f"time/{phase}_s": seconds for phase, seconds in self._seconds.items()}
         row = {"iteration": float(iteration), "elapsed_s": self._elapsed}
-        self.rows.append(row | metrics | self._validation | times)
+        self.rows.append(row | metrics | self._validation | times | _memory(trainer))
         self._seconds, self._validation = {}, {}
         if trainer.is_global_zero:
             self._write(run_folder(trainer) / FOLDER)
@@ -135,7 +140,10 @@ class PlotRun(RolloutCallback):
     def _add_update(self, trainer: pl.Trainer) -> None:
         """Add the update's metrics to the last row: the module logs them after this callback has added it."""
         if self.rows:
-            self.rows[-1] |= _plotted("update", trainer.callback_metrics, _UPDATE)
+            metrics = trainer.callback_metrics
+            self.rows[-1] |= _plotted("update", metrics, _UPDATE)
+            norms = {name: float(metrics[name]) for name in metrics if name.startswith(_GRADIENT)}
+            self.rows[-1] |= norms
 
     def _write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,6 +214,16 @@ class RowsFile:
                 partial.write_bytes(b"".join(lines))
         self._end += sum(map(len, lines[:-1]))
         self._kept += len(lines[:-1])
+
+
+def _memory(trainer: pl.Trainer) -> Row:
+    """Return the memory in use by this process and the most so far on its GPU, in GiB."""
+    used = resident_memory()
+    row = {} if used is None else {"memory/process_gib": used / _GIB}
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        row["memory/gpu_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
+    return row
 
 
 def _plotted(prefix: str, metrics: Mapping[str, Any], plotted: Sequence[str] = _METRICS) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -21,6 +21,7 @@ from ragen_pl.callbacks.access import (
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.validation import HELD_OUT
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
@@ -32,7 +33,7 @@ from ragen_pl.viewing.token_credit import token_credit
 # Pixels: the gap between the images of a strip, the height that smaller images are enlarged to.
 _GAP = 4
 _HEIGHT = 96
-_FOLDER, _NAME = "trajectories", "iteration_"
+_FOLDER, _NAME, _VALIDATION = "trajectories", "iteration_", "validation_"
 
 
 class LogTrajectories(RolloutCallback):
@@ -40,7 +41,8 @@ class LogTrajectories(RolloutCallback):
 
     `trajectories/iteration_<n>/` holds the records of `ragen_pl.viewing.records` with the update's values,
     advantages and masks, a strip of images for each episode, and the page `page.html`. MLflow has the same
-    files as artifacts, and some of the episodes as traces.
+    files as artifacts, and some of the episodes as traces. `trajectories/validation_<n>/` has records and page of some
+    episodes of the validation set, played after n iterations, those without success first.
 
     The folders of the first iteration, of the newest ones, and the first at or after each power of two stay, so that
     their number hardly grows. MLflow keeps the same ones, and all traces.
@@ -63,6 +65,7 @@ class LogTrajectories(RolloutCallback):
     ) -> None:
         self.every_n_iterations, self.count, self.traces = every_n_iterations, count, traces
         self.keep_last = keep_last
+        self._validation: list[Trajectory] = []
 
     def on_rollout_end(
         self,
@@ -95,13 +98,49 @@ class LogTrajectories(RolloutCallback):
         for logger in trainer.loggers:
             if isinstance(logger, KeepsTraces) and self.traces:
                 logger.log_traces(folder, count=self.traces)
-        self._remove_others(trainer, folder.parent)
+        self._remove_others(trainer, folder.parent, _NAME)
 
-    def _remove_others(self, trainer: pl.Trainer, folder: Path) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the episodes of another validation."""
+        self._validation = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep some episodes of the first validation set, those without success first."""
+        if dataloader_idx or not isinstance(outputs, Mapping) or not trainer.is_global_zero:
+            return
+        self._validation += outputs.get("trajectories", ())
+        self._validation.sort(key=lambda one: bool(one.success))
+        del self._validation[self.count :]
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the kept episodes, on rank 0."""
+        played, self._validation = self._validation, []
+        if not played or trainer.sanity_checking:
+            return
+        iteration = trainer.fit_loop.epoch_progress.current.ready
+        name = f"{_FOLDER}/{_VALIDATION}{iteration:04d}"
+        folder = run_folder(trainer) / name
+        datamodule = datamodule_of(trainer)
+        reader = datamodule.proxy.context if isinstance(datamodule, RolloutDataModule) else None
+        origin = Origin(iteration=iteration, validation_set=HELD_OUT)
+        records = write_episodes(played, folder, reader=reader, origin=origin)
+        title = f"{run_title(trainer)}/validation after {iteration} iterations"
+        write_page(records, folder / PAGE, title=title)
+        self._remove_others(trainer, folder.parent, _VALIDATION)
+
+    def _remove_others(self, trainer: pl.Trainer, folder: Path, prefix: str) -> None:
         """Remove the folders of iterations that do not stay."""
         if self.keep_last is None:
             return
-        names = {int(one.name.removeprefix(_NAME)): one for one in folder.glob(f"{_NAME}*[0-9]")}
+        names = {int(one.name.removeprefix(prefix)): one for one in folder.glob(f"{prefix}*[0-9]")}
         stay = staying(names, newest=self.keep_last)
         for iteration in sorted(names.keys() - stay):
             shutil.rmtree(names[iteration])

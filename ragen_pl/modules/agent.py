@@ -44,6 +44,7 @@ from ragen_pl.optimizers import (
     parameter_groups,
     schedule_by_iteration,
 )
+from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 _CORRECTED = (
@@ -338,8 +339,8 @@ class AgentModule(GuardedModule):
 
     def validation_step(
         self, batch: ValidationChunk, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Play a chunk of a validation set's episodes."""
+    ) -> dict[str, list[Trajectory]]:
+        """Play a chunk of a validation set's episodes and return its `trajectories`."""
         validation_set = batch.validation_set
         if validation_set.name not in self.validation_statistics:
             self.validation_statistics[validation_set.name] = RolloutStatistics().to(self.device)
@@ -352,6 +353,7 @@ class AgentModule(GuardedModule):
         )
         if trajectories:
             self.validation_statistics[validation_set.name].update(trajectories)
+        return {"trajectories": trajectories}
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation sets' metrics: `val/…` for the first, `val_<name>/…` for the others."""

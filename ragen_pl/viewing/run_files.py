@@ -6,6 +6,7 @@ they are finite, their texts are shortened, and what is damaged is left out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ except ImportError:  # PyYAML without libyaml
 
 from ragen_pl import lock
 from ragen_pl.metrics.proportions import Z, wilson
+from ragen_pl.viewing.outcomes import count_kinds
 from ragen_pl.viewing.page import page_html
 from ragen_pl.viewing.plots import EVENTS, FOLDER, ROWS, Row, stage_starts
 from ragen_pl.viewing.records import FILE, read_records
@@ -33,6 +35,12 @@ _CONFIG, _METRICS = "config.yaml", "metrics.json"
 _MAX_BYTES, _MAX_BYTES_OF_RECORDS = 1 << 26, 1 << 29
 # levels of folders that runs are looked for in, and of a settings file; values of a settings file; characters of a text
 _LEVELS, _DEPTH, _VALUES, _LENGTH = 4, 12, 5000, 300
+# metrics of other policies in a run's last metrics, the prefixes of its own, and the most policies
+_OF_REFERENCES, _OF_THE_RUN, _MAX_REFERENCES = (
+    ("success", "return"),
+    ("val", "rollout", "update"),
+    8,
+)
 # settings that differ between any two runs
 _OWN_SETTINGS = ("paths.", "ckpt_path", "debug", "trust")
 
@@ -69,9 +77,18 @@ def overview(folder: Path) -> dict[str, Any]:
         "iteration": last.get("iteration", 0),
         "iterations": settings.get("trainer.max_epochs", ""),
         "elapsed_s": last.get("elapsed_s", 0.0),
+        "seeds": seeds_key(settings),
+        "alarms": sum(1 for _ in _lines(folder, EVENTS)),
         "training": _interval(trained, "rollout/success"),
         "validation": _interval(measured, "val/success"),
     }
+
+
+def seeds_key(settings: Mapping[str, str]) -> str:
+    """Return what is equal for runs whose settings differ in nothing but the seed."""
+    own = ("seed", *_OWN_SETTINGS)
+    named = [(key, value) for key, value in settings.items() if not key.startswith(own)]
+    return hashlib.sha256(repr(sorted(named)).encode()).hexdigest()[:16] if named else ""
 
 
 @lru_cache(maxsize=1024)
@@ -157,6 +174,23 @@ def read_marks(folder: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
     return marks
 
 
+def read_references(folder: Path) -> dict[str, dict[str, float]]:
+    """Return success and return of the other policies of a run's summary on its validation set, by policy.
+
+    They are known when the run has ended: a random, a trivial and an optimal policy, the policy without images ...
+    """
+    found: dict[str, dict[str, float]] = {}
+    try:
+        metrics = json.loads(_text(folder, _METRICS) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        policy, _, metric = str(name).partition("/")
+        if metric in _OF_REFERENCES and policy not in _OF_THE_RUN and _is_finite(value):
+            found.setdefault(policy.replace("_", " ")[:_LENGTH], {})[metric] = float(value)
+    return dict(islice(found.items(), _MAX_REFERENCES))
+
+
 # ---- episodes
 
 
@@ -182,12 +216,34 @@ def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
         ValueError: the records are too large, or not those of this version.
     """
     file = folder / name / FILE
+    return page_html(
+        list(_records(file)),
+        title=title,
+        images=file.parent,
+        episodes=episodes,
+        failures_first=True,
+    )
+
+
+def outcome_counts(folder: Path, name: str) -> dict[str, int]:
+    """Return the number of episodes of each kind of outcome in one of the `recorded` folders.
+
+    Raises:
+        ValueError: the records are too large, or not those of this version.
+    """
+    file = folder / name / FILE
+    return _outcomes(file, _changed(file))
+
+
+@lru_cache(maxsize=256)
+def _outcomes(file: Path, changed: int) -> dict[str, int]:
+    return count_kinds(_records(file))
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
     if file.stat().st_size > _MAX_BYTES_OF_RECORDS:
         raise ValueError(f"{file}: larger than {_MAX_BYTES_OF_RECORDS} bytes")
-    records = list(read_records(file))
-    return page_html(
-        records, title=title, images=file.parent, episodes=episodes, failures_first=True
-    )
+    return read_records(file)
 
 
 # ---- settings

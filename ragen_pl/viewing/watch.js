@@ -11,15 +11,35 @@ const CHARTS = [
   ["Valid actions", [["val/valid_actions", "validation"], ["rollout/valid_actions", "training"]], [0, 1]],
   ["Turns", [["val/turns", "validation"], ["rollout/turns", "training"]]],
   ["Tokens of a response", [["val/response_tokens", "validation"], ["rollout/response_tokens", "training"]]],
+  ["Actions with an effect", [["val/effective_actions", "validation"], ["rollout/effective_actions", "training"]], [0, 1]],
+  ["Responses at their length limit", [["val/overlong_responses", "validation"], ["rollout/overlong_responses", "training"]], [0, 1]],
+  ["Truncated episodes", [["val/truncated", "validation"], ["rollout/truncated", "training"]], [0, 1]],
   ["Failed episodes", [["val/failed_episodes", "validation"], ["rollout/failed_episodes", "training"]]],
   ["Seconds by phase", ["rollout", "update", "validation", "other"].map((phase) => [`time/${phase}_s`, phase])],
 ];
 const PART = "rollout/reward/";
+// Groups of columns that a chart shows together, by the prefix of their names.
+const FAMILIES = [["Gradient norm before clipping", "update/gradient_norm_"], ["Learning rate", "update/learning_rate"], ["Memory in use, GiB", "memory/"]];
+const SMOOTHING = { none: 1, "5 points": 5, "20 points": 20 };
+// Half of a 95% interval of a mean in standard errors, by the number of values less one (Student's t); 1.96 beyond.
+const STUDENT = [NaN, 12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];
+const ADVICE = [
+  ["rollout/valid_actions", (value) => value < 0.5, "fewer than half of the responses have a valid action: lengthen the warm start (warm_start.steps), or show the rules (context.system_prompt)"],
+  ["rollout/overlong_responses", (value) => value > 0.25, "a quarter of the responses reach their length limit: raise rollout.max_response_tokens"],
+  ["rollout/truncated", (value) => value > 0.1, "a tenth of the episodes are cut: raise context.max_tokens, or set context.window"],
+  ["rollout/failed_episodes", (value) => value > 0, "environments fail: see the log, and failures.min_fraction"],
+  ["rollout/group_return_std", (value) => value === 0, "the members of every group have equal returns: group estimators get no signal"],
+];
 const AXES = { iteration: ["iteration", 1], time: ["elapsed_s", 60] };
 
 const element = (id) => document.getElementById(id);
 const given = new URLSearchParams(location.hash.slice(1));
-const view = { x: given.get("x") in AXES ? given.get("x") : "iteration", theme: given.get("theme") || "auto" };
+const choice = (name, values, otherwise) => (values.includes(given.get(name)) ? given.get(name) : otherwise);
+const view = {
+  x: choice("x", Object.keys(AXES), "iteration"), theme: choice("theme", ["auto", "light", "dark"], "auto"),
+  smoothing: choice("smoothing", Object.keys(SMOOTHING), "none"), seeds: choice("seeds", ["apart", "mean"], "apart"),
+  metric: given.get("metric") || "", filter: given.get("filter") || "", sort: given.get("sort") || "",
+};
 let runs = [], selected = given.has("runs") ? given.getAll("runs") : null;
 const curves = new Map();  // of each selected run: rows, marks, recorded
 let episodes = { run: null, records: null };
@@ -33,12 +53,12 @@ async function ask(path, values = []) {
 }
 
 async function update(name) {
-  const known = curves.get(name) || { rows: [], marks: [], recorded: [], text: "" };
+  const known = curves.get(name) || { rows: [], text: "" };
   const news = await ask("/run", [["run", name], ["known", known.rows.length]]);
   const text = JSON.stringify(news);
   if (text === known.text && curves.has(name)) return false;
   const rows = [...known.rows.slice(0, news.start), ...news.rows];
-  curves.set(name, { rows, marks: news.marks, recorded: news.recorded, text });
+  curves.set(name, { rows, marks: news.marks, recorded: news.recorded, references: news.references, text });
   return true;
 }
 
@@ -55,7 +75,7 @@ async function refresh(forced = false) {
   for (const name of curves.keys()) if (!selected.includes(name)) curves.delete(name);
   const changed = await Promise.all((selected || []).map(update));
   if (forced || before !== JSON.stringify(runs)) drawRuns();
-  if (forced || changed.includes(true)) { drawCharts(); drawEpisodes(); }
+  if (forced || changed.includes(true)) { drawBar(); drawHealth(); drawCharts(); drawEpisodes(); }
   if (forced) await drawDifferences();
   const running = runs.filter((run) => run.state === "running").length;
   element("status").textContent = runs.length ? `${runs.length} found, ${running} running` : "none yet; they appear here when they start";
@@ -94,35 +114,84 @@ function choose(name, wanted) {
   ordered(true);
 }
 
-function drawRuns() {
-  const heads = ["run", "state", "environment", "algorithm", "model", "seed", "iterations", "validation", "training", "time of RL"];
-  const rows = runs.map((run) => {
-    const checked = selected.includes(run.name);
-    const box = make("input", { type: "checkbox", checked, onchange: (event) => choose(run.name, event.target.checked) });
-    const key = make("i", { class: "key" });
-    if (checked) key.style.background = colorOf(run.name);
-    const state = { running: "good", stopped: "bad" }[run.state] || "soft";
-    const last = run.iterations && run.iterations !== "-1" ? ` of ${run.iterations}` : "";
-    const cells = [run.env, run.algorithm, run.model, run.seed].map((text) => make("td", {}, visible(String(text))));
-    const numbers = [`${run.iteration}${last}`, interval(run.validation), interval(run.training), duration(run.elapsed_s)];
-    return make("tr", {},
-      make("td", {}, make("label", {}, box, visible(run.name), key)),
-      make("td", {}, make("span", { class: `badge ${state}` }, run.state)), ...cells,
-      ...numbers.map((text) => make("td", { class: "number" }, visible(text))));
-  });
-  element("runs").replaceChildren(
-    make("thead", {}, make("tr", {}, ...heads.map((head, place) => make("th", { class: place > 5 ? "number" : "" }, head)))),
-    make("tbody", {}, ...rows));
+const COLUMNS = [
+  ["run", (run) => run.name],
+  ["validation", (run) => run.validation && run.validation.value, (run) => interval(run.validation)],
+  ["training", (run) => run.training && run.training.value, (run) => interval(run.training)], ["state", (run) => run.state],
+  ["iterations", (run) => run.iteration, (run) => `${run.iteration}${run.iterations && run.iterations !== "-1" ? ` of ${run.iterations}` : ""}`],
+  ["alarms", (run) => run.alarms], ["seed", (run) => run.seed, null, "wide"], ["environment", (run) => run.env, null, "wide"],
+  ["algorithm", (run) => run.algorithm, null, "wide"], ["model", (run) => run.model, null, "wide"],
+  ["time of RL", (run) => run.elapsed_s, (run) => duration(run.elapsed_s), "wide"],
+];
+
+// Runs that the filter leaves, in the order of the chosen column. All words of the filter have to be in the line.
+function shownRuns() {
+  const words = view.filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = (run) => [run.name, run.state, run.env, run.algorithm, run.model, `seed ${run.seed}`].join(" ").toLowerCase();
+  const found = runs.filter((run) => words.every((word) => text(run).includes(word)));
+  const name = view.sort.replace(/^-/, ""), column = COLUMNS.find(([head]) => head === name);
+  if (!column) return found;
+  const rank = (run) => column[1](run) ?? -Infinity, sign = view.sort.startsWith("-") ? -1 : 1;
+  return found.sort((one, other) => sign * (rank(one) > rank(other) ? 1 : rank(one) < rank(other) ? -1 : 0));
 }
 
+function drawRuns() {
+  const shown = shownRuns();
+  const head = ([name, , , place]) => make("th", { class: place || "" }, make("button", { type: "button", onclick: () => {
+    view.sort = view.sort === `-${name}` ? name : `-${name}`;
+    keepView();
+    drawRuns();
+  } }, name, { [name]: " ▲", [`-${name}`]: " ▼" }[view.sort] || ""));
+  const cell = (run, [name, value, text, place]) => {
+    const shownText = visible(String(text ? text(run) : value(run) ?? "–"));
+    if (name === "run") {
+      const checked = selected.includes(run.name), key = make("i", { class: "key" });
+      if (checked) key.style.background = colorOf(run.name);
+      const box = make("input", { type: "checkbox", checked, onchange: (event) => choose(run.name, event.target.checked) });
+      return make("td", {}, make("label", {}, box, shownText, key));
+    }
+    if (name === "state") return make("td", {}, make("span", { class: `badge ${{ running: "good", stopped: "bad" }[run.state] || "soft"}` }, run.state));
+    return make("td", { class: [place, text ? "number" : "", name === "alarms" && run.alarms ? "bad" : ""].filter(Boolean).join(" ") }, shownText);
+  };
+  element("choose").textContent = `choose these ${shown.length}`;
+  element("runs").replaceChildren(make("thead", {}, make("tr", {}, ...COLUMNS.map(head))),
+    make("tbody", {}, ...shown.map((run) => make("tr", {}, ...COLUMNS.map((column) => cell(run, column))))));
+}
+
+// A line for each chosen run, such as the jobs of a sweep: the settings in which they differ, and success.
 async function drawDifferences() {
   element("settings").hidden = selected === null || selected.length < 2;
   if (element("settings").hidden) return;
-  const keys = await ask("/differences", selected.map((name) => ["run", name]));
+  const keys = Object.entries(await ask("/differences", selected.map((name) => ["run", name])));
+  const line = new Map(runs.map((run) => [run.name, run]));
   element("differences").replaceChildren(
-    make("thead", {}, make("tr", {}, make("th", {}, "setting"), ...selected.map((name) => make("th", {}, visible(name))))),
-    make("tbody", {}, ...Object.entries(keys).map(([key, values]) =>
-      make("tr", {}, ...[key, ...values].map((text) => make("td", {}, visible(text)))))));
+    make("thead", {}, make("tr", {}, ...["run", "validation", ...keys.map(([key]) => key)].map((text) => make("th", {}, visible(text))))),
+    make("tbody", {}, ...selected.map((name, place) => make("tr", {},
+      ...[name, interval(line.get(name).validation), ...keys.map(([, values]) => values[place])].map((text) => make("td", {}, visible(text)))))));
+}
+
+// ---- health: alarms first, then advice, then how episodes end
+
+function drawHealth() {
+  const chosen = selected || [], of = (name, text) => visible(chosen.length > 1 ? `${name}: ${text}` : text);
+  const alarms = chosen.flatMap((name) => curves.get(name).marks.filter((mark) => mark.kind === "alarm").map((mark) => [mark.iteration, of(name, mark.text)]))
+    .sort(([one], [other]) => other - one);
+  const advice = chosen.flatMap((name) => {
+    const last = curves.get(name).rows.findLast((row) => "rollout/episodes" in row) || {};
+    return ADVICE.filter(([metric, holds]) => metric in last && holds(last[metric])).map(([, , text]) => of(name, text));
+  });
+  element("health").replaceChildren(
+    make("h2", {}, "Run health"),
+    ...(alarms.length ? alarms.map(([iteration, text]) => make("p", { class: "bad" }, `Alarm in iteration ${iteration}: `, text)) : [make("p", { class: "good" }, "No alarm.")]),
+    ...advice.map((text) => make("p", {}, "Advice: ", text)));
+  element("health").hidden = !chosen.length;
+}
+
+async function drawOutcomes(run, records) {
+  const counts = await ask("/outcomes", [["run", run], ["records", records]]).catch(() => ({}));
+  const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
+  const parts = Object.entries(counts).map(([kind, count]) => make("span", { class: kind === "success" ? "good" : "" }, `${kind}: ${count} `));
+  element("outcomes").replaceChildren(...(total ? [make("b", {}, `How the ${total} recorded episodes end `), ...parts] : []));
 }
 
 // ---- curves
@@ -145,14 +214,58 @@ function ticks(low, high, count, least = 0) {
 }
 const short = (value) => Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 
+// Mean of each point and those before it.
+function smoothed(points) {
+  const size = SMOOTHING[view.smoothing];
+  if (size === 1) return points;
+  return points.map((point, place) => {
+    const near = points.slice(Math.max(0, place - size + 1), place + 1);
+    return { x: point.x, y: near.reduce((sum, one) => sum + one.y, 0) / near.length };
+  });
+}
+
+function pointsOf(name, metric) {
+  const [column, divisor] = AXES[view.x];
+  return curves.get(name).rows.filter((row) => metric in row).map((row) => ({
+    x: row[column] / divisor, iteration: row.iteration, y: row[metric], low: row[`${metric}_low`], high: row[`${metric}_high`] }));
+}
+
+// Mean over runs at each iteration that all of them have, with its 95% interval over the runs (Student's t).
+function meanOf(lines) {
+  const [first, ...others] = lines.map((points) => new Map(points.map((point) => [point.iteration, point])));
+  return [...first.keys()].filter((iteration) => others.every((points) => points.has(iteration))).map((iteration) => {
+    const values = [first, ...others].map((points) => points.get(iteration));
+    const mean = (key) => values.reduce((sum, value) => sum + value[key], 0) / values.length;
+    const y = mean("y"), variance = values.reduce((sum, value) => sum + (value.y - y) ** 2, 0) / (values.length - 1);
+    const half = (STUDENT[values.length - 1] || 1.96) * Math.sqrt(variance / values.length);
+    return { x: mean("x"), iteration, y, low: y - half, high: y + half };
+  });
+}
+
+// The chosen runs, those that differ in their seed alone together if wanted: name and runs of each.
+function groupsOf() {
+  if (view.seeds === "apart") return selected.map((name) => [name, [name]]);
+  const keys = new Map(runs.map((run) => [run.name, run.seeds || run.name])), found = new Map();
+  for (const name of selected) found.set(keys.get(name), [...(found.get(keys.get(name)) || []), name]);
+  return [...found.values()].map((names) => [names.length > 1 ? `${names[0]} and ${names.length - 1} other seeds` : names[0], names]);
+}
+
 function seriesOf(lines) {
-  const alone = selected.length === 1, [column, divisor] = AXES[view.x];
-  return selected.flatMap((name) => lines.map(([metric, label], place) => ({
-    kind: label, label: alone ? label : `${name} ${lines.length > 1 ? label : ""}`,
-    color: alone ? COLORS[place % COLORS.length] : colorOf(name), dash: alone ? "" : DASHES[place % DASHES.length],
-    points: curves.get(name).rows.filter((row) => metric in row).map((row) => ({
-      x: row[column] / divisor, y: row[metric], low: row[`${metric}_low`], high: row[`${metric}_high`] })),
-  }))).filter((series) => series.points.length);
+  const groups = groupsOf(), alone = groups.length === 1;
+  return groups.flatMap(([label, names]) => lines.map(([metric, kind], place) => {
+    const each = names.map((name) => pointsOf(name, metric)).filter((points) => points.length);
+    return {
+      kind, label: alone ? kind : `${label} ${lines.length > 1 ? kind : ""}`,
+      color: alone ? COLORS[place % COLORS.length] : colorOf(names[0]), dash: alone ? "" : DASHES[place % DASHES.length],
+      points: each.length ? smoothed(each.length > 1 ? meanOf(each) : each[0]) : [] };
+  })).filter((series) => series.points.length);
+}
+
+// Success or return of the other policies of the summary, of one run.
+function referencesOf(lines) {
+  const metric = { "val/success": "success", "val/return": "return" }[lines[0][0]];
+  const found = selected.length === 1 && metric ? curves.get(selected[0]).references : {};
+  return Object.entries(found).filter(([, values]) => metric in values).map(([label, values]) => ({ label, y: values[metric] }));
 }
 
 function marksOf() {
@@ -163,12 +276,14 @@ function marksOf() {
   })).filter(Boolean);
 }
 
-function spans(series, fixed) {
+function spans(series, fixed, references) {
   const xs = series.flatMap((one) => one.points.map((point) => point.x));
   const ys = series.flatMap((one) => one.points.flatMap((point) => [point.y, point.low ?? point.y, point.high ?? point.y]));
+  ys.push(...references.map((one) => one.y));
   let [left, right] = [Math.min(...xs), Math.max(...xs)], [low, high] = fixed || [Math.min(...ys), Math.max(...ys)];
   if (left === right) right = left + 1;
   if (low >= 0 && low < high / 2) low = 0;  // a curve near zero shows the zero
+  if (high - low < 1e-9 * Math.abs(high)) low = high;  // equal but for rounding
   const room = fixed ? 0.02 : (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
   return { left, right, low: low === 0 && !fixed ? 0 : low - room, high: high + room };
 }
@@ -176,7 +291,7 @@ function spans(series, fixed) {
 function chart(title, lines, fixed) {
   const series = seriesOf(lines);
   if (!series.length) return null;
-  const range = spans(series, fixed), marks = marksOf();
+  const references = referencesOf(lines), range = spans(series, fixed, references), marks = marksOf();
   const across = (x) => LEFT + (x - range.left) / (range.right - range.left) * (WIDTH - LEFT - RIGHT);
   const down = (y) => HEIGHT - BOTTOM - (y - range.low) / (range.high - range.low) * (HEIGHT - TOP - BOTTOM);
   const place = (x, y) => `${across(x).toFixed(1)},${down(y).toFixed(1)}`;
@@ -191,6 +306,10 @@ function chart(title, lines, fixed) {
   for (const mark of marks) {
     if (mark.x < range.left || mark.x > range.right) continue;
     svg.append(draw("line", { class: mark.kind, x1: across(mark.x), x2: across(mark.x), y1: TOP, y2: HEIGHT - BOTTOM }));
+  }
+  for (const { label, y } of references) {
+    svg.append(draw("line", { class: "reference", x1: LEFT, x2: WIDTH - RIGHT, y1: down(y), y2: down(y) }),
+      draw("text", { x: WIDTH - RIGHT, y: down(y) - 3, "text-anchor": "end" }, visible(label)));
   }
   for (const { points, color, dash } of series) {
     const banded = points.filter((point) => point.low !== undefined && point.high !== undefined);
@@ -211,7 +330,7 @@ function keyOf(text, color, dash = "") {
 // A figure with its legend, and the values at the pointer.
 function framed(title, series, svg, { marks, across, range }) {
   // Of several runs the legend has the kinds of lines; the runs' colors are above the charts.
-  const alone = selected.length === 1;
+  const alone = groupsOf().length === 1;
   const kinds = alone ? series : series.filter((one, place) => series.findIndex((other) => other.kind === one.kind) === place);
   const legend = kinds.map((one) => keyOf(one.kind, alone ? one.color : "currentColor", one.dash));
   const tip = make("div", { class: "tip", hidden: true }), cursor = draw("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
@@ -243,9 +362,12 @@ function drawCharts() {
   const columns = new Set(chosen.flatMap((name) => curves.get(name).rows.flatMap(Object.keys)));
   const parts = [...columns].filter((name) => name.startsWith(PART)).sort()
     .map((name) => [`Reward: ${name.slice(PART.length)}`, [[name, "training"], [name.replace("rollout/", "val/"), "validation"]]]);
-  const drawn = [...CHARTS, ...parts].map(([title, lines, fixed]) => chart(title, lines, fixed)).filter(Boolean);
+  const families = FAMILIES.map(([title, prefix]) => [title, [...columns].filter((name) => name.startsWith(prefix)).sort().map((name) => [name, name.slice(prefix.length) || "of the policy"])]);
+  const extra = columns.has(view.metric) ? [[view.metric, [[view.metric, view.metric]]]] : [];
+  const drawn = [...extra, ...CHARTS, ...parts, ...families].filter(([, lines]) => lines.length).map(([title, lines, fixed]) => chart(title, lines, fixed)).filter(Boolean);
   const waiting = chosen.length ? "No iteration has ended yet." : "Choose a run in the table.";
-  element("keys").replaceChildren(...(chosen.length > 1 ? chosen.map((name) => keyOf(name, colorOf(name))) : []));
+  const groups = chosen.length ? groupsOf() : [];
+  element("keys").replaceChildren(...(groups.length > 1 ? groups.map(([label, names]) => keyOf(label, colorOf(names[0]))) : []));
   element("charts").replaceChildren(...(drawn.length ? drawn : [make("p", { class: "soft" }, waiting)]));
 }
 
@@ -253,7 +375,7 @@ function drawCharts() {
 
 function drawEpisodes() {
   const available = (selected || []).filter((name) => curves.get(name).recorded.length);
-  if (!available.length) { episodes = { run: null, records: null }; element("episodes").replaceChildren(); return; }
+  if (!available.length) { episodes = { run: null, records: null }; element("episodes").replaceChildren(); element("outcomes").replaceChildren(); return; }
   if (!available.includes(episodes.run)) episodes = { run: available[0], records: null };
   const names = curves.get(episodes.run).recorded;
   const wanted = names.includes(episodes.records) ? episodes.records : names[0];
@@ -266,6 +388,7 @@ function drawEpisodes() {
   const bar = make("p", {}, make("b", {}, "Episodes "), pick("of ", available, episodes.run, "run"), " ", pick("in ", names, wanted, "records"), " ",
     make("a", { href: address, target: "_blank", rel: "noopener" }, "in a tab of its own"));
   // The frame is loaded again only for other records: what is read in it stays.
+  drawOutcomes(episodes.run, wanted);
   const old = element("episodes").querySelector("iframe");
   if (old && old.getAttribute("src") === address) {
     old.previousElementSibling.replaceWith(bar);
@@ -276,16 +399,38 @@ function drawEpisodes() {
 
 // ---- axis and colors
 
+// Made once: what is typed stays while the table is updated.
+function drawFilter() {
+  const filter = make("input", { type: "search", value: view.filter, placeholder: "filter", "aria-label": "Filter of runs", oninput: () => {
+    view.filter = filter.value;
+    keepView();
+    drawRuns();
+  } });
+  const all = make("button", { type: "button", id: "choose", onclick: () => {
+    selected = shownRuns().map((run) => run.name);
+    keepView();
+    ordered(true);
+  } });
+  element("filter").replaceChildren(filter, all);
+}
+
 function drawBar() {
+  if (element("bar").contains(document.activeElement)) return;  // an open list stays open
   const control = (name, label, values, apply) => make("label", {}, label, make("select", { onchange: (event) => {
     view[name] = event.target.value;
     keepView();
     apply();
   } }, ...values.map((value) => make("option", { value, selected: value === view[name] }, value))));
   const paint = () => { document.documentElement.style.colorScheme = { light: "light", dark: "dark" }[view.theme] || "light dark"; };
-  element("bar").replaceChildren(control("x", "curves by", Object.keys(AXES), drawCharts), control("theme", "colors", ["auto", "light", "dark"], paint));
+  const columns = [...curves.values()].flatMap(({ rows }) => rows.slice(-3).flatMap(Object.keys));
+  const metrics = [...new Set(columns)].filter((name) => name.includes("/") && !/_(low|high)$/.test(name)).sort();
+  element("bar").replaceChildren(
+    control("x", "curves by", Object.keys(AXES), drawCharts), control("seeds", "seeds", ["apart", "mean"], drawCharts),
+    control("smoothing", "smoothing", Object.keys(SMOOTHING), drawCharts), control("metric", "another metric", ["", ...metrics], drawCharts),
+    control("theme", "colors", ["auto", "light", "dark"], paint));
   paint();
 }
 
+drawFilter();
 drawBar();
 ordered(true).then(() => setInterval(ordered, PERIOD_MS, false));

@@ -10,7 +10,7 @@ import errno
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -20,8 +20,10 @@ from ragen_pl.viewing.run_files import (
     differences,
     episodes_page,
     find_runs,
+    outcome_counts,
     overview,
     read_marks,
+    read_references,
     read_rows,
     recorded,
 )
@@ -31,6 +33,7 @@ _NAMES = frozenset({HOST, "localhost"})
 # ports that are tried after one that is taken
 _TRIED = 20
 _MAX_COMPARED = 50
+_Read = TypeVar("_Read")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The view loads its own script and its own data; a page of episodes runs its own script in an origin of its own.
 _VIEW = "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; frame-src 'self'"
@@ -63,6 +66,7 @@ class RunWatch:
         application.router.add_get("/run", self.run)
         application.router.add_get("/differences", self.differences)
         application.router.add_get("/episodes", self.page)
+        application.router.add_get("/outcomes", self.outcomes)
         return application
 
     def find(self) -> dict[str, Path]:
@@ -111,6 +115,7 @@ class RunWatch:
                 "start": start,
                 "rows": rows[start:],
                 "marks": marks,
+                "references": read_references(folder),
                 "recorded": recorded(folder),
             }
 
@@ -125,20 +130,21 @@ class RunWatch:
 
     async def page(self, request: web.Request) -> web.Response:
         """Return the trajectory page of recorded episodes."""
+        folder, name = await self._records(request)
+        title = f"{request.query['run']}/{name}"
+        page = await _read(episodes_page, folder, name, title=title, episodes=self.episodes)
+        return _text(page, "text/html", policy=_EPISODES)
+
+    async def outcomes(self, request: web.Request) -> web.Response:
+        """Return the number of recorded episodes of each kind of outcome."""
+        return _json(await _read(outcome_counts, *await self._records(request)))
+
+    async def _records(self, request: web.Request) -> tuple[Path, str]:
         folder = await self._folder(request)
         name = request.query.get("records", "")
         if name not in await asyncio.to_thread(recorded, folder):
             raise web.HTTPNotFound(text="there are no such records")
-        title = f"{request.query['run']}/{name}"
-        try:
-            page = await asyncio.to_thread(
-                episodes_page, folder, name, title=title, episodes=self.episodes
-            )
-        except (ValueError, KeyError, TypeError, OSError) as error:  # damaged or somebody else's
-            raise web.HTTPUnprocessableEntity(
-                text=f"{type(error).__name__}: {error}"[:500]
-            ) from error
-        return _text(page, "text/html", policy=_EPISODES)
+        return folder, name
 
     async def _folder(self, request: web.Request) -> Path:
         found = await asyncio.to_thread(self.find)
@@ -171,6 +177,14 @@ async def local_only(request: web.Request, handler: _Handler) -> web.StreamRespo
         raise
     response.headers.update(_HEADERS)
     return response
+
+
+async def _read(read: Callable[..., _Read], *arguments: object, **named: object) -> _Read:
+    """Read records in a thread; records that are damaged or somebody else's are refused."""
+    try:
+        return await asyncio.to_thread(read, *arguments, **named)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise web.HTTPUnprocessableEntity(text=f"{type(error).__name__}: {error}"[:500]) from error
 
 
 def _text(text: str, kind: str, *, policy: str) -> web.Response:

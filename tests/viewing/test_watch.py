@@ -18,7 +18,9 @@ from urllib.parse import quote, urlencode
 import pytest
 from browser import in_browser, record, visit
 
+from ragen_pl.viewing.outcomes import count_kinds, kind_of
 from ragen_pl.viewing.records import write_records
+from ragen_pl.viewing.run_files import overview
 from ragen_pl.viewing.watch import listen
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +52,8 @@ def make_run(run: Path, *, lr: float) -> Path:
     (run / "run.lock").write_text("")
     last = {"val/success": 0.75, "val/episodes": 64}
     write_rows(run, [*map(row, range(1, 4)), row(4, **last)])
-    (run / "metrics.json").write_text("{}")
+    metrics = {"val/success": 0.75, "random_policy/success": 0.25, "optimal_policy/return": 1.5}
+    (run / "metrics.json").write_text(json.dumps(metrics))
     event = {"iteration": 2, "message": f"entropy fell {NASTY}", "done": ["warned"]}
     (run / "collapse.jsonl").write_text(json.dumps(event) + "\n")
     records = [record(0), record(1, success=False, response=NASTY)]
@@ -216,11 +219,14 @@ def test_links_out_of_a_run_are_not_followed(server: Client, runs: Path, tmp_pat
     (run / "trajectories" / "iteration_0009").symlink_to(tmp_path)
     shutil.move(run / "plots" / "rows.jsonl", tmp_path / "rows.jsonl")
     (run / "plots" / "rows.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    shutil.move(run / "metrics.json", tmp_path / "metrics.json")
+    (run / "metrics.json").symlink_to(tmp_path / "metrics.json")
     (run / "collapse.jsonl").unlink()
     os.mkfifo(run / "collapse.jsonl")  # reading it would wait for a writer
     news = server.json("/run", run="maze/links")
     assert news == {
-        "start": 0, "rows": [], "marks": [], "recorded": ["trajectories/iteration_0003"],
+        "start": 0, "rows": [], "marks": [], "references": {},
+        "recorded": ["trajectories/iteration_0003"],
     }  # fmt: skip
     records = run / "trajectories" / "iteration_0003" / "trajectories.jsonl"
     records.write_text('{"schema": 2}\n')
@@ -254,6 +260,83 @@ def test_next_free_port_is_taken() -> None:
             assert second.getsockname()[0] == "127.0.0.1" and second.getsockname()[1] > port
 
 
+def test_other_policies_and_outcomes_of_a_run(server: Client) -> None:
+    news = server.json("/run", run="maze/one")
+    assert news["references"] == {
+        "random policy": {"success": 0.25}, "optimal policy": {"return": 1.5},
+    }  # fmt: skip
+    counts = server.json("/outcomes", run="maze/one", records=news["recorded"][0])
+    assert counts == {"success": 1, "ended without success": 1}
+    query = urlencode({"run": "maze/one", "records": "trajectories"})
+    assert server.get(f"/outcomes?{query}")[0] == 404
+
+
+def test_runs_that_differ_in_their_seed_alone_belong_together(runs: Path) -> None:
+    first, other = (make_run(runs / "seeds" / name, lr=0.3) for name in ("a", "b"))
+    config = other / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 0", "seed: 1"))
+    lr = make_run(runs / "seeds" / "c", lr=0.4)
+    keys = [overview(run)["seeds"] for run in (first, other, lr)]
+    assert keys[0] == keys[1] != keys[2]
+    shutil.rmtree(runs / "seeds")
+
+
+EPISODE = {"success": False, "status": "terminated"}
+TURN = {"valid": True, "effective": True, "observation": "ice", "images": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "turns", "kind"),
+    [
+        ({"success": True}, [{"valid": False}], "success"),
+        ({"status": "failed"}, [], "environment failed"),
+        ({"status": "truncated"}, [{}], "truncated"),
+        ({}, [{"hit_length_limit": True, "valid": False}], "length limit"),
+        ({}, [{}, {"valid": False}], "invalid action"),
+        ({}, [{}, {"observation": "b"}, {}, {}], "repeated state"),
+        ({}, [{"observation": str(n), "effective": n == 0} for n in range(3)], "no effect"),
+        ({}, [{}], "ended without success"),
+        ({"turns": "x"}, [], "ended without success"),
+    ],
+)
+def test_kinds_of_failures(changes, turns, kind) -> None:
+    record = EPISODE | {"turns": [TURN | turn for turn in turns]} | changes
+    assert kind_of(record) == kind
+    assert count_kinds([record, record]) == {kind: 2}
+
+
+@in_browser
+@pytest.mark.slow
+def test_browser_means_over_seeds_sorts_and_filters(runs: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        run = make_run(runs / "seeds" / name, lr=0.3)
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("seed: 0", f"seed: {seed}"))
+        write_rows(
+            run,
+            [
+                row(n, **{"rollout/return": float(seed), "update/gradient_norm_policy": 2.0})
+                for n in (1, 2)
+            ],
+        )
+    with command(f"paths.root={runs}", folder=tmp_path) as client:
+        view = {
+            "seeds": "mean",
+            "filter": "seed 1",
+            "sort": "-validation",
+            "metric": "rollout/return",
+        }
+        address = f"http://127.0.0.1:{client.port}/#runs=seeds/a&runs=seeds/b&{urlencode(view)}"
+        page = visit(address, "--virtual-time-budget=4000", profile=tmp_path / "profile")
+    shutil.rmtree(runs / "seeds")
+    table = page[page.index('id="runs"') : page.index('id="settings"')]
+    assert "seeds/b" in table and "seeds/a" not in table and "validation ▼" in table
+    assert "choose these 1" in page
+    figure = page[page.index("<figcaption><b>rollout/return</b>") :].split("</figure>")[0]
+    assert figure.count("<polyline") == 1 and figure.count("<polygon") == 1
+    assert "<figcaption><b>Gradient norm before clipping</b>" in page
+
+
 @in_browser
 @pytest.mark.slow
 def test_browser_draws_curves_and_episodes(server: Client, tmp_path: Path) -> None:
@@ -264,6 +347,10 @@ def test_browser_draws_curves_and_episodes(server: Client, tmp_path: Path) -> No
 
     page = drawn("maze/one")
     figures = ("Success", "Return", "KL, nats per token", "Seconds by phase", "Reward: form")
+    # one in the figure of success, one in that of the return
+    assert page.count('class="reference"') == 2 and "random policy" in page
+    assert page.index("Alarm in iteration 2: entropy fell") < page.index("<form")
+    assert "How the 2 recorded episodes end" in page and "success: 1" in page
     assert page.count("<figure>") == len(figures)
     assert all(f"<figcaption><b>{title}</b>" in page for title in figures)
     # the bands of success and return in training; a mark of either kind in each figure
@@ -273,4 +360,5 @@ def test_browser_draws_curves_and_episodes(server: Client, tmp_path: Path) -> No
     assert 'src="/episodes?run=maze%2Fone&amp;records=trajectories%2Fiteration_0003"' in page
     both = drawn("maze/one", "maze/two", x="time")
     assert both.count("<polygon") == 4 and "optimizer.lr" in both and "<td>0.2</td>" in both
-    assert "owned" not in page and '<img src="x"' not in page
+    assert '<details id="settings" hidden' in page and '<details id="settings">' in both
+    assert "<title>owned" not in page and '<img src="x"' not in page
