@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "modules": BASE | ROLLOUT | {"algorithms", "data", "metrics", "optimizers"},
     "loops": BASE,
     "viewing": BASE | {"data", "lock", "metrics"},
-    "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "models", "modules", "viewing"},
+    "callbacks": BASE
+    | {"algorithms", "data", "loops", "machine", "metrics", "models", "modules", "viewing"},
     "run": BASE | LEARNING | {"callbacks", "config", "lock", "machine", "optimizers", "viewing"},
     "memory": BASE | LEARNING | {"callbacks", "config", "machine", "optimizers", "run"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
@@ -115,7 +116,7 @@ def test_every_module_belongs_to_a_part():
     assert set(PACKAGE.rglob("*.py")) - assigned == {PACKAGE / "__init__.py"}
 
 
-def test_no_file_has_more_than_400_lines():
+def test_no_file_has_more_than_600_lines():
     folders = (
         PACKAGE,
         *(ROOT / name for name in ("envs", "visual_envs", "tests", "benchmarks", "examples")),
@@ -125,7 +126,7 @@ def test_no_file_has_more_than_400_lines():
         for folder in folders
         for file in folder.rglob("*.py")
     }
-    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+    assert {name: lines for name, lines in lengths.items() if lines > 600} == {}
 
 
 def test_algorithms_import_nothing_but_torch():
