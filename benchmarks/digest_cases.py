@@ -249,15 +249,17 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         *TEXT,
         "algorithm=trico",
         "algorithm.loss.kl.place=reward",
+        "algorithm.loss.kl.estimator=k1",
         "algorithm.loss.kl.coefficient=0.1",
         f"{LOSS_MASK}.think_weighted",
         "+algorithm.masks.loss.think=0.25",
         f"{CREDIT_MASK}.no_special",
     ),
-    "k2_in_reward": (
+    "k2_in_loss": (
         *TEXT,
         "algorithm=rloo",
         *GROUPS,
+        "algorithm.loss.kl.place=loss",
         "algorithm.loss.kl.estimator=k2",
         f"{REFERENCE}.MovingAverage",
     ),

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.turns import nearest_in_turn, turn_ends
+from ragen_pl.algorithms.turns import at_turn_start, nearest_in_turn, turn_ends
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.run_facts import RunFacts
 
@@ -91,6 +91,21 @@ class Credit:
         inside = torch.where(self.turn >= 0, self.rewards.float(), 0.0)
         of_turn = torch.zeros(len(inside), turns, device=inside.device)
         return of_turn.scatter_add(1, self.turn.clamp(min=0), inside) if turns else of_turn
+
+    @property
+    def learned(self) -> Tensor:
+        """Tokens at which a critic has a target, bool `[trajectories, tokens]`: those of either mask."""
+        return self.loss_mask | self.advantage_mask
+
+    def turn_values(self, values: Tensor) -> Tensor:
+        """Return the value of the state that the turn of each token starts in, `[trajectories, tokens]`.
+
+        It is read at the turn's first learned token, before which the policy has chosen nothing in the turn.
+
+        Args:
+            values: `[trajectories, tokens]`.
+        """
+        return at_turn_start(values.float(), turn=torch.where(self.learned, self.turn, -1))
 
     @property
     def advancing(self) -> Tensor:
@@ -218,26 +233,41 @@ class Estimator(Protocol):
         ...
 
 
-def finish(advantages: Tensor, returns: Tensor, credit: Credit) -> Advantages:
+def finish(
+    advantages: Tensor, returns: Tensor, credit: Credit, *, values: Tensor | None = None
+) -> Advantages:
     """Extend advantages and returns on M_adv to all tokens of M_loss.
 
-    Whether a token is in M_adv can depend on what was sampled there: a turn's action ends where its tag begins. A
-    critic that learned on M_adv alone would know such a state only by the responses that went wrong, and could not tell
-    that they did.
+    A token of M_loss outside M_adv has the return of its neighbor in M_adv (`spread_to_loss_tokens`) as its return.
+    Its advantage is that return less its own value. The neighbor's advantage would subtract the value of another
+    state, so the baseline would depend on whether the token belongs to M_adv, which the policy chooses: sampled there,
+    a closing tag ends the action and any other token continues it.
+
+    The critic learns at all these tokens. Whether a token is in M_adv depends on what was sampled, so a critic that
+    learned on M_adv alone would know such a state only by the responses that went wrong, and could not tell that they
+    did.
+
+    Args:
+        advantages: `[trajectories, tokens]`, read inside M_adv.
+        returns: `[trajectories, tokens]`, likewise.
+        credit: the trajectories.
+        values: `[trajectories, tokens]`, each token's own baseline. None gives tokens outside M_adv the advantage of
+            their neighbor: for estimates without a baseline of the token's state.
     """
     masks = {"advantage_mask": credit.advantage_mask, "turn": credit.turn}
-    everywhere = credit.loss_mask | credit.advantage_mask
-    return Advantages(
-        advantages=spread_to_loss_tokens(advantages, loss_mask=credit.loss_mask, **masks),
-        returns=spread_to_loss_tokens(returns, loss_mask=everywhere, **masks),
-    )
+    targets = spread_to_loss_tokens(returns, loss_mask=credit.learned, **masks)
+    if values is None:
+        extended = spread_to_loss_tokens(advantages, loss_mask=credit.loss_mask, **masks)
+    else:
+        own = torch.where(credit.advantage_mask, advantages, targets - values.float())
+        extended = torch.where(credit.loss_mask, own, 0.0)
+    return Advantages(advantages=extended, returns=targets)
 
 
 def broadcast(per_trajectory: Tensor, credit: Credit) -> Advantages:
     """Give each trajectory's advantage to all its tokens."""
     advantages = torch.where(credit.loss_mask, per_trajectory.float()[:, None], 0.0)
-    trained = credit.loss_mask | credit.advantage_mask
-    returns = torch.where(trained, credit.returns.float()[:, None], 0.0)
+    returns = torch.where(credit.learned, credit.returns.float()[:, None], 0.0)
     return Advantages(advantages=advantages, returns=returns)
 
 
@@ -258,7 +288,7 @@ def broadcast_turns(per_turn: Tensor, credit: Credit) -> Advantages:
 def spread_to_loss_tokens(
     advantages: Tensor, *, advantage_mask: Tensor, loss_mask: Tensor, turn: Tensor
 ) -> Tensor:
-    """Give tokens inside the loss mask but outside the advantage mask a neighbor's advantage.
+    """Give tokens inside the loss mask but outside the advantage mask their neighbor's advantage, or return.
 
     The neighbor is the next token of the turn inside the advantage mask, else the last one before.
 

@@ -38,6 +38,40 @@ def turn_starts(turn: Tensor) -> Tensor:
     return turn_ends(turn.flip(1)).flip(1)
 
 
+def at_turn_start(x: Tensor, *, turn: Tensor) -> Tensor:
+    """Read `x` at the first token of each token's turn.
+
+    Args:
+        x: `[trajectories, tokens]`.
+        turn: int64 `[trajectories, tokens]`.
+
+    Returns:
+        `[trajectories, tokens]`, constant over a turn, 0 off the mask.
+
+    >>> at_turn_start(torch.tensor([[1.0, 2.0, 5.0, 4.0]]), turn=torch.tensor([[0, 0, -1, 1]]))
+    tensor([[1., 1., 0., 4.]])
+    """
+    place = torch.arange(turn.shape[1], device=turn.device).expand_as(turn)
+    first = torch.where(turn_starts(turn), place, 0).cummax(dim=1).values
+    return torch.where(turn >= 0, x.gather(1, first), 0.0)
+
+
+def at_turn_end(x: Tensor, *, turn: Tensor) -> Tensor:
+    """Read `x` at the last token of each token's turn.
+
+    Args:
+        x: `[trajectories, tokens]`.
+        turn: int64 `[trajectories, tokens]`.
+
+    Returns:
+        `[trajectories, tokens]`, constant over a turn, 0 off the mask.
+
+    >>> at_turn_end(torch.tensor([[1.0, 2.0, 5.0, 4.0]]), turn=torch.tensor([[0, 0, -1, 1]]))
+    tensor([[2., 2., 0., 4.]])
+    """
+    return at_turn_start(x.flip(1), turn=turn.flip(1)).flip(1)
+
+
 def sum_at_turn_end(x: Tensor, *, turn: Tensor) -> Tensor:
     """Add up `x` over each turn and put the sum at the turn's last token; 0 elsewhere.
 

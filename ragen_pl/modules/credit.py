@@ -135,8 +135,7 @@ def _estimate(credit: Credit, estimator: Estimator, *, bootstrapped: Tensor) -> 
     credit.values = credit.values + center[:, None]
     credit.bootstrap = credit.bootstrap + torch.where(bootstrapped, center, 0.0)
     estimates = estimator(credit, all_reduce=sum_over_ranks)
-    learned = credit.loss_mask | credit.advantage_mask
-    estimates.returns = estimates.returns - torch.where(learned, center[:, None], 0.0)
+    estimates.returns = estimates.returns - torch.where(credit.learned, center[:, None], 0.0)
     return estimates
 
 

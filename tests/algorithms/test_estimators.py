@@ -46,14 +46,26 @@ def credit(**changes: Tensor | None) -> Credit:
 @pytest.mark.parametrize("estimator", ALL, ids=repr)
 def test_every_loss_token_gets_the_advantage_of_its_turn(estimator) -> None:
     given = credit()
-    advantages = estimator(given).advantages
+    estimates = estimator(given)
+    advantages = estimates.advantages
     assert advantages.dtype == torch.float32 and advantages.shape == given.rewards.shape
     assert not advantages[~given.loss_mask].any()
-    # One action token a turn: thought before it and end after it share its advantage.
-    assert advantages[0, 0] == advantages[0, 1] == advantages[0, 2]
-    assert advantages[0, 3] == advantages[0, 4] == advantages[0, 5]
-    assert advantages[1, 0] == advantages[1, 1] and advantages[1, 3] == advantages[1, 2]
     assert advantages[given.loss_mask].any()
+    # One action token a turn: thought before it and end after it share its advantage, or its return.
+    shared = advantages
+    if estimator in ALL[:2]:
+        shared = estimates.returns
+        own = torch.where(given.loss_mask, shared - given.values, 0.0)
+        torch.testing.assert_close(advantages, own)
+    assert shared[0, 0] == shared[0, 1] == shared[0, 2]
+    assert shared[0, 3] == shared[0, 4] == shared[0, 5]
+    assert shared[1, 0] == shared[1, 1] and shared[1, 3] == shared[1, 2]
+
+
+def test_published_tokens_outside_the_mask_take_their_neighbors_advantage() -> None:
+    advantages = BilevelGAE(published=True)(credit()).advantages
+    assert advantages[0, 0] == advantages[0, 1] == advantages[0, 2]
+    assert advantages[1, 3] == advantages[1, 2] != 0
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=repr)
@@ -86,7 +98,7 @@ def test_masked_gae_class_passes_its_parameters_and_the_bootstrap() -> None:
 def test_bilevel_gae_by_hand_with_four_different_parameters() -> None:
     """By hand on two turns of two tokens, values 1, rewards 0 then 3.
 
-    Turn ends: A_1 = 3 - 1 = 2 and A_0 = 0.5 - 1 + 0.5 * 0.2 * 2 = -0.3; inside, every delta is
+    Turns: A_1 = 3 - 1 = 2 and A_0 = 0.5 - 1 + 0.5 * 0.2 * 2 = -0.3; inside, every delta is
     0.8 - 1 = -0.2, and the trace decays by 0.8 * 0.5 = 0.4 a token.
     """
     everywhere = torch.ones(1, 4)

@@ -12,6 +12,7 @@ from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.kl import KLEstimator, full_kl, kl_estimate
 from ragen_pl.algorithms.policy_loss import PolicyLoss, clipped_surrogate
 from ragen_pl.algorithms.value_loss import value_loss
+from ragen_pl.modules.losses import ReferenceKL
 
 maths = settings(max_examples=40, deadline=None, database=None, derandomize=True)
 CONSTANT = {Aggregation.CONSTANT: 8.0}
@@ -182,3 +183,10 @@ def test_k3_is_bounded_for_large_ratios() -> None:
     divergence = kl_estimate(torch.tensor([-50.0]), torch.tensor([0.0]), how=KLEstimator.K3)
     assert divergence.item() == 10.0
     assert kl_estimate(torch.tensor([1.0]), torch.tensor([3.0]), how="k1").item() == -2.0
+
+
+@pytest.mark.parametrize("estimator", [how for how in KLEstimator if how is not KLEstimator.K1])
+def test_only_k1_is_accepted_in_the_reward(estimator) -> None:
+    with pytest.raises(ValueError, match=f"kl.estimator={estimator}: in the reward .* set .*=k1"):
+        ReferenceKL(coefficient=0.1, place="reward", estimator=estimator)
+    assert ReferenceKL(coefficient=0.1, place="reward", estimator="k1").changes_rewards

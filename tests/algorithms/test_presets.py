@@ -115,7 +115,7 @@ SWITCHES = [
     ("starpo", "algorithm.loss.kl.aggregation=token-mean", "kl_loss"),
 ]  # fmt: skip
 LATER = [  # what differs from the second iteration on
-    ("starpo", "algorithm.loss.kl.place=reward", "target"),
+    ("starpo", "algorithm.loss.kl.place=reward algorithm.loss.kl.estimator=k1", "target"),
     (
         "starpo",
         "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.MovingAverage",

@@ -65,8 +65,10 @@ def test_advantages_do_not_depend_on_the_number_of_samples(lm, breaks) -> None:
         turns.append(call(prompt, response, reward=reward))
     batch = collate([episode(*turns)], lm)
     assert len(batch.samples) == 1 + len(breaks)
-    half = BilevelGAE(gamma_turn=0.5, lam_turn=0.5)
-    found = credit(batch, half, torch.tensor([0.2, 0.4, 0.6, 0.8, 0.5]))
+    half, values = {"gamma_turn": 0.5, "lam_turn": 0.5}, torch.tensor([0.2, 0.4, 0.6, 0.8, 0.5])
+    found = credit(batch, BilevelGAE(**half), values)
+    assert found.tolist() == pytest.approx([0.1875, -0.0125, 0.35, 0.2, 0.5], abs=1e-6)
+    found = credit(batch, BilevelGAE(**half, published=True), values)
     assert found.tolist() == pytest.approx([0.16875, -0.03125, 0.275, 0.2, 0.5], abs=1e-6)
 
 
@@ -263,8 +265,9 @@ def chain(trajectory: Trajectory, values: list[float], estimator: BilevelGAE) ->
         step = turns[number].advances
         gamma, lam = (estimator.gamma_turn, estimator.lam_turn) if step else (1.0, 1.0)
         last, first = ends[number] - 1, ends[number] - len(turns[number].response_ids)
-        ahead = rewards[number] + gamma * following - values[last] + gamma * lam * ahead
-        following, result[last] = values[last], ahead
+        value = values[last if estimator.published else first]
+        ahead = rewards[number] + gamma * following - value + gamma * lam * ahead
+        following, result[last] = value, ahead + value - values[last]
         for place in reversed(range(first, last)):
             delta = estimator.gamma_token * values[place + 1] - values[place]
             trace = estimator.gamma_token * estimator.lam_token
@@ -299,7 +302,9 @@ def test_random_episodes(lm, played, data) -> None:
     returns = [trajectory.reward for trajectory in kept]
     assert batch.episodes.turn_rewards.sum(1).tolist() == returns
     # credit by the definition
-    estimator = BilevelGAE(gamma_turn=0.7, lam_turn=0.6, gamma_token=0.9, lam_token=0.8)
+    published = data.draw(st.booleans())
+    four = {"gamma_turn": 0.7, "lam_turn": 0.6, "gamma_token": 0.9, "lam_token": 0.8}
+    estimator = BilevelGAE(**four, published=published)
     values = torch.sin(torch.arange(count).float())
     found, left = credit(batch, estimator, values), values.tolist()
     for trajectory in kept:

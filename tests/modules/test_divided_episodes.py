@@ -135,7 +135,7 @@ def test_averages_over_rows_are_refused_where_the_history_divides_episodes(make,
 @pytest.mark.parametrize("aggregation", FREE)
 def test_other_averages_take_episodes_of_several_samples(make, aggregation) -> None:
     unused = ReferenceKL(coefficient=0.0)
-    in_reward = ReferenceKL(coefficient=0.1, place=KLPlace.REWARD)
+    in_reward = ReferenceKL(coefficient=0.1, place=KLPlace.REWARD, estimator="k1")
     by_token = ReferenceKL(coefficient=0.1, aggregation=Aggregation.TOKEN_MEAN)
     for kl in (None, unused, in_reward, by_token):
         loss = UpdateLoss(policy=PolicyLoss(aggregation=aggregation), kl=kl)

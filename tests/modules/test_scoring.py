@@ -20,7 +20,9 @@ from ragen_pl.modules.policy import TokenReadout
 ALWAYS = UpdateSettings(scoring="always")
 READERS = {
     "critic": {"estimator": BilevelGAE()},
-    "reward": {"loss": UpdateLoss(kl=ReferenceKL(coefficient=0.1, place=KLPlace.REWARD))},
+    "reward": {
+        "loss": UpdateLoss(kl=ReferenceKL(coefficient=0.1, place=KLPlace.REWARD, estimator="k1"))
+    },
     "truncation": {"truncation": Truncation(top_k=5)},
     "correction": {"loss": UpdateLoss(mismatch=TruncatedWeights())},
     "top_entropy": {"masks": Masks(top_entropy=0.5)},

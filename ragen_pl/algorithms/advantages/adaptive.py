@@ -24,7 +24,7 @@ def turn_progress(
 ) -> Tensor:
     """Measure the progress of the episode over the last turns, as known at each turn.
 
-    With V_k the value at the end of turn k and r_k its reward, the step into turn k is
+    With V_k the value of turn k, read at its last token, and r_k its reward, the step into turn k is
     `c_k = V_k - V_{k-1} + feedback r_{k-1}`. The progress at k is the mean of the last `window` steps
     up to c_k. It is 0 at the first turn.
 
@@ -99,7 +99,7 @@ class AdaptiveBilevelGAE(BilevelGAE):
         """Return gamma_k at the turn ends, float64 `[trajectories, tokens]`; gamma_turn elsewhere."""
         progress = turn_progress(
             credit.rewards,
-            credit.need_values(self),
+            self.turn_values(credit),
             torch.where(credit.advantage_mask & credit.advancing, credit.turn, -1),
             window=self.window,
             feedback=self.feedback,

@@ -75,4 +75,4 @@ class MaskedGAE(Estimator):
         mask, values = credit.advantage_mask, credit.need_values(self)
         parameters = {"gamma": self.gamma, "lam": self.lam}
         pair = masked_gae(credit.rewards, values, mask, bootstrap=credit.bootstrap, **parameters)
-        return finish(*pair, credit)
+        return finish(*pair, credit, values=values)

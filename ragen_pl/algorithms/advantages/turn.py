@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,13 @@ from torch import Tensor
 from ragen_pl.algorithms.advantages.gae import masked_gae
 from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
 from ragen_pl.algorithms.scan import index_from
-from ragen_pl.algorithms.turns import nearest_in_turn, sum_at_turn_end, turn_ends, turn_starts
+from ragen_pl.algorithms.turns import (
+    at_turn_end,
+    nearest_in_turn,
+    sum_at_turn_end,
+    turn_ends,
+    turn_starts,
+)
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Fraction
@@ -57,21 +64,43 @@ def turn_gae(
     return advantages, returns
 
 
+class Baseline(StrEnum):
+    """Token of a turn before which the value of the turn is read."""
+
+    FIRST_TOKEN = "first_token"
+    LAST_TOKEN = "last_token"
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TurnGAE(Estimator):
     """GAE with one step per turn, shared by the turn's tokens (turn-level PPO).
 
+    The value of a turn is read before the first token that a critic learns at, so all tokens of the turn share an
+    unbiased estimate. `baseline=last_token` is the form of HyGAE (arXiv 2607.23605), of VAGEN's first turn-level PPO
+    and of AgileRL: the value before the turn's last token already knows the other tokens of the turn, so these get
+    none of the true gradient.
+
     A turn that does not advance has `gamma = lam = 1`.
+
+    Attributes:
+        gamma: discount per turn.
+        lam: lambda of GAE across turns.
+        baseline: token of a turn before which its value is read.
     """
 
     needs_values: ClassVar[bool] = True
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
+    baseline: Baseline = Baseline.FIRST_TOKEN
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
-        """Apply `turn_gae` to the tokens of M_adv."""
+        """Apply `turn_gae` to the tokens of M_adv, with the values of their turns."""
         turn, values = torch.where(credit.advantage_mask, credit.turn, -1), credit.need_values(self)
+        if self.baseline is Baseline.FIRST_TOKEN:
+            turn_values = credit.turn_values(values)
+        else:
+            turn_values = at_turn_end(values.float(), turn=turn)
         parameters = {"gamma": credit.at_tokens(self.gamma), "lam": credit.at_tokens(self.lam)}
-        pair = turn_gae(credit.rewards, values, turn, bootstrap=credit.bootstrap, **parameters)
+        pair = turn_gae(credit.rewards, turn_values, turn, bootstrap=credit.bootstrap, **parameters)
         return finish(*pair, credit)
