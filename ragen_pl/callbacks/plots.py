@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
-from ragen_pl.files import atomic_write
+from ragen_pl.files import atomic_write, disk_errors_of
 from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.viewing.plots import FOLDER, ROWS, Row, draw_plots
@@ -197,7 +197,7 @@ class RowsFile:
         """Write the rows that are new, and the last one of before, which may have changed."""
         lines = [f"{json_text(row)}\n".encode() for row in rows[self._kept :]]
         if self._kept:
-            with file.open("r+b") as stream:
+            with disk_errors_of(file), file.open("r+b") as stream:
                 stream.seek(self._end)
                 stream.write(b"".join(lines))
                 stream.truncate()
