@@ -35,9 +35,8 @@ class Stopped(SystemExit):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        super().__init__(_INTERRUPTED if name == "SIGINT" else _TERMINATED)
         self.name = name
-        self.code = _INTERRUPTED if name == "SIGINT" else _TERMINATED
 
     def __str__(self) -> str:
         return f"stopped by {'Ctrl-C' if self.name == 'SIGINT' else self.name}"
@@ -84,7 +83,7 @@ def stopped_by_signals(*, for_good: bool = False) -> Iterator[None]:
         yield
         return
     numbers = stopping_signals()
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
     before[signal.SIGALRM] = signal.getsignal(signal.SIGALRM)
     hook = sys.unraisablehook
     _Process.owner, _Process.kept = os.getpid(), None

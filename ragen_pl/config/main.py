@@ -123,13 +123,12 @@ def parsed(arguments: Sequence[str], *, config_name: str) -> argparse.Namespace:
         name, _, value = unknown[0].partition("=")
         key = name.lstrip("-").replace("-", "_")
         options = [option for action in parser._actions for option in action.option_strings]
-        remedy = did_you_mean(name, options)
-        if not remedy:
-            folder = Path(args.config_path).resolve() if args.config_path else None
-            cfg = compose_overrides(config_name, [], directory=args.config_dir, folder=folder)
-            known = [known for known, _ in leaves(cfg) if f".{known}".endswith(f".{key}")]
-            remedy = f"; settings have no dashes: {known[0] if known else key}={value or '…'}"
-        raise ConfigError(f"{unknown[0]}: there is no such option{remedy}")
+        folder = Path(args.config_path).resolve() if args.config_path else None
+        cfg = compose_overrides(config_name, [], directory=args.config_dir, folder=folder)
+        known = [known for known, _ in leaves(cfg) if f".{known}".endswith(f".{key}")]
+        option = "" if known else did_you_mean(name, options)
+        setting = f"; settings have no dashes: {known[0] if known else key}={value or '…'}"
+        raise ConfigError(f"{unknown[0]}: there is no such option{option or setting}")
     return args
 
 

@@ -65,7 +65,7 @@ def _places(value: Any, values: _Object, *, place: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         parts = iter(value.items())
     elif isinstance(value, list | tuple):
-        parts = enumerate(value)  # type: ignore[assignment]
+        parts = enumerate(value)
     elif isinstance(value, _Object):
         if type(value) is _Object and vars(value)["arguments"] == vars(values)["arguments"]:
             yield place

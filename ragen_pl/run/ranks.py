@@ -257,6 +257,7 @@ def _conclude(error: BaseException) -> None:
         watch.leave()
         return
     if isinstance(error, Stopped):
+        assert isinstance(error.code, int)
         error.code = watch.stop(Ending(str(error), code=error.code))
         return
     if isinstance(error, RankFailedError):

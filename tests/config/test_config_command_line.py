@@ -62,7 +62,11 @@ def cpu_seconds() -> float:
             "unknown key trainer.max_epoch; did you mean trainer.max_epochs?",
         ),
         (["+sead=3"], "unknown key sead; did you mean seed?"),
-        (["--foo"], "--foo: there is no such option; settings have no dashes: foo=…"),
+        (["--foo"], "--foo: there is no such option; did you mean --info?"),
+        (
+            ["--nonsense=3"],
+            "--nonsense=3: there is no such option; settings have no dashes: nonsense=3",
+        ),
         (["--seed=1"], "--seed=1: there is no such option; settings have no dashes: seed=1"),
         (
             ["--max-epochs", "3"],

@@ -30,7 +30,7 @@ ROW = {"iteration": 1.0, "elapsed_s": 1.0, "rollout/success": 0.5, "rollout/epis
 
 
 def strips(folder: Path) -> None:
-    turn = make_turn(observation=Observation("x", images=(IMAGE,)))
+    turn = make_turn(observation=Observation(text="x", images=(IMAGE,)))
     write_strips([make_trajectory(turn)], folder)
 
 
