@@ -208,9 +208,8 @@ class RolloutProgress(RolloutCallback, ProgressBar):
             ]
         else:
             if self._display is None and not self._has_validated:
-                metrics = {
-                    name: value for name, value in metrics.items() if not name.startswith("val/")
-                }
+                # episodes that failed stay in the lines, as a warning
+                metrics.pop("val/success", None)
             fields = iteration_metrics(metrics)
             speed = metrics.get("time/tokens_per_second", self._tokens_per_second)
             if speed is not None:
