@@ -150,7 +150,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         """Show the metrics of the validation, in the next line of a log alone."""
         self._has_validated = True
         if self._is_first_validation:
-            self._line("validation before the first iteration")
+            self._line("before the first iteration")
             self._has_validated = False
 
     # ---- hooks of the rollout/update loop
