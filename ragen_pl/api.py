@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +14,7 @@ from omegaconf import DictConfig
 from ragen_pl.config.composition import composed
 from ragen_pl.run.folder import is_launched
 from ragen_pl.run.ranks import ranks_end_together
+from ragen_pl.stop_signals import stopped_by_signals
 
 if TYPE_CHECKING:
     from ragen_pl.run.train import TrainedRun
@@ -35,7 +40,25 @@ def train(*, config_dir: str | PathLike[str] | None = None, **settings: Any) -> 
         >>> run.metrics["val/success"]  # doctest: +SKIP
         1.0
     """
-    return train_config(composed("fit", settings, directory=config_dir))
+    with _messages_shown():
+        return train_config(composed("fit", settings, directory=config_dir))
+
+
+@contextmanager
+def _messages_shown() -> Iterator[None]:
+    """Print the messages of a run, as the command does, in a program that has not set up logging."""
+    logger = logging.getLogger("ragen_pl")
+    if logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(sys.stdout), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def train_config(cfg: DictConfig) -> TrainedRun:
@@ -47,10 +70,16 @@ def train_config(cfg: DictConfig) -> TrainedRun:
     from ragen_pl.run.checks import check_run
 
     devices, nodes = cfg.trainer.devices, cfg.trainer.num_nodes
-    with ranks_end_together(devices=devices if isinstance(devices, int) else 1, nodes=nodes):
+    with (
+        stopped_by_signals(),
+        ranks_end_together(devices=devices if isinstance(devices, int) else 1, nodes=nodes),
+    ):
         check_run(cfg)
         from ragen_pl.memory.report import check_memory
-        from ragen_pl.run.train import train
+        from ragen_pl.run.train import quieten, train
+
+        # the plan of the memory builds a Trainer too
+        quieten()
 
         # a process that another rank has launched runs what that rank has planned
         plan = None if is_launched() else check_memory(cfg)

@@ -63,6 +63,17 @@ def _remove_if_left(folder: Path) -> None:
 
 
 @contextmanager
+def disk_errors_of(path: Path) -> Iterator[None]:
+    """Let a disk's error in the block name the file. That of a write, such as to a full disk, names none by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path` and rename it to `path` at the end of the block.
 
@@ -74,9 +85,10 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
-        yield partial
-        if durable:
-            _synchronize(partial)
+        with disk_errors_of(path):
+            yield partial
+            if durable:
+                _synchronize(partial)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

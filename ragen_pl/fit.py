@@ -1,22 +1,33 @@
 """`python -m ragen_pl.fit env=frozenlake_visual`: train an agent.
 
-Heavy packages are imported after the configuration was checked.
+Heavy packages are imported after the configuration was checked. Signals are heard before Hydra is imported.
 """
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
-from ragen_pl.api import train_config
-from ragen_pl.config import hydra_main
-from ragen_pl.run.ranks import early_end_heard
+from ragen_pl.stop_signals import stopped_by_signals
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
-@early_end_heard
-@hydra_main("fit")
-def main(cfg: DictConfig) -> float | None:
-    """Run the job of the config and return the success on the validation set, the objective of sweeps."""
-    return train_config(cfg).metrics.get("val/success")
+def main() -> None:
+    """Run the job of the command line."""
+    with stopped_by_signals(for_good=True):
+        from ragen_pl.config import hydra_main
+        from ragen_pl.run.ranks import early_end_heard
+
+        @early_end_heard
+        @hydra_main("fit")
+        def run(cfg: DictConfig) -> float | None:
+            """Run the job of the config and return the success on the validation set, the objective of sweeps."""
+            from ragen_pl.api import train_config
+
+            return train_config(cfg).metrics.get("val/success")
+
+        run()
 
 
 if __name__ == "__main__":

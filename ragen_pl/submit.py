@@ -13,14 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, check_packages
 from ragen_pl.config.composition import compose_overrides
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import config_errors
-from ragen_pl.config.main import options_first
+from ragen_pl.config.main import options_first, parsed
 from ragen_pl.run.folder import time_stamped
 from ragen_pl.run.slurm import SlurmSettings, job_file
 from ragen_pl.run.trust import write_settings
@@ -46,7 +45,7 @@ def submit(arguments: Sequence[str]) -> Path:
     Raises:
         ConfigError: A setting is wrong, or this machine has no sbatch.
     """
-    args = get_args_parser().parse_args(options_first(arguments))
+    args = parsed(options_first(arguments), config_name="fit")
     own = [word for word in args.overrides if word.startswith(_OWN)]
     overrides = [word for word in args.overrides if word not in own]
     dry_run, settings = _own_settings(own)

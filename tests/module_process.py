@@ -72,6 +72,7 @@ def run_module(
     folder: Path,
     output: Path | None = None,
     paths: Sequence[Path] = (ROOT,),
+    environment: Mapping[str, str] | None = None,
     timeout: float,
 ) -> tuple[int | None, str]:
     """Run `python -m NAME` or `python NAME.py` in a fork of a process that has imported the heavy packages.
@@ -82,13 +83,16 @@ def run_module(
         folder: working folder.
         output: file for all that is written; default `output.txt` in the working folder.
         paths: put in front of `sys.path`.
+        environment: further environment variables.
         timeout: seconds after which the process is killed.
 
     Returns:
         The exit code, negative for a signal, and all that was written to stdout and stderr.
     """
     output = output or folder / "output.txt"
-    process = start_module(name, arguments, folder=folder, output=output, paths=paths)
+    process = start_module(
+        name, arguments, folder=folder, output=output, paths=paths, environment=environment
+    )
     process.join(timeout)
     if process.is_alive():
         process.kill()

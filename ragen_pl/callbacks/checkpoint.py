@@ -29,29 +29,23 @@ from ragen_pl.distributed import (
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop, log_step
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.stop_signals import Stopped, ending, leave_terminal, stopping_signals
 
 log = logging.getLogger(__name__)
 # the part of the grace period in which an optimizer step under way may be finished
 _FOR_STEP = 0.5
 
 
-class SignalStop(SIGTERMException):
-    """A signal has ended the run, after its checkpoint.
-
-    Attributes:
-        name: name of the signal.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
+class SignalStop(Stopped, SIGTERMException):
+    """A signal has ended the run, after its checkpoint."""
 
 
 class StopSignals:
     """Signal handlers that leave it to the Trainer's callbacks when a run ends.
 
-    The first SIGTERM, SIGUSR1 or Ctrl-C is noted in `received`. A second one ends the run at once, and so does
-    the end of the grace period. SIGUSR1 is what job queues send some time before a job's end.
+    The first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C is noted in `received`. A second one ends the run at once, and so does
+    the end of the grace period. SIGUSR1 is what job queues send some time before a job's end, SIGHUP a terminal that
+    is closed. When the run is ending, further ones change nothing.
 
     Args:
         grace_seconds: seconds that the run may take to reach a safe point.
@@ -61,6 +55,7 @@ class StopSignals:
         self.grace_seconds = grace_seconds
         self.received: signal.Signals | None = None
         self._received_at = 0.0
+        self._has_stopped = False
         self._trainer: pl.Trainer | None = None
 
     def install(self, trainer: pl.Trainer) -> None:
@@ -68,17 +63,19 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._trainer = trainer
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in stopping_signals():
             signal.signal(number, self._receive)
         signal.signal(signal.SIGALRM, self._end_now)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         assert self._trainer is not None
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
             self._forward(number)
             signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
-        elif self._trainer.is_global_zero:
+        elif self._trainer.is_global_zero and not self._has_stopped:
             # other ranks get each signal twice: from the outside and from rank 0
             self._end_now(number, frame)
 
@@ -102,6 +99,8 @@ class StopSignals:
     def stop(self, received: signal.Signals | None = None) -> None:
         """Raise the exception that ends a Trainer after a signal, of this rank or another one."""
         signal.setitimer(signal.ITIMER_REAL, 0)
+        self._has_stopped = True
+        ending()
         received = received or self.received or signal.SIGTERM
         if received is signal.SIGINT:
             raise KeyboardInterrupt
@@ -141,7 +140,7 @@ class CheckpointSettings(TypedDict, total=False):
 
 
 class RunCheckpoint(RolloutCallback, ModelCheckpoint):
-    """Save every few iterations, at the end of the run, and when a signal ends it: SIGTERM, SIGUSR1 or Ctrl-C.
+    """Save every few iterations, at the end of the run, and when a signal ends it: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
     `last.ckpt` is overwritten, also by a run that was resumed from another checkpoint.
 

@@ -157,7 +157,8 @@ class Diagnostics(RolloutCallback):
     def _report(self, trainer: pl.Trainer, probe: ReasoningProbe) -> None:
         if not trainer.is_global_zero:
             return
-        log.info("iteration %d, first reasoning: %s", trainer.current_epoch + 1, probe)
+        iteration = trainer.current_epoch + 1
+        log.info("iteration %d: the thoughts of first turns %s", iteration, probe.in_words())
         for logger in mlflow_loggers(trainer):
             logger.experiment.set_tag(logger.run_id, "diagnostics.regime", str(probe.regime()))
 

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
-from ragen_pl.files import atomic_write
+from ragen_pl.files import atomic_write, disk_errors_of
 from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.machine import resident_memory
@@ -205,7 +205,7 @@ class RowsFile:
         """Write the rows that are new, and the last one of before, which may have changed."""
         lines = [f"{json_text(row)}\n".encode() for row in rows[self._kept :]]
         if self._kept:
-            with file.open("r+b") as stream:
+            with disk_errors_of(file), file.open("r+b") as stream:
                 stream.seek(self._end)
                 stream.write(b"".join(lines))
                 stream.truncate()

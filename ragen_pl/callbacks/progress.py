@@ -21,6 +21,7 @@ from ragen_pl.trajectory import Trajectory
 _SHOWN = (
     ("success", "rollout/success", "{:.3f}"),
     ("return", "rollout/return", "{:.3f}"),
+    ("valid actions", "rollout/valid_actions", "{:.3f}"),
     ("entropy", "rollout/entropy", "{:.3f}"),
     ("validation success", "val/success", "{:.3f}"),
     ("skipped steps", "update/skipped_steps", "{:.0f}"),
@@ -65,6 +66,8 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._by_steps = False
         self._start_time = self._rollout_start_time = 0.0
         self._first_count = self._reported_count = 0
+        # whether a log has no line yet with the metrics of the last validation
+        self._has_validated = False
         self._tokens_per_second: float | None = None
 
     def disable(self) -> None:
@@ -114,8 +117,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the validation phase; in a log, that before the first iteration has a line."""
         self._show("validate")
-        is_first = self._rollout_start_time == 0.0 and self._count() == 0
-        if is_first and not self._by_steps and trainer.state.fn == TrainerFn.FITTING:
+        if self._is_first_validation:
             self._write("validation before the first iteration")
 
     def on_validation_batch_end(
@@ -144,6 +146,13 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         """Close the display."""
         self._close()
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the metrics of the validation, in the next line of a log alone."""
+        self._has_validated = True
+        if self._is_first_validation:
+            self._line("before the first iteration")
+            self._has_validated = False
+
     # ---- hooks of the rollout/update loop
 
     def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -170,6 +179,12 @@ class RolloutProgress(RolloutCallback, ProgressBar):
 
     # ---- content
 
+    @property
+    def _is_first_validation(self) -> bool:
+        """Whether the validation under way comes before the first iteration."""
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        return fits and not self._by_steps and not self._rollout_start_time and not self._count()
+
     def _count(self) -> int:
         return self.trainer.global_step if self._by_steps else self.trainer.current_epoch
 
@@ -192,6 +207,9 @@ class RolloutProgress(RolloutCallback, ProgressBar):
                 :4
             ]
         else:
+            if self._display is None and not self._has_validated:
+                # episodes that failed stay in the lines, as a warning
+                metrics.pop("val/success", None)
             fields = iteration_metrics(metrics)
             speed = metrics.get("time/tokens_per_second", self._tokens_per_second)
             if speed is not None:
@@ -209,6 +227,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
             return
         self._reported_count = count
         self._line(f"iteration {count}/{self._total() or '?'}")
+        self._has_validated = False
 
     def _report_steps(self) -> None:
         count, total = self._count(), self._total()

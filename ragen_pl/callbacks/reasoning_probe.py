@@ -59,6 +59,14 @@ class Regime(StrEnum):
     """One text for all prompts."""
 
 
+_IN_WORDS = {
+    Regime.DIVERSE: "vary, and depend on the prompt",
+    Regime.TEMPLATE_COLLAPSE: "vary, but hardly depend on the prompt (template collapse)",
+    Regime.COMPRESSED: "depend on the prompt, and are nearly the same each time for one prompt",
+    Regime.LOW_ENTROPY_COLLAPSE: "are nearly the same for all prompts (low-entropy collapse)",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReasoningProbe:
     """Metrics of N thoughts scored under N prompts, in nats summed over a thought's tokens.
@@ -111,6 +119,11 @@ class ReasoningProbe:
             "retrieval_above_chance": self.retrieval_accuracy - self.chance,
             "regime": float(list(Regime).index(self.regime())),
         }
+
+    def in_words(self) -> str:
+        """Return for a log what the metrics say."""
+        found = f"{self.retrieval_accuracy:.0%} of them fit their own prompt best, {self.chance:.0%} would by chance"
+        return f"{_IN_WORDS[self.regime()]}; {found}"
 
     def __str__(self) -> str:
         """Return the metrics in one line, each with its bound."""

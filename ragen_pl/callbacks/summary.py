@@ -27,6 +27,8 @@ _COLUMNS = (
 _FAILED = "failed_episodes"
 # Columns of a log, which has no width of its own; rich's default of 80 would wrap the table.
 _LOG_WIDTH = 120
+# of `mlflow ui`
+_LOCAL_SERVER = "http://127.0.0.1:5000"
 
 
 class RunSummary(pl.Callback):
@@ -133,7 +135,10 @@ def next_steps(trainer: pl.Trainer) -> dict[str, str]:
         lines["checkpoint"] = checkpoint
     lines |= page_and_plots(run_folder(trainer))
     for logger in mlflow_loggers(trainer):
-        lines["MLflow"] = open_command(str(logger._tracking_uri))
+        uri = str(logger._tracking_uri)
+        lines["MLflow"] = open_command(uri)
+        if logger.experiment_id is not None:
+            lines["its page"] = runs_page(uri, experiment=logger.experiment_id)
     if checkpoint:
         lines["resume"] = resume_hint(run_overrides(), checkpoint=checkpoint)
     return lines
@@ -164,6 +169,20 @@ def open_command(uri: str) -> str:
     if uri.startswith(("http://", "https://")):
         return uri
     return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+
+
+def runs_page(uri: str, *, experiment: str) -> str:
+    """Return the address of an experiment's runs. MLflow begins with another page, for traces.
+
+    Args:
+        uri: Tracking server, or a store that `open_command` serves.
+        experiment: Id of the experiment.
+
+    >>> runs_page("http://host:5000/", experiment="1")
+    'http://host:5000/#/experiments/1/runs?workflowType=machine_learning'
+    """
+    server = uri.rstrip("/") if uri.startswith(("http://", "https://")) else _LOCAL_SERVER
+    return f"{server}/#/experiments/{experiment}/runs?workflowType=machine_learning"
 
 
 def run_overrides() -> list[str]:

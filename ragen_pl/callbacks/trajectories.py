@@ -22,6 +22,7 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.validation import HELD_OUT
+from ragen_pl.files import disk_errors_of
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
@@ -179,7 +180,9 @@ def write_strips(trajectories: Sequence[Trajectory], folder: Path) -> None:
         images = [image for turn in trajectory.turns for image in turn.observation.images]
         images += trajectory.final_images
         if images:
-            Image.fromarray(strip(images)).save(folder / f"{number}.png")
+            file = folder / f"{number}.png"
+            with disk_errors_of(file):
+                Image.fromarray(strip(images)).save(file)
 
 
 def strip(images: Sequence[np.ndarray]) -> np.ndarray:

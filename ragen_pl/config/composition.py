@@ -55,7 +55,21 @@ def compose_overrides(
     """
     folder = folder or config_dir()
     with initialize_config_dir(str(folder), version_base="1.3"):
-        return _composed(name, [*searched(directory), *overrides], folder=folder)
+        cfg = _composed(name, [*searched(directory), *overrides], folder=folder)
+    _check_empty(cfg, overrides)
+    return cfg
+
+
+def _check_empty(cfg: DictConfig, overrides: list[str]) -> None:
+    """Refuse an empty mapping for a node: Hydra merges mappings, so it changes nothing."""
+    for line in overrides:
+        key, _, value = line.lstrip("+").partition("=")
+        node = key.partition("@")[0].replace("/", ".")
+        if value.replace(" ", "") == "{}" and (kept := OmegaConf.select(cfg, node)):
+            first = next(iter(kept))
+            raise ConfigError(
+                f"{line}: an empty mapping changes nothing of {node}; give keys, such as {node}.{first}=…"
+            )
 
 
 def _composed(name: str, overrides: list[str], *, folder: Path) -> DictConfig:

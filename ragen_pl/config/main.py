@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,13 +21,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from ragen_pl.config.check import check_config
+from ragen_pl.config.check import check_config, leaves
 from ragen_pl.config.composition import compose_overrides
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for
+from ragen_pl.constraints import did_you_mean
+
+# loggers with a handler of their own: that of the root would print their messages once more
+_OWN_HANDLERS = ("lightning", "huggingface_hub")
 
 Task = Callable[[DictConfig], object]
 Prepare = Callable[[argparse.Namespace], list[str]]
@@ -51,7 +56,7 @@ def hydra_main(
         def main() -> None:
             _import_from_here()
             sys.argv[1:] = options_first(sys.argv[1:])
-            args = get_args_parser().parse_args()
+            args = or_exit(lambda: parsed(sys.argv[1:], config_name=config_name))
             debug = wants_traceback(args.overrides)
 
             def before_hydra() -> None:
@@ -62,6 +67,8 @@ def hydra_main(
 
             @functools.wraps(task)
             def job(cfg: DictConfig) -> object:
+                for name in _OWN_HANDLERS:
+                    logging.getLogger(name).propagate = False
                 # values that a sweeper draws are known here only
                 if debug or args.multirun:
                     check_config(cfg)
@@ -94,6 +101,35 @@ def options_first(arguments: Sequence[str]) -> list[str]:
     """
     overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
     return [word for word in arguments if word not in overrides] + overrides
+
+
+def parsed(arguments: Sequence[str], *, config_name: str) -> argparse.Namespace:
+    """Return Hydra's options and the overrides of a command line.
+
+    Args:
+        arguments: the command line, without the program.
+        config_name: as in `hydra_main`.
+
+    Raises:
+        ConfigError: There is no such option, or it lacks its value.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        args, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; see --help") from error
+    if unknown:
+        name, _, value = unknown[0].partition("=")
+        key = name.lstrip("-").replace("-", "_")
+        options = [option for action in parser._actions for option in action.option_strings]
+        folder = Path(args.config_path).resolve() if args.config_path else None
+        cfg = compose_overrides(config_name, [], directory=args.config_dir, folder=folder)
+        known = [known for known, _ in leaves(cfg) if f".{known}".endswith(f".{key}")]
+        option = "" if known else did_you_mean(name, options)
+        setting = f"; settings have no dashes: {known[0] if known else key}={value or '…'}"
+        raise ConfigError(f"{unknown[0]}: there is no such option{option or setting}")
+    return args
 
 
 def _import_from_here() -> None:

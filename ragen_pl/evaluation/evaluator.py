@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from hydra.utils import instantiate
@@ -219,15 +218,13 @@ class Evaluator:
         policy: str,
         play: Callable[[Progress], list[Trajectory]],
     ) -> PlayedSet:
-        start, count = perf_counter(), settings.episodes * self.sampling.samples
+        count = settings.episodes * self.sampling.samples
         try:
             with phase(f"{settings.name}: {policy}", count) as progress:
                 trajectories = play(progress)
         # Raised by a model or context that does not suit the environment, such as a text model with images.
         except ValueError as error:
             raise ConfigError(f"validation_sets.{settings.name}: {error}") from error
-        seconds = perf_counter() - start
-        log.info("%s: %s, %d episodes, %.1f s", settings.name, policy, count, seconds)
         return PlayedSet(settings, policy, trajectories)
 
     def add(self, played: PlayedSet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -43,18 +44,29 @@ def baseline_metrics(
 def warn_of_garbage(agent_return: float, baselines: Mapping[str, Mapping[str, float]]) -> None:
     """Warn where the trained agent earns no more than a policy whose responses have no valid action.
 
+    The penalty of such a response is too small where random play earns even less. Elsewhere the agent has not learned
+    the actions.
+
     Args:
         agent_return: mean return of the agent on the validation set.
         baselines: metrics of other policies there, by name.
     """
     garbage = baselines.get("garbage policy", {}).get("return")
-    if garbage is not None and agent_return <= garbage:
-        log.warning(
-            "val/return=%.3g: no more than the %.3g of responses without a valid action; raise env.format_penalty, or "
-            "set env.invalid_ends=false",
-            agent_return,
-            garbage,
+    if garbage is None or agent_return > garbage:
+        return
+    if baselines.get("random policy", {}).get("return", math.inf) < garbage:
+        remedy = "random play earns less: raise env.format_penalty, or set env.invalid_ends=false"
+    else:
+        remedy = (
+            "show the rules (context.system_prompt=instructions), or raise warm_start.steps and warm_start.episodes, "
+            "or trainer.max_epochs"
         )
+    log.warning(
+        "val/return=%.3g: no more than the %.3g of responses without a valid action; %s",
+        agent_return,
+        garbage,
+        remedy,
+    )
 
 
 def _warn(key: str, error: Exception) -> None:

@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.environments.check import check_environment
 from ragen_pl.run.checkpoint_check import problem_of
-from ragen_pl.run.folder import RUN_DIR, Run, configured_run, is_launched
-from ragen_pl.run.ranks import outside_processes
+from ragen_pl.run.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
 from ragen_pl.run.tracking import known_run
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,8 @@ def check_files(cfg: DictConfig) -> None:
             raise ConfigError(f"warm_start.weights={given}: expected a path that exists")
         files.append((weights, f"warm_start.weights={given}"))
     for file, place in files:
-        problem = problem_of(file) if file and file.exists() else None
+        alone = outside_processes() == 1
+        problem = problem_of(file, folders=alone) if file and file.exists() else None
         if problem:
             raise ConfigError(f"{place}: {problem}; give another one, or delete it and start anew")
 

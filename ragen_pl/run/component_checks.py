@@ -6,10 +6,12 @@ A constructor refuses its own arguments. `check_run` of a component refuses a ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 import gymnasium
 from hydra.utils import get_class, instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -45,6 +47,10 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
             *build_named(algorithm.get("rewards")),
         ]
         callbacks: list[object] = build_named(cfg.callbacks)
+        names = [name for name, target in cfg.callbacks.items() if target]
+        for name, callback in zip(names, callbacks, strict=True):
+            if isinstance(callback, ModelCheckpoint):
+                _check_place(callback, key=f"callbacks.{name}.filename")
     with config_errors("algorithm"):
         engine = engine_class(cfg.rollout.engine)
         # another one is checked when it is there
@@ -54,6 +60,20 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         for component in (estimator, loss, *others, *callbacks):
             if isinstance(component, ChecksRun):
                 component.check_run(facts)
+
+
+def _check_place(callback: ModelCheckpoint, *, key: str) -> None:
+    """Check that a callback writes its checkpoints into the run's folder.
+
+    Raises:
+        ValueError: It writes them elsewhere.
+    """
+    file = PurePath(callback.filename or "")
+    if file.is_absolute() or ".." in file.parts:
+        raise ValueError(
+            f"{key}={file}: is outside the run's folder of checkpoints; give a name, such as {{epoch:04d}}, and move "
+            "the folder by paths.run_dir"
+        )
 
 
 def _run_facts(

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import sys
-
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ragen_pl.callbacks.checkpoint import SignalStop
 from ragen_pl.callbacks.summary import resume_hint, run_overrides
 from ragen_pl.finite import NonFiniteError
 from ragen_pl.modules.guard import SkippedStepsError
 from ragen_pl.run import ranks
 from ragen_pl.run.folder import Run
-
-# 128 and the signal's number, as a shell reports it
-_EXIT_CODES = {"SIGTERM": 143, "Ctrl-C": 130}
+from ragen_pl.stop_signals import Stopped, report
 
 
 def report_stop(error: SystemExit, run: Run) -> object:
     """Print a stopped run's checkpoint and the command that resumes it; return the exit code."""
     by_hand = isinstance(error.__context__, KeyboardInterrupt)
-    if not by_hand and not isinstance(error, SIGTERMException):
+    if not by_hand and not isinstance(error, SIGTERMException | Stopped):
         return error.code
-    ranks.leave()
-    if rank_zero_only.rank:  # type: ignore[attr-defined]
-        # the first rank reports, and would be killed by another rank's exit code
-        return 0
-    name = error.name if isinstance(error, SignalStop) else "SIGTERM"
-    signal = "Ctrl-C" if by_hand else name
-    sys.stderr.write(f"ragen_pl: stopped by {signal}; {how_to_go_on(run)}\n")
-    return _EXIT_CODES["Ctrl-C" if by_hand else "SIGTERM"]
+    # others are Lightning's
+    stop = error if isinstance(error, Stopped) else Stopped("SIGINT" if by_hand else "SIGTERM")
+    if by_hand or isinstance(error, SIGTERMException):
+        # all ranks have agreed on it
+        ranks.leave()
+        if rank_zero_only.rank:  # type: ignore[attr-defined]
+            # the first rank reports, and would be killed by another rank's exit code
+            return 0
+    report(f"{stop}; {how_to_go_on(run)}")
+    return stop.code
 
 
 def end_of_non_finite(error: NonFiniteError, run: Run) -> str:

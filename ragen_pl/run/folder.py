@@ -16,6 +16,8 @@ from ragen_pl.run.checkpoint_check import newest_whole, problem_of
 RUN_DIR = "RAGEN_PL_RUN_DIR"
 """Environment variable by which the processes of one run share its folder."""
 
+_CHECKPOINT = "RAGEN_PL_RUN_CHECKPOINT"
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -99,6 +101,9 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
     run = Run(folder)
     if ckpt_path is None or (ckpt_path == "auto" and not run.has_started):
         return run
+    if is_launched() and (chosen := os.environ.get(_CHECKPOINT)) is not None:
+        # the process that has launched this one has checked it
+        return Run(folder, Path(chosen), resumed=True)
     checkpoint, passed_over = last_whole(run)
     return Run(folder, checkpoint, resumed=True, passed_over=passed_over)
 
@@ -111,10 +116,12 @@ def last_whole(run: Run, *, name: str = "last.ckpt") -> tuple[Path | None, str |
         one of the name is returned where no checkpoint is whole.
     """
     named = run.checkpoints / name
-    problem = problem_of(named) if named.exists() else f"{named} is not there"
+    alone = outside_processes() == 1
+    problem = problem_of(named, folders=alone) if named.exists() else f"{named} is not there"
     if problem is None:
         return named, None
-    whole = newest_whole(file for file in run.checkpoints.glob("*.ckpt") if file != named)
+    others = (file for file in run.checkpoints.glob("*.ckpt") if file != named)
+    whole = newest_whole(others, folders=alone)
     if whole is None:
         return named if named.exists() else None, None
     return whole, problem
@@ -137,14 +144,22 @@ def is_launched() -> bool:
 
 
 @contextmanager
-def sharing_with_children(folder: Path) -> Iterator[None]:
-    """Let the processes that this one starts in the block (other ranks) use the same folder."""
+def sharing_with_children(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None]:
+    """Let the processes that this one starts in the block (other ranks) use the same folder and checkpoint."""
     os.environ[RUN_DIR] = str(folder)
+    if checkpoint is not None:
+        os.environ[_CHECKPOINT] = str(checkpoint)
     try:
         yield
     finally:
         # a later run in this process has a folder of its own
-        os.environ.pop(RUN_DIR, None)
+        for name in (RUN_DIR, _CHECKPOINT):
+            os.environ.pop(name, None)
+
+
+def outside_processes() -> int:
+    """Return the number of processes that torchrun or srun started, 1 without them."""
+    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
 
 
 def _run_with_checkpoint(ckpt_path: str, *, run_dir: str | None) -> Run:

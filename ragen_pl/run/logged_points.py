@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from ragen_pl.files import disk_errors_of
+
 ValueT = TypeVar("ValueT")
 
 
@@ -62,5 +64,5 @@ class MetricsFile:
             name: float(value) if math.isfinite(value) else str(float(value))
             for name, value in metrics.items()
         }
-        with self._file.open("a") as stream:
+        with disk_errors_of(self._file), self._file.open("a") as stream:
             stream.write(json.dumps({"step": step, "metrics": plain}) + "\n")

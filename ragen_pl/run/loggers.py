@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from ragen_pl.checked import checked
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.constraints import Count
+from ragen_pl.files import disk_errors_of
 from ragen_pl.lock import hold, one_at_a_time
 from ragen_pl.run.logged_points import LoggedPoints
 from ragen_pl.run.outbox import Outbox, calls_in
@@ -311,6 +312,12 @@ class RunCSVLogger(CSVLogger):
         }
         if new:
             super().log_metrics(new, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the rows."""
+        with disk_errors_of(Path(self.experiment.metrics_file_path)):
+            super().save()
 
 
 def send_unsent(folder: Path) -> str:

@@ -82,8 +82,9 @@ class Outbox:
                 written = 0
                 while written < len(line):
                     written += self._file.write(line[written:])
-            except OSError:
+            except OSError as error:
                 self._file.truncate(self._size)
+                error.filename = str(self._folder / _CALLS)
                 raise
             self._size += len(line)
             self._changed.notify_all()

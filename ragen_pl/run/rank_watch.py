@@ -22,6 +22,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from ragen_pl import stop_signals
 from ragen_pl.config.ending import Ending
 from ragen_pl.machine import print_stacks
 from ragen_pl.run.rank_hub import (
@@ -102,8 +103,7 @@ class RankWatch:
         self._in_main = threading.current_thread() is threading.main_thread()
         if self._in_main:
             self._handler = signal.signal(_INTERRUPT, self._interrupted)
-            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._terminated)
+            stop_signals.explained_by(self._cause_of_signal)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
@@ -188,6 +188,17 @@ class RankWatch:
         self.show()
         return False
 
+    def stop(self, ending: Ending) -> int:
+        """Let all ranks end with this one, which a signal has stopped and which says so itself.
+
+        Returns:
+            The exit code of this process.
+        """
+        self._shown = True
+        self.report(ending)
+        self._decided.wait(_ANSWER_S)
+        return self.code
+
     def show(self) -> None:
         """Print the failure that ends the run, once in each process."""
         if self._shown or self.failure is None:
@@ -231,9 +242,10 @@ class RankWatch:
         self._left = True
         if self._in_main:
             signal.signal(_INTERRUPT, self._handler or signal.SIG_DFL)
-            if signal.getsignal(signal.SIGTERM) == self._terminated:
-                ends = self.failure is not None
-                signal.signal(signal.SIGTERM, signal.SIG_IGN if ends else signal.SIG_DFL)
+            stop_signals.explained_by(None)
+            if self.failure is not None:
+                # that of a launcher, which ends the other ranks
+                stop_signals.ending()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ANSWER_S)
 
@@ -242,19 +254,18 @@ class RankWatch:
             self._ending = True
             raise RankFailedError(self.code)
 
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """End with the code of the rank that has failed first, where a launcher ends the other ranks by SIGTERM.
+    def _cause_of_signal(self) -> RankFailedError | None:
+        """Return the end by the code of the rank that has failed first, where a launcher ends the others by SIGTERM.
 
         The launcher's own code, by which a job is started again or not, is the highest one of all ranks.
         """
         if not self._left:
             self._decided.wait(_ANSWER_S)
-        if self.failure is None:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif not self._ending:
-            self._ending = True
-            raise RankFailedError(self.code)
+        if self.failure is None or self._left:
+            return None
+        self._ending = True
+        stop_signals.ending()
+        return RankFailedError(self.code)
 
     def _wait_for(self, work: Coroutine[Any, Any, None], *, limit: float) -> None:
         with suppress(TimeoutError):

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from ragen_pl.config.ending import Ending, ending_of
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.run.folder import Run, is_launched
+from ragen_pl.run.folder import Run, is_launched, outside_processes
 from ragen_pl.run.rank_agreement import agree_with_others
 from ragen_pl.run.rank_limits import Change
 from ragen_pl.run.rank_watch import RankFailedError, RankWatch
+from ragen_pl.stop_signals import Stopped
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -255,6 +256,10 @@ def _conclude(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         watch.leave()
         return
+    if isinstance(error, Stopped):
+        assert isinstance(error.code, int)
+        error.code = watch.stop(Ending(str(error), code=error.code))
+        return
     if isinstance(error, RankFailedError):
         watch.show()
     elif watch.conclude(ending_of(error)):
@@ -308,11 +313,6 @@ def _watch_from_outside() -> RankWatch | None:
 
 def _remedy() -> str:
     return "" if _Process.remedy is None else _Process.remedy()
-
-
-def outside_processes() -> int:
-    """Return the number of processes that torchrun or srun started, 1 without them."""
-    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
 
 
 def _agent_serves() -> bool:

@@ -14,7 +14,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -34,13 +35,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.distributed import own_part
 from ragen_pl.files import PARTIAL, atomic_write
+from ragen_pl.finite import first_non_finite
 from ragen_pl.known_pickle import KnownUnpickler, by_name
 from ragen_pl.rank_states import folder_of_states, resolved
-from ragen_pl.run.checkpoint_check import FILES, names_folder
+from ragen_pl.run.checkpoint_check import FILES, item_is_whole, names_folder
 
 SHARDS = "shards"
 """Entry of a checkpoint: name of the folder with its tensors."""
@@ -122,6 +126,23 @@ class _Reader(dcp.FileSystemReader):
         listed.storage_meta.load_id = self.load_id
         return listed
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read tensors, after a check that none has changed since it was written.
+
+        Raises:
+            ConfigError: One has.
+        """
+        for index in dict.fromkeys(item.storage_index for item in plan.items):
+            place = self.storage_data[index]
+            file = Path(self.path) / place.relative_path
+            with file.open("rb") as stream:
+                stream.seek(place.offset)
+                if not item_is_whole(stream.read(place.length)):
+                    raise ConfigError(
+                        f"{file} is damaged: {index.fqn} has changed since it was written"
+                    )
+        return super().read_data(plan, planner)
+
 
 @functools.cache
 def _of_metadata() -> dict[tuple[str, str], Any]:
@@ -192,10 +213,10 @@ def read_apart(
             try:
                 dcp.load(tensors, storage_reader=reader, no_dist=layout is None)
             except CheckpointException as error:
-                raise ConfigError(
-                    f"{file}: its tensors in the folder {folder.name} are damaged or no tensors; give another "
-                    "checkpoint"
-                ) from error
+                damage = f"its tensors in the folder {folder.name} are damaged or no tensors"
+                for cause, _ in error.failures.values():
+                    damage = str(cause) if isinstance(cause, ConfigError) else damage
+                raise ConfigError(f"{file}: {damage}; give another checkpoint") from error
     states = [
         {**state, "state": {number: dict(entry) for number, entry in state["state"].items()}}
         for state in checkpoint.get("optimizer_states", [])
@@ -209,6 +230,30 @@ def read_apart(
             number, weight, entry = key.split("/", 2)
             states[int(number)]["state"][int(weight)][entry] = tensor
     return {**checkpoint, "state_dict": weights} | ({"optimizer_states": states} if states else {})
+
+
+def non_finite_entry(saved: Mapping[str, Any], parameters: Collection[str]) -> str | None:
+    """Return the first entry of a checkpoint with NaN or an infinite value, None without one.
+
+    Weights and states of optimizers are looked at, of sharded ones the part of this rank. Buffers may be infinite.
+
+    Args:
+        saved: The checkpoint, of Lightning's layout.
+        parameters: Names of the module's weights that are no buffers.
+    """
+    weights = saved["state_dict"]
+    tensors = {f"state_dict.{name}": weights[name] for name in weights if name in parameters}
+    for number, optimizer in enumerate(saved.get("optimizer_states", [])):
+        for weight, state in optimizer["state"].items():
+            place = f"optimizer_states.{number}.state.{weight}"
+            tensors |= {f"{place}.{name}": value for name, value in state.items()}
+    return first_non_finite(
+        {
+            name: own_part(value)
+            for name, value in tensors.items()
+            if isinstance(value, Tensor) and not value.is_meta
+        }
+    )
 
 
 def layout_of(module: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
@@ -288,12 +333,15 @@ def write_tensors(state: Mapping[str, Any], file: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of killed runs among the checkpoints of a folder: unfinished files, folders without a file."""
+    """Remove leftovers of killed runs among the checkpoints of a folder: unfinished files, folders without a file.
+
+    A folder stays where its file can't be read: the next start may read it.
+    """
     for partial in folder.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
     for apart in folder.glob(f"*{_SUFFIX}"):
         file = apart.with_name(apart.name.removesuffix(_SUFFIX).rpartition(".")[0])
-        if not names_folder(file, apart.name):
+        if names_folder(file, apart.name) is False:
             shutil.rmtree(apart, ignore_errors=True)
 
 

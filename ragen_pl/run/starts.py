@@ -12,7 +12,9 @@ from typing import Any
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.files import disk_errors_of
 from ragen_pl.finite import NonFiniteError
+from ragen_pl.stop_signals import interrupted, uninterrupted
 
 FILE = "starts.jsonl"
 # exit codes after a signal or Ctrl-C, and of another rank that has refused a setting
@@ -42,7 +44,15 @@ def counted_start(
             f"{max_failures}; see the errors of these starts; once their cause is gone, delete the file or set "
             "trainer.max_starts=null"
         )
-    _append(file, start | {"host": socket.gethostname(), "time": _now()})
+    # a signal comes before a start is noted, or in the block
+    with uninterrupted(), _noted_end(file):
+        _append(file, start | {"host": socket.gethostname(), "time": _now()})
+        with interrupted():
+            yield
+
+
+@contextmanager
+def _noted_end(file: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -86,7 +96,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:
-    with file.open("a") as stream:
+    with disk_errors_of(file), file.open("a") as stream:
         stream.write(json.dumps(line) + "\n")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from ragen_pl.config.errors import ConfigError
 from ragen_pl.constraints import Count
 from ragen_pl.distributed import on_first_rank, sharded_like
 from ragen_pl.modules.frozen import without_frozen
@@ -25,6 +26,7 @@ from ragen_pl.run.sharded_checkpoint import (
     SHARDS,
     folder_for,
     layout_of,
+    non_finite_entry,
     read_apart,
     remove_apart,
     save_apart,
@@ -140,6 +142,11 @@ class FSDP2Strategy(ModelParallelStrategy):
             assert self.lightning_module is not None
             layout = layout_of(self.lightning_module.state_dict(), self.optimizers)
             checkpoint = read_apart(checkpoint, file, layout=layout)
+            parameters = {name for name, _ in self.lightning_module.named_parameters()}
+            if (entry := non_finite_entry(checkpoint, parameters)) is not None:
+                raise ConfigError(
+                    f"ckpt_path={file}: its entry {entry} has NaN or infinite values; give another checkpoint"
+                )
         return dict(resolved(checkpoint, place=file.parent))
 
     @torch.no_grad()

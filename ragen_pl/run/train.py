@@ -69,6 +69,7 @@ from ragen_pl.run.trainer import LIMITS, build_trainer
 from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
+from ragen_pl.stop_signals import Stopped, ending
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
     first, launched = ranks.is_first(), is_launched()  # launched by another rank, which has checked
     run = configured_run(cfg)
     opened = open_run(cfg, run) if first else nullcontext()
-    with opened, sharing_with_children(run.folder), errors_told(ranks.report):
+    shared = sharing_with_children(run.folder, checkpoint=run.checkpoint)
+    with opened, shared, errors_told(ranks.report):
         ranks.set_remedy(lambda: how_to_go_on(run))
         try:
             quieten()
@@ -144,8 +146,11 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
         except NonFiniteError as error:
             raise ConfigError(end_of_non_finite(error, run)) from error
         except SystemExit as error:
-            # raised by Lightning after SIGTERM or Ctrl-C
-            raise SystemExit(report_stop(error, run)) from error
+            # after a signal, or another rank's error
+            code = report_stop(error, run)
+            if code == error.code:
+                raise
+            raise SystemExit(code) from error
         except Exception as error:
             if not isinstance(error, ConfigError):
                 if "timed out" in str(error).lower():  # of gloo
@@ -188,6 +193,9 @@ def closing_at_end(logger: Any) -> Iterator[None]:
     """Close a logger that has a connection to close, after all phases of the run."""
     try:
         yield
+    except Stopped:
+        ending()
+        raise
     finally:
         if isinstance(logger, ClosesAtEnd):
             logger.close()
@@ -361,7 +369,8 @@ def write_metrics(metrics: dict[str, float], run: Run) -> None:
     file = run.folder / "metrics.json"
     # a run that had finished before has no new metrics of an update
     earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
-    file.write_text(json_text(earlier | metrics, indent=1, sort_keys=True))
+    with atomic_write(file) as partial:
+        partial.write_text(json_text(earlier | metrics, indent=1, sort_keys=True))
 
 
 def quieten() -> None:

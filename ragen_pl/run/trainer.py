@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.config.errors import config_errors
@@ -30,6 +31,7 @@ from ragen_pl.run.phase_limits import PhaseLimits
 from ragen_pl.run.settings import LimitSettings
 from ragen_pl.run.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
 from ragen_pl.run.strategy import FSDP2Strategy
+from ragen_pl.stop_signals import Stopped, ending, forward_to
 
 LIMITS = keys_of(LimitSettings)
 """Keys of the config's `trainer` that are no arguments of Lightning's Trainer."""
@@ -55,6 +57,7 @@ class RunTrainer(pl.Trainer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._checkpoint_connector = _OwnCheckpoints(self)
+        self._signal_connector = _OwnSignals(self)
 
     def fit(self, *arguments: Any, **settings: Any) -> None:
         """Train; ranks that Lightning launches for it are connected first."""
@@ -65,6 +68,7 @@ class RunTrainer(pl.Trainer):
             and self.world_size > 1
         ):
             ranks.serve_launched_ranks(self.world_size)
+            forward_to(launcher.kill)
         super().fit(*arguments, **settings)
 
     def save_checkpoint(
@@ -87,6 +91,18 @@ class _OwnCheckpoints(_CheckpointConnector):
         return None
 
 
+class _OwnSignals(_SignalConnector):
+    """Leaves the signals to `ragen_pl.stop_signals` and `StopSignals`, and restores the handlers after training.
+
+    Lightning's handler of SIGTERM would wait for the other ranks, which may have got none.
+    """
+
+    def register_signal_handlers(self) -> None:
+        """Note the present handlers."""
+        self.received_sigterm = False
+        self._original_handlers = self._get_current_signal_handlers()
+
+
 class _ReportError(pl.Callback):
     """Report this rank's error to the others before anything is closed, which may take long."""
 
@@ -95,6 +111,9 @@ class _ReportError(pl.Callback):
     ) -> None:
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             ranks.leave()
+        elif isinstance(exception, Stopped):
+            # the end of the run tells the other ranks
+            ending()
         else:
             ranks.report(exception)
 

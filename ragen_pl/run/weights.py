@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +25,8 @@ from ragen_pl.modules.frozen import (
 )
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import build_bundle
-from ragen_pl.run.sharded_checkpoint import read_apart
+from ragen_pl.run.checkpoint_check import changed_entry
+from ragen_pl.run.sharded_checkpoint import non_finite_entry, read_apart
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -53,6 +54,10 @@ def load_bundle(cfg: DictConfig) -> ModelBundle:
     source = cfg.source.checkpoint
     if source is not None and Path(source).is_file():
         load_weights(bundle, Path(source))
+    elif source is not None:
+        weights = dict(bundle.model.named_parameters())
+        hint = "give another folder, or export the model again"
+        _check_finite({"state_dict": weights}, weights.keys(), source=str(source), hint=hint)
     bundle.model.eval()
     return bundle
 
@@ -105,6 +110,8 @@ def _load(
     """
     complete = with_frozen(module, weights)
     check_shapes(complete, module, source=source, hint=hint, prefix=prefix)
+    parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+    _check_finite({"state_dict": weights}, parameters, source=source, hint=hint, prefix=prefix)
     fingerprints = {key: value for key, value in saved.get(FINGERPRINTS, {}).items() if key == name}
     if fingerprints:
         check_frozen(fingerprints, {name: fingerprint(_model(module))}, source=source)
@@ -195,6 +202,8 @@ def check_resumable(
         )
     complete = with_frozen(module, saved["state_dict"])
     check_shapes(complete, module, source=source, hint=SAME_OVERRIDES)
+    parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+    _check_finite(saved, parameters, source=source, hint=hint)
     check_frozen(saved.get(FINGERPRINTS, {}), fingerprints(module), source=source)
 
 
@@ -221,8 +230,36 @@ def read_checkpoint(
             raise _described(error, source, hint) from error
         if not isinstance(saved, dict):
             raise TypeError(f"expected a checkpoint's dictionary, found {type(saved).__name__}")
+        if (problem := changed_entry(file)) is not None:
+            raise ConfigError(f"{source}: {problem}; {hint}")
         saved = read_apart(saved, file, optimizers=False, data=data)
     return saved
+
+
+def _check_finite(
+    saved: Mapping[str, Any],
+    parameters: Collection[str],
+    *,
+    source: str,
+    hint: str,
+    prefix: str = "",
+) -> None:
+    """Check the weights of a checkpoint, and the states of its optimizers.
+
+    Args:
+        saved: the checkpoint.
+        parameters: names of the module's weights that are no buffers.
+        source: the setting or file that they come from, for error messages.
+        hint: remedy, for error messages.
+        prefix: put before a weight's name in error messages.
+
+    Raises:
+        ConfigError: naming the first entry that is not finite.
+    """
+    entry = non_finite_entry(saved, parameters)
+    if entry is not None:
+        name = entry.replace("state_dict.", f"state_dict.{prefix}", 1)
+        raise ConfigError(f"{source}: its entry {name} has NaN or infinite values; {hint}")
 
 
 def _described(error: pickle.UnpicklingError, source: str, hint: str) -> Exception:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from ragen_pl.files import atomic_write
+from ragen_pl.files import atomic_write, disk_errors_of
 from ragen_pl.json_text import json_text
 from ragen_pl.trajectory import Trajectory, Turn
 
@@ -107,7 +107,8 @@ class ImageFiles:
             file = self.folder / name
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(pixels).save(file)
+                with disk_errors_of(file):
+                    Image.fromarray(pixels).save(file)
             self._names[digest] = name
         return self._names[digest]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from ragen_pl.callbacks.summary import (
     RunSummary,
     open_command,
     resume_command,
+    runs_page,
     summary_table,
 )
 from ragen_pl.callbacks.trajectories import LogTrajectories, staying, strip
@@ -68,6 +70,7 @@ class ScriptedPolicy(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.log("rollout/success", 0.1 * self.current_epoch)
+        self.log("rollout/valid_actions", 0.75)
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.log("val/success", 0.5 + 0.25 * self.current_epoch)
@@ -103,6 +106,16 @@ def test_log_has_one_line_an_iteration(tmp_path: Path) -> None:
     assert "validation success 0.750" in lines[1]
     assert "tokens/s" in lines[0]
     assert "left" in lines[0]
+    assert "valid actions 0.750" in lines[0]
+
+
+def test_a_validation_is_in_the_line_after_it_alone(tmp_path: Path) -> None:
+    out = io.StringIO()
+    progress = RolloutProgress(console=Console(file=out))
+    fit(tmp_path, progress, module=ScriptedPolicy(), max_epochs=5, check_val_every_n_epoch=2)
+    lines = out.getvalue().splitlines()
+    shown = [re.findall(r"validation success ([\d.]+)", line) for line in lines]
+    assert shown == [[], ["0.750"], [], ["1.250"], []]
 
 
 def test_phase_by_steps_has_a_few_lines(tmp_path: Path) -> None:
@@ -267,6 +280,9 @@ def test_commands_are_quoted_for_a_shell() -> None:
     assert (
         open_command("sqlite:////a b/m.db") == "mlflow ui --backend-store-uri 'sqlite:////a b/m.db'"
     )
+    end = "/#/experiments/7/runs?workflowType=machine_learning"
+    assert runs_page("http://host:5000", experiment="7") == f"http://host:5000{end}"
+    assert runs_page("sqlite:////m.db", experiment="7") == f"http://127.0.0.1:5000{end}"
     assert resume_command(["+ckpt_path=x", "a=[1,2]"], checkpoint="/c.ckpt") == (
         "python -m ragen_pl.fit 'a=[1,2]' ckpt_path=/c.ckpt"
     )

@@ -62,6 +62,22 @@ def cpu_seconds() -> float:
             "unknown key trainer.max_epoch; did you mean trainer.max_epochs?",
         ),
         (["+sead=3"], "unknown key sead; did you mean seed?"),
+        (["--foo"], "--foo: there is no such option; did you mean --info?"),
+        (
+            ["--nonsense=3"],
+            "--nonsense=3: there is no such option; settings have no dashes: nonsense=3",
+        ),
+        (["--seed=1"], "--seed=1: there is no such option; settings have no dashes: seed=1"),
+        (
+            ["--max-epochs", "3"],
+            "--max-epochs: there is no such option; settings have no dashes: trainer.max_epochs=…",
+        ),
+        (["--multi-run"], "--multi-run: there is no such option; did you mean --multirun?"),
+        (["--config-dir"], "argument --config-dir/-cd: expected one argument; see --help"),
+        (
+            ["trainer={}"],
+            "trainer={}: an empty mapping changes nothing of trainer; give keys, such as trainer.max_epochs=…",
+        ),
         (
             ["trainer={max_epoch: 3}"],
             "unknown key trainer.max_epoch; did you mean trainer.max_epochs?",

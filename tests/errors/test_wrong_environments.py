@@ -142,6 +142,11 @@ def test_garbage_that_earns_more_than_play_is_reported(custom, monkeypatch, tmp_
     ) in caplog.text
     warn_of_garbage(-0.05, {"garbage policy": {"return": -0.05}})
     assert "val/return=-0.05: no more than the -0.05 of responses" in caplog.text
+    assert "context.system_prompt=instructions" in caplog.text
+    assert "env.format_penalty, or" not in caplog.text
+    both = {"garbage policy": {"return": -0.05}, "random policy": {"return": -0.2}}
+    warn_of_garbage(-0.1, both)
+    assert "random play earns less: raise env.format_penalty, or" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
     "checked", "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states",
-    "run_facts", "seeding", "trajectory",
+    "run_facts", "seeding", "stop_signals", "trajectory",
 }  # fmt: skip
 # of a rollout, from below
 ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "phases": set(),
     "run_facts": set(),
     "seeding": set(),
+    "stop_signals": set(),
     "trajectory": set(),
     "optimizers": {"distributed", "muon"},
     "prompt_formats": {"trajectory"},
@@ -57,11 +58,11 @@ MAY_IMPORT = {
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
     "deployment": BASE | LEARNING | {"config", "evaluation", "run", "serving"},
-    "api": {"config", "memory", "run"},
+    "api": {"config", "memory", "run", "stop_signals"},
     "doctor": {"config", "machine", "memory", "run"},
     "evaluate": {"config", "evaluation"},
     "export": {"config", "evaluation"},
-    "fit": {"api", "config", "run"},
+    "fit": {"api", "config", "run", "stop_signals"},
     "import_gguf": {"config", "models", "run"},
     "install_vllm": set(),
     "keys": {"config"},

@@ -1,0 +1,199 @@
+"""A changed bit, a value that is not finite and a read error are found before a checkpoint is used, and named."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.rank_states import rank_states_in
+from ragen_pl.run.checkpoint_check import problem_of
+from ragen_pl.run.folder import locate
+from ragen_pl.run.sharded_checkpoint import (
+    CheckpointFiles,
+    folder_for,
+    read_apart,
+    remove_leftovers,
+    save_apart,
+    write_tensors,
+)
+from ragen_pl.run.weights import check_resumable, load_initial_weights, read_checkpoint
+
+# of torch, in a process that is the only one
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+# a value of each tensor, which no other one has
+PLACES = {
+    "state_dict.policy.first": 11.0,
+    "state_dict.critic.second": 12.0,
+    "optimizer_states.0.state.3.exp_avg": 13.0,
+    "RolloutDataModule.buffers.0.ids": 14.0,
+}
+
+
+def tensor(place: str) -> torch.Tensor:
+    return torch.full((5000,), PLACES[place])
+
+
+def state() -> dict[str, object]:
+    first, second, moment, ids = map(tensor, PLACES)
+    return {
+        "state_dict": {"policy.first": first, "critic.second": nn.Parameter(second)},
+        "optimizer_states": [{"state": {3: {"exp_avg": moment, "step": 7}}}],
+        "RolloutDataModule": {"buffers": [{"ids": ids}]},
+        "loops": {},
+    }
+
+
+def flip(file: Path, place: str, *, bit: int) -> None:
+    """Change one bit of a tensor in a file."""
+    content, values = bytearray(file.read_bytes()), tensor(place).numpy().tobytes()
+    start = content.index(values)
+    content[start + len(values) // 2] ^= 1 << bit
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def last(tmp_path: Path) -> Path:
+    """The last checkpoint of a run that has an earlier one too."""
+    checkpoints = tmp_path / "frozenlake" / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints.parent / "config.yaml").touch()
+    for name in ("earlier.ckpt", "last.ckpt"):
+        write_tensors(state(), checkpoints / name)
+    return checkpoints / "last.ckpt"
+
+
+@pytest.mark.parametrize(("place", "bit"), [*zip(PLACES, (0, 3, 6, 7), strict=True)])
+def test_a_changed_bit_of_any_tensor_is_found_and_the_earlier_checkpoint_taken(
+    last: Path, tmp_path: Path, place: str, bit: int
+) -> None:
+    assert problem_of(last) is None
+    flip(last, place, bit=bit)
+    problem = f"{last} is damaged: {place} has changed since it was written"
+    assert problem_of(last) == problem
+    run = locate(
+        root=str(tmp_path), name="frozenlake", run_dir=str(last.parents[1]), ckpt_path="last"
+    )
+    assert run.checkpoint == last.with_name("earlier.ckpt") and run.passed_over == problem
+    with pytest.raises(ConfigError, match=f"^ckpt=x: .*{place} has changed .*; give another$"):
+        read_checkpoint(last, source="ckpt=x", hint="give another")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint whose tensors are in its folder, with the state of a rank."""
+    file, checkpoint = tmp_path / "last.ckpt", state()
+    folder = folder_for(file, unique="0123abcd")
+    with rank_states_in(folder):
+        save_apart(checkpoint, folder)
+        torch.save(checkpoint.pop("RolloutDataModule"), folder / "samples_0.pt")
+        CheckpointFiles().save_checkpoint(checkpoint, file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("state_dict.critic.second", "weights/critic.second"),
+        ("optimizer_states.0.state.3.exp_avg", "optimizers/0/3/exp_avg"),
+        ("RolloutDataModule.buffers.0.ids", "buffers.0.ids"),
+    ],
+)
+def test_a_changed_bit_in_the_folder_of_a_sharded_checkpoint_is_found(
+    sharded: Path, place: str, name: str
+) -> None:
+    assert problem_of(sharded) is None
+    folder = folder_for(sharded, unique="0123abcd")
+    (file,) = (
+        one for one in folder.iterdir() if tensor(place).numpy().tobytes() in one.read_bytes()
+    )
+    flip(file, place, bit=4)
+    damage = f"{file} is damaged: {name} has changed since it was written"
+    assert problem_of(sharded) == damage
+    # of several processes each checks what it reads
+    assert problem_of(sharded, folders=False) is None
+    if file.suffix == ".distcp":
+        saved = torch.load(sharded, weights_only=True)
+        with pytest.raises(ConfigError, match=f"{name} has changed since it was written"):
+            read_apart(saved, sharded)
+
+
+def test_a_checkpoint_that_cannot_be_read_keeps_its_folder(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_for(sharded, unique="0123abcd")
+    with monkeypatch.context() as patched:
+        opened = Path.open
+
+        def fails(path: Path, *arguments: object, **settings: object) -> object:
+            if path == sharded:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return opened(path, *arguments, **settings)
+
+        patched.setattr(Path, "open", fails)
+        remove_leftovers(sharded.parent)
+        assert problem_of(sharded) == f"{sharded} cannot be read (Input/output error)"
+    assert problem_of(sharded) is None
+    # nor does a file that is damaged name what belongs to it
+    content = sharded.read_bytes()
+    sharded.write_bytes(content[:100])
+    remove_leftovers(sharded.parent)
+    sharded.write_bytes(content)
+    assert problem_of(sharded) is None
+    write_tensors(state(), sharded)
+    remove_leftovers(sharded.parent)
+    assert not folder.exists()
+
+
+class Trained(nn.Module):
+    """Policy with a mask, which is no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+
+class Models(nn.Module):
+    """Policy and critic, as a run has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.critic = Trained(), Trained()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "entry",
+    ["state_dict.policy.layer.weight", "state_dict.critic.layer.bias", "optimizer_states.0.state.1.exp_avg"],
+)  # fmt: skip
+def test_a_value_that_is_not_finite_is_blamed_on_the_file(
+    tmp_path: Path, entry: str, value: float
+) -> None:
+    models, file = Models(), tmp_path / "some.ckpt"
+    moments = {"exp_avg": torch.zeros(4), "step": torch.tensor(1.0)}
+    saved = {
+        "state_dict": models.state_dict(),
+        "optimizer_states": [{"state": {1: moments}}],
+        "loops": {},
+    }
+    write_tensors(saved, file)
+    check_resumable(file, models)
+    load_initial_weights(models, file, source="x")
+
+    group, _, name = entry.partition(".")
+    values = moments["exp_avg"] if group == "optimizer_states" else saved["state_dict"][name]
+    values.view(-1)[-1] = value
+    write_tensors(saved, file)
+    text = f"its entry {entry} has NaN or infinite values; give another checkpoint"
+    with pytest.raises(ConfigError) as raised:
+        check_resumable(file, models)
+    assert str(raised.value) == f"ckpt_path={file}: {text}"
+    if group == "state_dict":
+        with pytest.raises(ConfigError, match=f"^x: its entry {entry} has NaN"):
+            load_initial_weights(models, file, source="x")

@@ -1,0 +1,90 @@
+"""A full disk is reported with the file that did not fit, whatever a run was writing."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trajectories import make_trajectory, make_turn
+
+from ragen_pl.callbacks.plots import RowsFile
+from ragen_pl.callbacks.trajectories import write_strips
+from ragen_pl.config.ending import ending_of
+from ragen_pl.run.folder import Run
+from ragen_pl.run.logged_points import MetricsFile
+from ragen_pl.run.loggers import RunCSVLogger
+from ragen_pl.run.starts import counted_start
+from ragen_pl.run.train import write_metrics
+from ragen_pl.trajectory import Observation
+from ragen_pl.viewing.plots import draw_plots
+from ragen_pl.viewing.records import ImageFiles, write_records
+
+IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
+ROW = {"iteration": 1.0, "elapsed_s": 1.0, "rollout/success": 0.5, "rollout/episodes": 4.0}
+
+
+def strips(folder: Path) -> None:
+    turn = make_turn(observation=Observation(text="x", images=(IMAGE,)))
+    write_strips([make_trajectory(turn)], folder)
+
+
+def images(folder: Path) -> None:
+    ImageFiles(folder).name(IMAGE)
+
+
+def start(folder: Path) -> None:
+    with counted_start(folder, begins="step 0", config="a", max_failures=None):
+        pass
+
+
+def csv(folder: Path) -> None:
+    logger = RunCSVLogger(run_dir=str(folder))
+    logger.log_metrics({"a": 1.0}, step=1)
+    logger.save()
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "0.png": strips,
+    "images/*.png": images,
+    "trajectories.jsonl": lambda folder: write_records([{"a": 1}], folder),
+    "rows.jsonl": lambda folder: RowsFile().write(folder / "rows.jsonl", [ROW]),
+    "*.png": lambda folder: draw_plots([ROW], folder, title="a"),
+    "metrics.json": lambda folder: write_metrics({"a": 1.0}, Run(folder)),
+    "points.jsonl": lambda folder: MetricsFile(folder / "points.jsonl").add({"a": 1.0}, 1),
+    "starts.jsonl": start,
+    "csv/metrics.csv": csv,
+}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let this process write no byte into a file, which is like a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_line_names_the_file(tmp_path: Path, name: str) -> None:
+    written, full = tmp_path / "written", tmp_path / "full"
+    written.mkdir()
+    full.mkdir()
+    # nothing is wrong but the disk
+    WRITERS[name](written)
+    with pytest.raises(OSError) as raised, full_disk():
+        WRITERS[name](full)
+    assert raised.value.errno == errno.EFBIG
+    ending = ending_of(raised.value)
+    file = Path(ending.line.split(": File too large; ")[0])
+    assert file.match(str(full / name)), ending.line

@@ -1,0 +1,119 @@
+"""A signal ends a run in one line at any moment, and is no failed start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from module_process import run_module
+from small_runs import SMALL
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+MOMENTS = {
+    "reset in check": "SIGTERM", "deletion": "SIGHUP", "settings logged": "SIGINT", "constructor 2": "SIGTERM",
+    "reset in demonstrations": "SIGUSR1", "setup warm start": "SIGHUP", "validation": "SIGINT", "rollout": "SIGHUP",
+    "teardown fit": "SIGUSR1", "last validation": "SIGHUP", "reset in baselines": "SIGINT", "logger closed": "SIGTERM",
+}  # fmt: skip
+# moments before the run has a folder
+EARLY = ("reset in check", "deletion")
+# sends a signal when a module is imported, and another one when the interpreter ends
+_SITE = """
+import atexit, os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["SIGNAL_AT"]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
+
+sys.meta_path.insert(0, Finder())
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+"""
+
+
+def line_of(output: str, *, number: str) -> str:
+    """Return the line about a signal, the only one of the run's end."""
+    assert "Traceback" not in output and "ignored in" not in output, output
+    (line,) = [line for line in output.splitlines() if line.startswith("ragen_pl: ")]
+    name = "Ctrl-C" if number == "SIGINT" else number
+    assert line.startswith(f"ragen_pl: stopped by {name}; "), output
+    return line
+
+
+@pytest.mark.parametrize(
+    ("module", "number"), [("hydra", number) for number in SIGNALS] + [("torch", "SIGTERM")]
+)
+def test_a_signal_in_an_import_and_at_the_exit(tmp_path: Path, module: str, number: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_SITE)
+    paths = os.pathsep.join(
+        map(str, (tmp_path, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_pl.fit", *SMALL, f"paths.run_dir={tmp_path}/run"],
+        env=os.environ | {"PYTHONPATH": paths, "SIGNAL_AT": module, "SIGNAL": number},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        preexec_fn=default_handlers,
+    )
+    assert done.returncode == (130 if number == "SIGINT" else 143), done.stderr
+    assert line_of(done.stdout + done.stderr, number=number).endswith("no run was under way")
+
+
+def default_handlers() -> None:
+    """Undo what a shell or nohup has this process ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_a_run_under_nohup_ignores_the_end_of_its_terminal(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_SITE)
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_pl.fit", "env=nothing"],
+        env=os.environ
+        | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SIGNAL_AT": "hydra", "SIGNAL": "SIGHUP"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert done.returncode == 2 and "stopped" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("moment", "number"), [*MOMENTS.items()])
+def test_a_signal_at_any_moment_of_a_run(tmp_path: Path, moment: str, number: str) -> None:
+    run = tmp_path / "run"
+    environment = {"SIGNAL_AT": moment, "SIGNAL": number}
+    # the last weights have no validation of the run's iterations
+    code, output = run_module(
+        "ragen_pl.fit",
+        [
+            *SMALL, "warm_start.steps=2", "warm_start.episodes=8", "validation.episodes=4", "rollout.groups=4",
+            "trainer.max_epochs=1", "trainer.check_val_every_n_epoch=5", "env.target=signalling.Lake", "logger=csv",
+            "logger._target_=signalling.Logger", "+callbacks.moments._target_=signalling.Moments",
+            f"paths.run_dir={run}",
+        ],
+        folder=tmp_path,
+        paths=(HERE, ROOT),
+        environment=environment,
+        timeout=1200,
+    )  # fmt: skip
+    assert code == (130 if number == "SIGINT" else 143), output
+    line = line_of(output, number=number)
+    starts = run / "starts.jsonl"
+    if starts.exists():
+        last = json.loads(starts.read_text().splitlines()[-1])
+        assert last["ended"] == "stopped"
+        assert f"paths.run_dir={run}" in line
+    else:
+        assert moment in EARLY and line.endswith("no run was under way")
