@@ -156,6 +156,14 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
         ("callbacks.best.monitor=banana", "monitor=banana: expected a name that the run measures"),
         ("callbacks.best.monitor=val/sucess", "did you mean val/success?"),
         ("callbacks.best.monitor=val/return", None),
+        *[
+            (
+                f"callbacks.checkpoint.filename={name}",
+                f"filename={name}: is outside the run's folder",
+            )
+            for name in ("/root", "../other", "a/../../b")
+        ],
+        ("callbacks.checkpoint.filename=a/b", None),
         (
             "curriculum.stages=[{},{min_detour:many}]",
             r"curriculum.stages.1.min_detour=many: min_detour: found 'many', expected a whole number",

@@ -17,13 +17,30 @@ from small_runs import SMALL
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
-MOMENTS = {
-    "reset in check": "SIGTERM", "deletion": "SIGHUP", "settings logged": "SIGINT", "constructor 2": "SIGTERM",
-    "reset in demonstrations": "SIGUSR1", "setup warm start": "SIGHUP", "validation": "SIGINT", "rollout": "SIGHUP",
-    "teardown fit": "SIGUSR1", "last validation": "SIGHUP", "reset in baselines": "SIGINT", "logger closed": "SIGTERM",
-}  # fmt: skip
 # moments before the run has a folder
-EARLY = ("reset in check", "deletion")
+EARLY = {"reset in check": "SIGTERM", "deletion": "SIGHUP"}
+WARM_START = {
+    "settings logged": "SIGINT", "constructor 2": "SIGTERM", "reset in demonstrations": "SIGUSR1",
+    "setup warm start": "SIGHUP",
+}  # fmt: skip
+TRAINING = {
+    "validation": "SIGINT", "rollout": "SIGHUP", "teardown fit": "SIGUSR1", "last validation": "SIGHUP",
+    "reset in baselines": "SIGINT", "logger closed": "SIGTERM",
+}  # fmt: skip
+# the others take most of the time
+QUICK = (*EARLY, *WARM_START, "rollout")
+MOMENTS = [
+    pytest.param(moment, number, marks=() if moment in QUICK else pytest.mark.slow)
+    for moment, number in (EARLY | WARM_START | TRAINING).items()
+]
+# as little as there is of each phase; the last weights have no validation of the run's iterations
+SMALLEST = (
+    *SMALL, "env.max_turns=1", "rollout.max_response_tokens=4", "rollout.groups=2", "update.epochs=1",
+    "update.minibatches=1", "warm_start.steps=1", "warm_start.episodes=2", "validation.episodes=2",
+    "validation.baselines.optimal=null", "validation.baselines.cycle=null", "trainer.max_epochs=1",
+    "trainer.check_val_every_n_epoch=5", "callbacks.plots=null", "callbacks.diagnostics=null",
+    "callbacks.collapse=null",
+)  # fmt: skip
 # sends a signal when a module is imported, and another one when the interpreter ends
 _SITE = """
 import atexit, os, signal, sys
@@ -90,16 +107,14 @@ def test_a_run_under_nohup_ignores_the_end_of_its_terminal(tmp_path: Path) -> No
     assert done.returncode == 2 and "stopped" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(("moment", "number"), [*MOMENTS.items()])
+@pytest.mark.parametrize(("moment", "number"), MOMENTS)
 def test_a_signal_at_any_moment_of_a_run(tmp_path: Path, moment: str, number: str) -> None:
     run = tmp_path / "run"
     environment = {"SIGNAL_AT": moment, "SIGNAL": number}
-    # the last weights have no validation of the run's iterations
     code, output = run_module(
         "ragen_pl.fit",
         [
-            *SMALL, "warm_start.steps=2", "warm_start.episodes=8", "validation.episodes=4", "rollout.groups=4",
-            "trainer.max_epochs=1", "trainer.check_val_every_n_epoch=5", "env.target=signalling.Lake", "logger=csv",
+            *SMALLEST, f"warm_start.enabled={moment not in TRAINING}", "env.target=signalling.Lake", "logger=csv",
             "logger._target_=signalling.Logger", "+callbacks.moments._target_=signalling.Moments",
             f"paths.run_dir={run}",
         ],

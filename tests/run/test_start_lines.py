@@ -1,4 +1,4 @@
-"""The lines by which a run can be watched, at its start."""
+"""Lines at the start of a run, each printed once: by which it can be watched, and those of libraries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,40 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import MLFlowLogger
+from module_process import run_module
 
 from ragen_pl.run.folder import Run
 from ragen_pl.run.reports import report_views
+
+# a run without an iteration, then one that ends before it starts in a program with a log of its own
+FROM_PYTHON = """
+import logging
+import ragen_pl
+
+settings = {
+    "env": "frozenlake", "model": "small_lm", "logger": "none", "paths.run_dir": "run", "trainer.max_epochs": 0,
+    "warm_start.enabled": False, "validation.episodes": 2, "validation.baselines": None, "env.max_turns": 1,
+    "rollout.max_response_tokens": 4, "callbacks.plots": None,
+}
+ragen_pl.train(**settings)
+print("then", flush=True)
+logging.basicConfig(level=logging.INFO, format="own log: %(message)s")
+ragen_pl.train(**settings | {"callbacks.checkpoint.filename": "/elsewhere"})
+"""
+# names of loggers with a handler of their own, or below one
+LIBRARIES = ("lightning.fabric", "lightning.pytorch", "huggingface_hub.utils")
+COMMAND = f"""
+import logging
+import huggingface_hub, lightning.pytorch
+from ragen_pl.config import hydra_main
+
+@hydra_main("watch")
+def main(cfg):
+    for name in {LIBRARIES}:
+        logging.getLogger(name).warning("message of %s", name)
+
+main()
+"""
 
 
 def test_start_names_the_live_view_and_mlflow(
@@ -24,3 +55,24 @@ def test_start_names_the_live_view_and_mlflow(
     assert view == again and view.startswith("watch it: python -m ragen_pl.watch ")
     assert shlex.split(view)[-1] == f"run={run.folder}"
     assert mlflow == f"MLflow: mlflow ui --backend-store-uri {uri}"
+
+
+def test_a_run_from_python_prints_its_start_once(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FROM_PYTHON)
+    code, output = run_module("program.py", [], folder=tmp_path, timeout=1200)
+    first, _, second = output.partition("then\n")
+    checking = [line for line in first.splitlines() if line.startswith("checking frozenlake (")]
+    assert len(checking) == first.count("checking ") == 1, output
+    assert first.count("watch it: python -m ragen_pl.watch run=") == 1, output
+    # Lightning's on devices
+    assert "GPU available" not in output
+    # a log of the program's own is left to it
+    assert second.count(checking[0]) == second.count(f"own log: {checking[0]}") == 1, output
+    assert code == 1 and "callbacks.checkpoint.filename=/elsewhere: " in second
+
+
+def test_a_command_prints_the_messages_of_libraries_once(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(COMMAND)
+    code, output = run_module("command.py", [f"run={tmp_path}"], folder=tmp_path, timeout=1200)
+    assert code == 0, output
+    assert [output.count(f"message of {name}") for name in LIBRARIES] == [1, 1, 1], output
