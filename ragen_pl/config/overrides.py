@@ -26,6 +26,8 @@ def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
 
     >>> overrides_of({"env": "bandit", "trainer": {"max_epochs": 3}, "seed": None}, groups={"env"})
     ["env='bandit'", 'trainer.max_epochs=3', 'seed=null']
+    >>> overrides_of({"validation.baselines": None}, groups={"validation/baselines"})
+    ['validation.baselines=null']
     """
     choices, values = [], []
     for key, value in _flattened(settings):
@@ -33,7 +35,7 @@ def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
         if key == "env" and inspect.isclass(value):
             choices.append("env=custom")
             values.append(f"env.target={_literal(key, f'{value.__module__}.{value.__qualname__}')}")
-        elif group in groups:
+        elif group in groups and value is not None:
             choices.append(f"{group}={_literal(key, value)}")
         else:
             values.append(f"{key}={_literal(key, value)}")

@@ -33,6 +33,20 @@ def at(moment: str) -> None:
         os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
 
 
+def again() -> None:
+    """Send SIGTERM after the first signal: a launcher may send its own several times."""
+    if _sent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and str(arguments[0]).endswith("starts.jsonl") and arguments[1] == "a":
+        at("start noted")
+
+
+sys.addaudithook(_opened)
+
+
 def _playing() -> str:
     """Return what the main thread plays for."""
     frame = sys._current_frames()[threading.main_thread().ident]
@@ -87,6 +101,12 @@ class Moments(RolloutCallback):
         """Note a validation."""
         at("last validation" if trainer.state.fn == TrainerFn.VALIDATING else "validation")
 
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """End a Trainer by another signal."""
+        again()
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Note the end of a Trainer."""
         at(f"teardown {'warm start' if trainer.max_epochs == -1 else trainer.state.fn.value}")
@@ -103,6 +123,4 @@ class Logger(RunCSVLogger):
     def close(self) -> None:
         """End, after all phases of the run."""
         at("logger closed")
-        if _sent:
-            # a launcher may send its signal several times
-            os.kill(os.getpid(), signal.SIGTERM)
+        again()

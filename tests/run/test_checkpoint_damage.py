@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from composing import evaluation_config
 from torch import nn
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.models.build import build_small_lm
 from ragen_pl.rank_states import rank_states_in
 from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.folder import locate
@@ -22,7 +24,12 @@ from ragen_pl.run.sharded_checkpoint import (
     save_apart,
     write_tensors,
 )
-from ragen_pl.run.weights import check_resumable, load_initial_weights, read_checkpoint
+from ragen_pl.run.weights import (
+    check_resumable,
+    load_bundle,
+    load_initial_weights,
+    read_checkpoint,
+)
 
 # of torch, in a process that is the only one
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -197,3 +204,15 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_file(
     if group == "state_dict":
         with pytest.raises(ConfigError, match=f"^x: its entry {entry} has NaN"):
             load_initial_weights(models, file, source="x")
+
+
+def test_a_folder_with_a_value_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    bundle = build_small_lm(text={"hidden_size": 32, "intermediate_size": 64})
+    bundle.save(tmp_path)
+    cfg = evaluation_config(f"ckpt={tmp_path}", "env=frozenlake", command="serve")
+    load_bundle(cfg)
+    name, weight = list(bundle.model.named_parameters())[3]
+    weight.data.view(-1)[-1] = torch.nan
+    bundle.save(tmp_path)
+    with pytest.raises(ConfigError, match=f"its entry state_dict.{name} has NaN .*; give another"):
+        load_bundle(cfg)

@@ -19,6 +19,7 @@ from ragen_pl.config.ending import ending_of
 from ragen_pl.run.folder import Run
 from ragen_pl.run.logged_points import MetricsFile
 from ragen_pl.run.loggers import RunCSVLogger
+from ragen_pl.run.outbox import Outbox
 from ragen_pl.run.starts import counted_start
 from ragen_pl.run.train import write_metrics
 from ragen_pl.trajectory import Observation
@@ -49,6 +50,21 @@ def csv(folder: Path) -> None:
     logger.save()
 
 
+def outbox(folder: Path) -> None:
+    class Away:
+        def begin(self) -> bool:
+            raise ConnectionError
+
+        def send(self, call: dict[str, object]) -> None:
+            raise AssertionError
+
+    calls = Outbox(folder, Away())
+    try:
+        calls.put({"name": "log"})
+    finally:
+        calls.close(limit_s=0.0)
+
+
 WRITERS: dict[str, Callable[[Path], object]] = {
     "0.png": strips,
     "images/*.png": images,
@@ -59,6 +75,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "points.jsonl": lambda folder: MetricsFile(folder / "points.jsonl").add({"a": 1.0}, 1),
     "starts.jsonl": start,
     "csv/metrics.csv": csv,
+    "calls.jsonl": outbox,
 }
 
 

@@ -87,6 +87,24 @@ def test_a_warm_start_killed_in_its_middle_is_resumed_exactly(job):
 
 
 @pytest.mark.slow
+def test_a_warm_start_begins_anew_where_its_checkpoint_has_changed(job):
+    settings = (
+        "warm_start.checkpoint_every_n_steps=1",
+        "warm_start.steps=3",
+        "warm_start.episodes=8",
+    )
+    begun = job()
+    begun.kill_at("warm_start-2", *settings)
+    file = begun.folder / "warm_start.ckpt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    output = begun.stop_at("warm_start-0", *settings, "ckpt_path=last")
+    assert f"{file} is damaged: " in output
+    assert " has changed since it was written; the warm start begins anew" in output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moments",
     [

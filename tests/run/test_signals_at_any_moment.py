@@ -17,15 +17,16 @@ from small_runs import SMALL
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
-# moments before the run has a folder
-EARLY = {"reset in check": "SIGTERM", "deletion": "SIGHUP"}
+# moments before there is anything to resume, and those before a start is noted
+EARLY = {"reset in check": "SIGTERM", "deletion": "SIGHUP", "start noted": "SIGTERM"}
+UNNOTED = ("reset in check", "deletion")
 WARM_START = {
     "settings logged": "SIGINT", "constructor 2": "SIGTERM", "reset in demonstrations": "SIGUSR1",
     "setup warm start": "SIGHUP",
 }  # fmt: skip
 TRAINING = {
-    "validation": "SIGINT", "rollout": "SIGHUP", "teardown fit": "SIGUSR1", "last validation": "SIGHUP",
-    "reset in baselines": "SIGINT", "logger closed": "SIGTERM",
+    "validation": "SIGINT", "rollout": "SIGHUP", "teardown fit": "SIGUSR1", "last validation": "SIGTERM",
+    "reset in baselines": "SIGINT", "logger closed": "SIGHUP",
 }  # fmt: skip
 # the others take most of the time
 QUICK = (*EARLY, *WARM_START, "rollout")
@@ -126,9 +127,10 @@ def test_a_signal_at_any_moment_of_a_run(tmp_path: Path, moment: str, number: st
     assert code == (130 if number == "SIGINT" else 143), output
     line = line_of(output, number=number)
     starts = run / "starts.jsonl"
+    assert starts.exists() == (moment not in UNNOTED)
     if starts.exists():
-        last = json.loads(starts.read_text().splitlines()[-1])
-        assert last["ended"] == "stopped"
-        assert f"paths.run_dir={run}" in line
+        assert json.loads(starts.read_text().splitlines()[-1])["ended"] == "stopped"
+    if moment in EARLY:
+        assert line.endswith("no run was under way")
     else:
-        assert moment in EARLY and line.endswith("no run was under way")
+        assert f"paths.run_dir={run}" in line
