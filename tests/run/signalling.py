@@ -41,6 +41,7 @@ def again() -> None:
 
 def _opened(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and str(arguments[0]).endswith("starts.jsonl") and arguments[1] == "a":
+        again()
         at("start noted")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from module_process import run_module
-from small_runs import SMALL
+from small_runs import SMALL, run_ranks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -25,7 +25,7 @@ WARM_START = {
     "setup warm start": "SIGHUP",
 }  # fmt: skip
 TRAINING = {
-    "validation": "SIGINT", "rollout": "SIGHUP", "teardown fit": "SIGUSR1", "last validation": "SIGTERM",
+    "validation": "SIGHUP", "rollout": "SIGINT", "teardown fit": "SIGUSR1", "last validation": "SIGTERM",
     "reset in baselines": "SIGINT", "logger closed": "SIGHUP",
 }  # fmt: skip
 # the others take most of the time
@@ -129,8 +129,26 @@ def test_a_signal_at_any_moment_of_a_run(tmp_path: Path, moment: str, number: st
     starts = run / "starts.jsonl"
     assert starts.exists() == (moment not in UNNOTED)
     if starts.exists():
-        assert json.loads(starts.read_text().splitlines()[-1])["ended"] == "stopped"
+        first, last = map(json.loads, starts.read_text().splitlines())
+        assert "begins" in first and last["ended"] == "stopped"
     if moment in EARLY:
         assert line.endswith("no run was under way")
     else:
         assert f"paths.run_dir={run}" in line
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_ranks_outside_of_training_ends_both(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = run_ranks(
+        tmp_path,
+        [
+            *SMALLEST, "warm_start.enabled=false", "validation.baselines.random=null", "trainer.devices=2",
+            "trainer.strategy=ddp", f"paths.run_dir={run}", "+callbacks.kill._target_=killing.KillAt",
+            "+callbacks.kill.moment=validation-1", "+callbacks.kill.rank=1", "+callbacks.kill.signal_name=SIGTERM",
+        ],
+    )  # fmt: skip
+    assert [one.code for one in ended] == [143, 143], ended
+    assert all("Traceback" not in one.output for one in ended), ended
+    assert "stopped by SIGTERM" in "".join(one.line for one in ended)
+    assert json.loads((run / "starts.jsonl").read_text().splitlines()[-1])["ended"] == "stopped"
