@@ -143,17 +143,37 @@ class Observation:
         results: results of the tool calls before, in their order, where the prompt format is native; `text` is all
             of them then.
         request: request of a program, which has all messages of the prompt; None in other environments.
+        result_images: number of images of each result, whose images follow each other in `images`; without it all
+            images belong to the last result.
+
+    Raises:
+        ValueError: `result_images` does not fit the results and the images.
     """
 
     text: str
     images: list[np.ndarray] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     request: ChatRequest | None = None
+    result_images: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.results and not self.result_images:
+            self.result_images = [0] * (len(self.results) - 1) + [len(self.images)]
+        if len(self.result_images) != len(self.results) or (
+            self.results and sum(self.result_images) != len(self.images)
+        ):
+            raise ValueError(
+                f"found result_images={self.result_images} for {len(self.results)} results and {len(self.images)} "
+                "images"
+            )
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         for name, value in ({"results": [], "request": None} | state[1]).items():
             setattr(self, name, value)
+        if "result_images" not in state[1]:
+            self.result_images = []
+            self.__post_init__()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -355,11 +355,16 @@ class EnvironmentManager:
 
 
 def _tool_results(shown: Sequence[Observation], *, calls: int) -> Observation:
-    """Return the observations after tool calls as one, with a result for each call."""
-    results = [observation.text for observation in shown]
-    results += ["error: not carried out"] * (calls - len(results))
-    images = [image for observation in shown for image in observation.images]
-    return Observation(text="\n".join(results), images=images, results=results)
+    """Return the observations after tool calls as one, with a result for each call and its images."""
+    not_carried_out = Observation(text="error: not carried out")
+    observations = [*shown, *[not_carried_out] * (calls - len(shown))]
+    results = [observation.text for observation in observations]
+    return Observation(
+        text="\n".join(results),
+        images=[image for observation in observations for image in observation.images],
+        results=results,
+        result_images=[len(observation.images) for observation in observations],
+    )
 
 
 def is_held_out(key: str, fraction: float) -> bool:

@@ -185,8 +185,7 @@ class ContextManager(ContextRules):
         if observation.request is not None:
             return self._requests.observe(conversation, observation)
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
-        exchange = Exchange(text=text, images=observation.images, results=observation.results)
-        conversation.exchanges.append(exchange)
+        conversation.exchanges.append(Exchange.of(observation, text))
         return self.prompt(conversation)
 
     def prompt(self, conversation: Conversation, *, left_out: Collection[int] = ()) -> Prompt:
@@ -367,7 +366,7 @@ class ContextManager(ContextRules):
         The response has ended, with the token `end`: one that was cut has no calls.
         """
         assert native.tools is not None
-        text = native.tools.results(calls=len(calls), images=len(exchange.images))
+        text = native.tools.results(exchange.result_images)
         names = [call["function"]["name"] for call in calls]
         parts = text.filled(names, exchange.results)
         # a template may have another end after calls than after words, Gemma's <|tool_response>

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import Message, tool_message, user_message
+from ragen_pl.models.messages import Message
 from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
 from ragen_pl.prompts.message_format import MAX_CALLS, MessageFormat, call_of
 from ragen_pl.prompts.tool_calls.message import (
@@ -61,9 +61,9 @@ class NativeFormat(MessageFormat):
         self._parameters = {function["name"]: function["parameters"] for function in functions}
         self.tools = ToolTemplate(self.template, self.ends)
         self._call_format = _format_of(self.tools.example)
-        self.tools.results(calls=1, images=0)
+        self.tools.results([0])
         try:
-            self.tools.results(calls=2, images=0)
+            self.tools.results([0, 0])
         except NoToolsError:  # Llama 3.2 takes one call a response
             self._max_calls = 1
 
@@ -122,7 +122,7 @@ class NativeFormat(MessageFormat):
         calls: Sequence[Message],
         results: Sequence[str],
         *,
-        images: int,
+        images: Sequence[int],
         plain: Callable[[str], str],
     ) -> list[Message]:
         """Return the messages of tool results, for a template that is rendered as a whole.
@@ -130,21 +130,13 @@ class NativeFormat(MessageFormat):
         Args:
             calls: the calls.
             results: a text for each of them.
-            images: number of images that follow the last result.
+            images: number of images of each result.
             plain: removes control tokens from a text.
         """
         assert self.tools is not None
-        in_user_message = self.tools.results(calls=len(calls), images=images).user
-        last = len(calls) - 1
-        messages = [
-            tool_message(
-                mapped(call, plain),
-                plain(text),
-                images=images if number == last and not in_user_message else 0,
-            )
-            for number, (call, text) in enumerate(zip(calls, results, strict=True))
-        ]
-        return [*messages, user_message("", images=images)] if in_user_message else messages
+        return self.tools.results(images).messages(
+            [mapped(call, plain) for call in calls], [plain(text) for text in results]
+        )
 
     def response_text(self, action: str, *, reasoning: str | None = None) -> str:
         """Return a response as the model writes it, for a scripted policy.

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ragen_pl.serving.errors import RequestError, unsupported
+from ragen_pl.serving.errors import RequestError, shown, unsupported
 from ragen_pl.serving.images import ImageReader
 from ragen_pl.serving.strict_json import strict_json
+from ragen_pl.serving.tool_results import in_order_of_calls
 from ragen_pl.trajectory import ChatRequest
 
 MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_STOPS = 4096, 128, 64, 16
@@ -150,7 +151,7 @@ def read_request(
             trained=train and _flag(metadata, "train"),
         ),
         model=str(given.get("model", "")),
-        images=reader.images,
+        images=reader.images(messages),
         stream=_boolean(given, "stream", default=False),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage", False)),
         ignored=ignored,
@@ -186,12 +187,12 @@ def _check_parameters(given: Mapping[str, Any], *, unconstrained: bool) -> None:
 
 
 class _MessageReader:
-    """Reads messages, and collects their images in order."""
+    """Reads messages, and keeps their images."""
 
     def __init__(self, images: ImageReader) -> None:
         self._reader = images
-        self.images: list[np.ndarray] = []
-        self._names: dict[str, str] = {}
+        self._by_digest: dict[str, np.ndarray] = {}
+        self._count = 0
 
     def messages(self, given: object) -> list[dict[str, Any]]:
         if not isinstance(given, list) or not given:
@@ -206,7 +207,13 @@ class _MessageReader:
                 400,
                 "messages: the last one is the assistant's; a response cannot be continued, end with another message",
             )
-        return messages
+        return in_order_of_calls(messages)
+
+    def images(self, messages: list[dict[str, Any]]) -> list[np.ndarray]:
+        """Return the images of messages in order."""
+        contents = [message["content"] for message in messages]
+        parts = [part for content in contents if not isinstance(content, str) for part in content]
+        return [self._by_digest[part["digest"]] for part in parts if part["type"] == "image"]
 
     def _message(self, number: int, given: object) -> dict[str, Any]:
         where = f"messages[{number}]"
@@ -229,25 +236,13 @@ class _MessageReader:
             if not isinstance(calls, list):
                 raise RequestError(400, f"{where}.tool_calls: expected a list")
             if calls:
-                message["tool_calls"] = [self._call(where, call) for call in calls]
+                message["tool_calls"] = [_call(where, call) for call in calls]
         if role == "tool":
             call_id = given.get("tool_call_id")
             if not isinstance(call_id, str):
                 raise RequestError(400, f"{where}.tool_call_id: expected the id of a tool call")
             message["tool_call_id"] = call_id
-            message["name"] = self._names.get(call_id, str(given.get("name") or ""))
         return message
-
-    def _call(self, where: str, given: object) -> dict[str, Any]:
-        function = given.get("function") if isinstance(given, Mapping) else None
-        if not isinstance(given, Mapping) or not isinstance(function, Mapping):
-            raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
-        name, arguments = function.get("name"), function.get("arguments")
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise RequestError(400, f"{where}.tool_calls: found the name {name!r}")
-        call_id = str(given.get("id") or "")
-        self._names[call_id] = name
-        return {"id": call_id, "name": name, "arguments": _arguments(arguments)}
 
     def _content(self, where: str, given: object) -> str | list[dict[str, Any]]:
         """Return a content as one text, or as parts where it has images."""
@@ -274,11 +269,12 @@ class _MessageReader:
         if isinstance(given, Mapping) and kind == "image_url":
             url = given.get("image_url")
             digest, image = self._reader.read(url.get("url") if isinstance(url, Mapping) else url)
-            self.images.append(image)
-            if len(self.images) > MAX_IMAGES:
+            self._by_digest[digest] = image
+            self._count += 1
+            if self._count > MAX_IMAGES:
                 raise RequestError(400, f"messages: more than {MAX_IMAGES} images")
             # each image once, however often it is shown
-            if sum({id(each): each.nbytes for each in self.images}.values()) > MAX_IMAGE_BYTES:
+            if sum(each.nbytes for each in self._by_digest.values()) > MAX_IMAGE_BYTES:
                 raise RequestError(
                     400,
                     f"messages: the images have more than {MAX_IMAGE_BYTES // 3} pixels together",
@@ -286,6 +282,18 @@ class _MessageReader:
                 )
             return {"type": "image", "digest": digest}
         raise unsupported(f"{where}.content type", kind, "send text and image_url parts")
+
+
+def _call(where: str, given: object) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
+    name, call_id = function.get("name"), given.get("id")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise RequestError(400, f"{where}.tool_calls: found the name {shown(name)}")
+    if not isinstance(call_id, str) or not call_id:
+        raise RequestError(400, f"{where}.tool_calls: found the id {shown(call_id)} of {name}")
+    return {"id": call_id, "name": name, "arguments": _arguments(function.get("arguments"))}
 
 
 def _arguments(given: object) -> Any:
