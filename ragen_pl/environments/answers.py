@@ -13,7 +13,9 @@ from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from ragen_pl.rgb import rgb_array
 from ragen_pl.trajectory import REWARD_PART, ChatRequest, Observation
 
 # a larger reward is infinite once returns are summed in float32
@@ -128,12 +130,11 @@ class AnswerReader:
         )
 
     def _image(self, raw: object) -> np.ndarray:
-        image = np.asarray(raw)
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-            raise TypeError(
-                f"{self.target} returned an image of shape {image.shape} and type {image.dtype}; "
-                "expected uint8 [height, width, 3]"
-            )
+        picture = raw if isinstance(raw, Image.Image) else np.asarray(raw)
+        try:
+            image = rgb_array(picture)
+        except ValueError as error:
+            raise TypeError(f"{self.target} returned {error}") from error
         # an environment may draw its next image into the same array
         return np.full_like(image, _GRAY) if self.blank_images else image.copy()
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PIXELS_PER_CALL = 2**26
 HELD_BYTES = 2**30
+# of arrays; processors would take an image of height 3 for one whose channels come first
+_LAYOUT = {"input_data_format": "channels_last"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,7 @@ class ImageEncoder:
             images=[list(images)],
             text=[self.slot * len(images)],
             return_text_replacement_offsets=True,
+            **_LAYOUT,
             **self.settings,
         )
         (places,) = processed["text_replacement_offsets"]
@@ -330,6 +333,7 @@ class ImageEncoder:
             images=[list(images) for images in samples],
             text=[self.slot * len(images) for images in samples],
             return_tensors="pt",
+            **_LAYOUT,
             **self.settings,
         )
         device = next(self.model.parameters()).device

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
     "checked", "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states",
-    "run_facts", "seeding", "stop_signals", "trajectory",
+    "rgb", "run_facts", "seeding", "stop_signals", "trajectory",
 }  # fmt: skip
 # of a rollout, from below
 ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "machine": set(),
     "muon": set(),
     "phases": set(),
+    "rgb": set(),
     "run_facts": set(),
     "seeding": set(),
     "stop_signals": set(),
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
     "config": {"constraints", "run_facts"},
     "lock": {"config"},
-    "models": {"checked", "constraints", "prompt_formats", "run_facts"},
+    "models": {"checked", "constraints", "prompt_formats", "rgb", "run_facts"},
     "engines": BASE | {"data_url", "models"},
     "prompts": BASE | {"engines", "models", "prompt_formats"},
     "environments": BASE | {"config", "data_url", "machine", "prompt_formats", "prompts"},

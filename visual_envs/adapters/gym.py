@@ -13,6 +13,7 @@ from gymnasium.error import DependencyNotInstalled
 from PIL import Image
 
 from envs.adapters.gym import Gym
+from envs.adapters.pictures import on_white
 from envs.base import TEXT_CHARSET, Observation, checked_arguments
 
 Side = Annotated[int, Interval(ge=16, le=1024)]
@@ -78,7 +79,7 @@ class GymVisual(Gym):
             raise ImportError(
                 f"{error}; pip install 'ragen_pl[gym]' installs pygame for gymnasium's own images"
             ) from error
-        image = Image.fromarray(np.asarray(frame, dtype=np.uint8)[..., :3])
+        image = Image.fromarray(on_white(Image.fromarray(np.asarray(frame, dtype=np.uint8))))
         return np.asarray(image.resize((self.width, self.height), Image.Resampling.BOX))
 
     def _make(self, id: str, settings: dict[str, Any]) -> gymnasium.Env[Any, Any]:

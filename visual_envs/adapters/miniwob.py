@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from envs.adapters.optional import optional_import
+from envs.adapters.pictures import on_white
 from envs.base import Observation
 from envs.tools import ToolEnvironment, ToolError, tool
 from visual_envs.adapters.miniwob_pages import CLICK, READ, SELECT, TYPE, Page, read_page
@@ -194,8 +195,7 @@ class MiniWoB(ToolEnvironment):
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
         """Return the image of the page (`render_mode="rgb_array"`)."""
         png = self.browser.instance.driver.get_screenshot_as_png()
-        image = Image.open(io.BytesIO(png)).convert("RGB").crop((0, 0, _WIDTH, _HEIGHT))
-        return np.asarray(image)
+        return on_white(Image.open(io.BytesIO(png)).crop((0, 0, _WIDTH, _HEIGHT)))
 
     def close(self) -> None:
         """End the browser."""

@@ -11,6 +11,8 @@ from transformers import BatchFeature, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.processing_utils import ProcessorMixin
 
+from ragen_pl.rgb import rgb_array
+
 
 class SmallVLMImageProcessor(BaseImageProcessor):
     """Stack images of one size without scaling, which the model does.
@@ -91,7 +93,7 @@ def _listed(images: Any) -> list[Any]:
 
 def _array(image: Any) -> np.ndarray:
     if not isinstance(image, np.ndarray):
-        return np.asarray(image.convert("RGB"))
+        return rgb_array(image)
     if image.dtype != np.uint8:
         raise ValueError(f"found an image of {image.dtype}, expected uint8 from 0 to 255")
     return image
