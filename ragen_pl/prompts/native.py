@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,14 +67,15 @@ class NativeFormat(MessageFormat):
         except NoToolsError:  # Llama 3.2 takes one call a response
             self._max_calls = 1
 
-    def message(self, text: str) -> AssistantMessage:
+    def message(self, text: str, *, names: Collection[str] | None = None) -> AssistantMessage:
         """Read a response. Any text has a reading; see `parse_message`."""
         return parse_message(
             text,
-            call_format=self._call_format,
+            call_format=self._call_format if self.has_tools else None,
             thinks=self._reasoning,
             opened=False,
             tools=self._parameters,
+            names=names,
         )
 
     @property
@@ -89,13 +90,20 @@ class NativeFormat(MessageFormat):
 
     def _problem_of(self, calls: Sequence[Message]) -> str | None:
         problem = MessageFormat._problem_of(self, calls)
-        if problem is None and self.is_rendered and self.tools is not None:
-            try:
-                self.tools.written(content="", calls=calls)
-            # a template may raise for values that its model would not write
-            except NoToolsError:
-                return "the arguments of the tool call cannot be shown"
+        if problem is None and self.is_rendered and not self.shows(calls):
+            return "the arguments of the tool call cannot be shown"
         return problem
+
+    def shows(self, calls: Sequence[Message]) -> bool:
+        """Return whether the template can show these calls."""
+        if self.tools is None:
+            return not calls
+        try:
+            self.tools.written(content="", calls=calls)
+        # a template may raise for values that its model would not write
+        except NoToolsError:
+            return False
+        return True
 
     def assistant_message(
         self, text: str, *, calls: Sequence[Message], plain: Callable[[str], str]
