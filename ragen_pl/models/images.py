@@ -154,6 +154,8 @@ class ImageEncoder:
     _pixels: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     # sizes of images whose tokens do not depend on the other images
     _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
+    # sizes of images that the model was seen to encode
+    _encoded: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     # of encoder and projector; None before the first use
     _weights: list[Parameter] | None = field(default=None, repr=False)
     # whether the model's forward takes the features as one tensor for each image
@@ -184,6 +186,26 @@ class ImageEncoder:
         )
         (places,) = processed["text_replacement_offsets"]
         return [place["replacement"] for place in places]
+
+    def check_encodes(self, image: np.ndarray) -> None:
+        """Check that processor and model take images of this size, by encoding one of each size.
+
+        Raises:
+            ValueError: One of them does not.
+        """
+        if image.shape in self._encoded:
+            return
+        try:
+            with torch.no_grad():
+                self.encode([image])
+        # processors and models raise errors of any kind
+        except Exception as error:
+            height, width, _ = image.shape
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"{self.facts.family} does not take an image of {height} x {width} pixels ({reason:.300})"
+            ) from error
+        self._encoded.add(image.shape)
 
     def check_together(self, images: Sequence[np.ndarray]) -> None:
         """Check that a prompt may show these images: that an image among others is what it is alone.

@@ -38,6 +38,8 @@ from ragen_pl.serving.session import Call, Event, EventKind, Session, SessionLim
 Seconds: TypeAlias = Annotated[float, Gt(0)]
 # a program hears that its calls are used up, so often, and may still report
 _GRACE_S, _GRACE_CALLS = 30.0, 100
+# refused requests in a row, after which a program is ended
+_MAX_REFUSED = 100
 _MAX_ACTION = 1 << 28
 # until a program that is killed has ended
 _KILL_S = 10.0
@@ -64,8 +66,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         file_mb: size of each file in MiB; None for no limit.
         disk_mb: size of all files in its folder in MiB, which is looked at from time to time; None for no limit.
         output_kb: end of the output that is kept with the trajectory, in KiB.
-        crash_reward: reward of an episode whose program ends with an error; None where such an episode fails and is not
-            trained on.
+        crash_reward: reward of an episode whose program ends with an error, or is ended since 100 of its requests in a
+            row were refused; None where such an episode fails and is not trained on.
         models: endpoints of other models by name, `{"url", "model", "key_env"}`. Requests to them are passed on.
         response_format: `unconstrained` where requests for JSON are answered freely, for programs that check it.
         post_rewards: whether the program may set rewards over HTTP, with the key in `RAGEN_REWARD_KEY`.
@@ -126,6 +128,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         self._call: Call | None = None
         self._delivered: list[str] = []
         self._outcome: Mapping[str, Any] | None = None
+        # why the program is ended before it ends by itself
+        self._ended_for: str | None = None
         self._left_s, self._refused = 0.0, 0
 
     def reset(
@@ -195,7 +199,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         return self.tasks[int(self.np_random.integers(len(self.tasks)))]
 
     def _begin(self) -> None:
-        limits = SessionLimits(unconstrained=self.response_format == "unconstrained")
+        limits = SessionLimits(
+            unconstrained=self.response_format == "unconstrained", refused_requests=_MAX_REFUSED
+        )
         self._session = Session(
             self._server.loop,
             limits=limits,
@@ -204,7 +210,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         )
         self._server.open(self._session)
         self._waiting.clear()
-        self._call, self._outcome = None, None
+        self._call, self._outcome, self._ended_for = None, None, None
         self._delivered, self._left_s, self._refused = [], self.program_s, 0
         self._program = RunningProgram(
             self._server,
@@ -249,7 +255,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """Return the program's oldest request, None once it has ended."""
         assert self._session is not None
         while True:
-            while self._waiting:
+            while self._waiting and self._ended_for is None:
                 call = self._waiting.popleft()
                 if len(self._delivered) < self.max_calls:
                     self._call = call
@@ -282,6 +288,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             self._left_s = max(0.001, self._left_s - (time.monotonic() - begin))
         if event.kind is EventKind.REQUEST and event.call is not None:
             self._waiting.append(event.call)
+        elif event.kind is EventKind.REFUSED and self._program is not None:
+            self._ended_for = event.outcome["reason"]
+            self._program.kill()
         elif event.kind is EventKind.EXIT:
             self._outcome = event.outcome
         return event
@@ -295,7 +304,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """Return the result of a program that has ended."""
         assert self._session is not None and self._outcome is not None
         assert self._program is not None
-        if self._outcome.get("code") != 0:
+        if self._ended_for is not None or self._outcome.get("code") != 0:
             if self.crash_reward is None:
                 raise RuntimeError(f"the program failed: {self._ending()}")
             return ProgramResult(parts={"crash": self.crash_reward})
@@ -312,7 +321,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
     def _ending(self) -> str:
         """Return how the program ended, with the last lines of its output."""
         outcome = self._outcome or {}
-        if outcome.get("disk_exceeded"):
+        if self._ended_for is not None:
+            how = self._ended_for
+        elif outcome.get("disk_exceeded"):
             how = f"its files take more than env.kwargs.disk_mb={self.limits.disk_mb}"
         elif outcome.get("signal") is not None:
             how = f"signal {outcome['signal']}"

@@ -107,10 +107,13 @@ class RequestPrompts:
     ) -> Prompt:
         """Return the prompt of a rendering, which is the part after a recorded response where there is one."""
         images = [*([] if before is None else before.prompt.images), *new]
+        encoder = self._bundle.images
         try:
+            if encoder is not None:
+                for image in new:
+                    encoder.check_encodes(image)
+                encoder.check_together(images)
             expanded = self._bundle.expand_image_slots(rendering, new)
-            if self._bundle.images is not None:
-                self._bundle.images.check_together(images)
         except ValueError as error:
             raise RequestRefusedError(
                 "unsupported_image",

@@ -186,7 +186,11 @@ class AgentServer:
 
     async def _respond(self, request: web.Request, protocol: Protocol) -> web.StreamResponse:
         session = self._session(request)
-        data = await read_body(request, timeout_s=self._body_s)
+        try:
+            data = await read_body(request, timeout_s=self._body_s)
+        except RequestError as error:
+            session.note_refused(error)
+            raise
         if session.ended:
             raise ended_error()
         digest = hashlib.sha256(request.path.encode() + data).hexdigest()

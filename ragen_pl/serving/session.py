@@ -40,6 +40,8 @@ class EventKind(StrEnum):
     """A client has got an answer."""
     GONE = "gone"
     """No client is left to get an answer."""
+    REFUSED = "refused"
+    """As many requests in a row as `SessionLimits.refused_requests` were refused."""
     EXIT = "exit"
     """The program has ended."""
 
@@ -50,8 +52,8 @@ class Event:
 
     Attributes:
         kind: what happened.
-        call: the request; None for `EXIT`.
-        outcome: how the program ended.
+        call: the request; None for `REFUSED` and `EXIT`.
+        outcome: how the program ended; for `REFUSED` the `reason`.
     """
 
     kind: EventKind
@@ -120,6 +122,7 @@ class SessionLimits:
         train: whether the policy is trained on its responses.
         unconstrained: whether response formats are accepted and not enforced.
         sampling: whether the owner honours the sampling parameters of requests.
+        refused_requests: requests that may be refused in a row, without an answer between them; None for any number.
     """
 
     open_requests: int = 64
@@ -127,6 +130,7 @@ class SessionLimits:
     train: bool = True
     unconstrained: bool = False
     sampling: bool = False
+    refused_requests: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -161,6 +165,7 @@ class Session:
     _known: OrderedDict[str, Call] = field(default_factory=OrderedDict)
     _waiting: set[Call] = field(default_factory=set)
     _number: int = 0
+    _refused: int = 0
 
     # ---- in the owner's thread
 
@@ -187,6 +192,17 @@ class Session:
     def count(self, name: str) -> None:
         """Add one to a count."""
         self.counts[name] = self.counts.get(name, 0) + 1
+
+    def note_refused(self, error: RequestError) -> None:
+        """Count a refused request. `REFUSED` follows once there are too many in a row."""
+        self.count(f"refused_{error.code}")
+        self._refused += 1
+        if self._refused == self.limits.refused_requests:
+            reason = (
+                f"its last {self._refused} requests were refused, none was answered between them; the last one with "
+                f"{error.code}: {error}"
+            )
+            self.events.put(Event(EventKind.REFUSED, outcome={"reason": reason}))
 
     def known(self, digest: str, *, retries: int) -> Call | None:
         """Return the call that a body asks for again, None for a new one.
@@ -259,12 +275,13 @@ class Session:
         if call.answer.done():
             return
         if isinstance(answer, RequestError):
-            self.count(f"refused_{answer.code}")
+            self.note_refused(answer)
             call.answer.set_exception(answer)
             # nobody may be waiting
             call.answer.exception()
             self._forget(call)
         else:
+            self._refused = 0
             call.answer.set_result(answer)
             if call.client is not None:
                 # calls are kept for retries, which need no images
