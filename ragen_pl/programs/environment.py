@@ -36,8 +36,8 @@ from ragen_pl.serving.server import AgentServer
 from ragen_pl.serving.session import Call, Event, EventKind, Session, SessionLimits
 
 Seconds: TypeAlias = Annotated[float, Gt(0)]
-# a program hears that its calls are used up, so often, and may still report
-_GRACE_S, _GRACE_CALLS = 30.0, 100
+# of a program that hears that its calls are used up, and may still report
+_GRACE_S = 30.0
 # refused requests in a row, after which a program is ended
 _MAX_REFUSED = 100
 _MAX_ACTION = 1 << 28
@@ -130,7 +130,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         self._outcome: Mapping[str, Any] | None = None
         # why the program is ended before it ends by itself
         self._ended_for: str | None = None
-        self._left_s, self._refused = 0.0, 0
+        self._left_s = 0.0
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -211,7 +211,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         self._server.open(self._session)
         self._waiting.clear()
         self._call, self._outcome, self._ended_for = None, None, None
-        self._delivered, self._left_s, self._refused = [], self.program_s, 0
+        self._delivered, self._left_s = [], self.program_s
         self._program = RunningProgram(
             self._server,
             self._session,
@@ -260,13 +260,11 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
                 if len(self._delivered) < self.max_calls:
                     self._call = call
                     return call
-                self._refused += 1
-                if self._refused > _GRACE_CALLS:
-                    raise RuntimeError(
-                        f"the program goes on calling after env.max_turns={self.max_calls} calls"
-                    )
                 self._left_s = min(self._left_s, _GRACE_S)
-                refused = f"the episode has had its {self.max_calls} calls"
+                refused = (
+                    f"the episode has had its {self.max_calls} calls; a program that goes on calling after "
+                    f"env.max_turns={self.max_calls} calls is ended"
+                )
                 self._session.answer(call, RequestError(400, refused, code="call_limit"))
             if self._outcome is not None:
                 return None

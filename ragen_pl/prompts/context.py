@@ -105,7 +105,9 @@ class ContextManager(ContextRules):
                 "context.leave_out.turns=0"
             )
         self._encoder = TextEncoder(bundle, bos_token_id=self.template.bos_token_id)
-        self._requests = RequestPrompts(bundle, self._encoder, template_kwargs)
+        self._requests = RequestPrompts(
+            bundle, self._encoder, template_kwargs, max_tokens=max_tokens
+        )
         self._ends = frozenset(bundle.eos_token_ids)
         self._inner = any_of(self.template.inner)
         # the end-of-turn token with what the template writes before it, and the text after it

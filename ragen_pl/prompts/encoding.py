@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 # characters that stand for names of control tokens in rendered text: the last plane for private use
 _FIRST_PLACE, _LAST_PLACE = 0x100000, 0x10FFFD
 _PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
+# characters of a text that is kept with its ids
+_LONGEST_KEPT = 10_000
+# characters of a rendering that are encoded first to see how long it is, for each token that it may have
+_FIRST_LOOK = 8
 # an added token that a chat template uses as a mark, such as <tool_call>
 _MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
 
 class TextEncoder:
-    """Encode texts of prompts. What was encoded is kept.
+    """Encode texts of prompts. Short texts that were encoded are kept.
 
     Args:
         bundle: tokenizer of the model.
@@ -94,6 +98,20 @@ class TextEncoder:
         if end < len(text) or not ids:
             ids.append(self.encode(text[end:], continues=continues or bool(ids)))
         return np.concatenate(ids)
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Return whether a rendering is so much longer than a number of tokens that its beginning is too.
+
+        The work depends on the limit, and not on the length of the rendering. Where only the whole has more tokens, the
+        answer is False.
+        """
+        length = _FIRST_LOOK * limit
+        while length < len(text):
+            # what follows can change the last tokens of a beginning, but never halve their number
+            if len(self.encode_rendered(text[:length])) > 2 * limit + _FIRST_LOOK:
+                return True
+            length *= 4
+        return False
 
     def _place(self, found: re.Match[str]) -> str:
         name = found[0]
@@ -177,14 +195,18 @@ class TextEncoder:
     def _cached(
         self, key: tuple[str, str], text: str, *, split_special_tokens: bool = False
     ) -> np.ndarray:
-        if key not in self._encoded:
-            if len(self._encoded) > 20_000:
-                self._encoded.clear()
-            ids = self._bundle.tokenizer(
-                text, add_special_tokens=False, split_special_tokens=split_special_tokens
-            )["input_ids"]
-            self._encoded[key] = np.asarray(ids, dtype=np.int64)
-        return self._encoded[key]
+        known = self._encoded.get(key)
+        if known is not None:
+            return known
+        if len(self._encoded) > 20_000:
+            self._encoded.clear()
+        encoded = self._bundle.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=split_special_tokens
+        )["input_ids"]
+        ids = np.asarray(encoded, dtype=np.int64)
+        if len(text) <= _LONGEST_KEPT:
+            self._encoded[key] = ids
+        return ids
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -333,7 +333,8 @@ class AgentServer:
             )
         if session.ended:
             raise ended_error()
-        body = read_json(await read_body(request, timeout_s=self._body_s))
+        data = await read_body(request, timeout_s=self._body_s)
+        body = read_json(data) if is_small(data) else await asyncio.to_thread(read_json, data)
         if not isinstance(body.get("id"), str) or "reward" not in body:
             raise RequestError(400, 'expected {"id": id of a response, "reward": number}')
         try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -92,6 +93,7 @@ class Call:
         client: the request, once it was read; without messages and images once it was answered.
         clients: number of open connections that wait.
         delivered: whether one of them got the answer.
+        retries: largest retry count with which a client has asked for it again.
 
     Example:
         A client that gives up and comes back::
@@ -110,6 +112,12 @@ class Call:
     client: ClientRequest | None = None
     clients: int = 0
     delivered: bool = False
+    retries: int = 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether no client is there to get its answer, and none has got it."""
+        return self.clients == 0 and not self.delivered
 
 
 @dataclass(slots=True)
@@ -162,7 +170,8 @@ class Session:
     rewards: ResponseRewards = field(default_factory=ResponseRewards)
     counts: dict[str, int] = field(default_factory=dict)
     ended: bool = False
-    _known: OrderedDict[str, Call] = field(default_factory=OrderedDict)
+    # the newest ones, which clients may ask for again
+    _known: deque[Call] = field(default_factory=lambda: deque(maxlen=_MAX_KNOWN))
     _waiting: set[Call] = field(default_factory=set)
     _number: int = 0
     _refused: int = 0
@@ -207,15 +216,24 @@ class Session:
     def known(self, digest: str, *, retries: int) -> Call | None:
         """Return the call that a body asks for again, None for a new one.
 
-        It is the newest one with this body, if the client says that it tries again, or nobody waits for it and it was
-        not delivered.
+        It is one that nobody waits for and that was not delivered, or any if the client says that it tries again. Of
+        several with the same body, each client gets its own back: those that wait come in their order, then those that
+        were delivered, the newest first, and last the ones that were asked for again as often.
         """
-        call = self._known.get(digest)
-        if call is None or call.answer.cancelled():
+        same = [
+            call for call in self._known if call.digest == digest and not call.answer.cancelled()
+        ]
+        if retries == 0:
+            same = [call for call in same if call.is_left]
+        if not same:
             return None
-        taken_over = call.clients == 0 and not call.delivered
-        if retries == 0 and not taken_over:
-            return None
+        waiting = [call for call in same if not call.delivered]
+        delivered = [call for call in reversed(same) if call.delivered]
+        call = min(
+            [*waiting, *delivered],
+            key=lambda each: (each.retries >= max(1, retries), not each.is_left),
+        )
+        call.retries = max(call.retries, retries)
         self.count("retries")
         return call
 
@@ -238,10 +256,7 @@ class Session:
             )
         call = Call(f"{id_prefix}{self._number:06}", digest, self, self.loop.create_future())
         self._number += 1
-        self._known[digest] = call
-        self._known.move_to_end(digest)
-        while len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+        self._known.append(call)
         self._waiting.add(call)
         return call
 
@@ -296,8 +311,8 @@ class Session:
         return True
 
     def _forget(self, call: Call) -> None:
-        if self._known.get(call.digest) is call:
-            del self._known[call.digest]
+        with suppress(ValueError):
+            self._known.remove(call)
 
     def _close(self) -> None:
         self.ended = True
