@@ -93,3 +93,17 @@ report(reward=1.0)
     (episode,) = play(script(body), bundle=native_vlm)
     assert episode.error is None
     assert episode.status is EpisodeStatus.TERMINATED and len(episode.turns) == 2
+
+
+def test_the_line_of_a_failed_episode_shows_the_end_of_the_output(play, script, caplog):
+    """The reason stands there, below a traceback of any length."""
+    body = """
+ask('a')
+for number in range(40):
+    print(f'line {number} ' + 'x' * 200, file=sys.stderr)
+raise ValueError('the shop is closed')
+"""
+    play(script(body))
+    (line,) = [one.message for one in caplog.records if "episodes failed" in one.message]
+    assert "the program failed: exit code 1" in line
+    assert line.endswith("ValueError: the shop is closed") and len(line) < 600
