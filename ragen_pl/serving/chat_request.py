@@ -22,7 +22,7 @@ _WHOLE_NUMBER = ("a whole number", (int,))
 _WORD = ("a text", (str,))
 _OBJECT = ("an object", (dict,))
 # of the sampling, which the config of a run decides, with their types
-SAMPLING = {
+SAMPLING: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "temperature": _NUMBER,
     "top_p": _NUMBER,
     "top_k": _WHOLE_NUMBER,
