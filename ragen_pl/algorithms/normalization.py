@@ -240,7 +240,7 @@ class RewardNormalizer:
         return self.by.needs_groups
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that groups can be compared, and that the estimator does not undo the normalization.
+        """Check that groups can be compared, and that neither whitening nor the estimator undoes the normalization.
 
         Standardization undoes a shift and a scale that all returns of its mean share.
 
@@ -249,6 +249,8 @@ class RewardNormalizer:
         """
         if self.needs_groups:
             facts.require_groups(self, key="algorithm.normalize")
+        if self.by.scope is not None and facts.whitens and facts.critic == "none":
+            facts.refuse_whitening(type(self.by).__name__, scope=self.by.scope)
         scopes = self.by.scope, facts.standardizes
         if self.clips or facts.rewards_penalized or None in scopes or scopes == ("group", "batch"):
             return

@@ -178,9 +178,15 @@ class UpdateLoss:
             )
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that samples of older weights are corrected for, if the run has any."""
+        """Check that samples of older weights are corrected for, and that whitening moves no baseline.
+
+        Raises:
+            ValueError: They are not, or it does.
+        """
         if facts.iterations_ahead:
             self.require_correction()
+        if self.whiten and facts.baseline is not None:
+            facts.refuse_whitening(facts.estimator, scope=facts.baseline)
 
     def require_correction(self) -> None:
         """Check that samples of older weights are corrected for.

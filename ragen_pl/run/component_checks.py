@@ -97,6 +97,8 @@ def _run_facts(
         critic=cfg.algorithm.critic,
         estimator=type(estimator).__name__,
         standardizes=estimator.standardizes,
+        baseline=estimator.baseline,
+        whitens=loss.whiten,
         rewards_penalized=loss.kl is not None and loss.kl.changes_rewards,
         iterations_ahead=cfg.rollout.iterations_ahead,
         loss=loss,

@@ -117,6 +117,11 @@ class ReinforcePlusPlus(Estimator):
 
     gamma: Fraction = 1.0
 
+    @property
+    def baseline(self) -> StandardizationScope | None:
+        """The batch, whose mean is subtracted at each token."""
+        return "batch"
+
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `reinforce_plus_plus` to the tokens of M_adv."""
         pair = reinforce_plus_plus(
