@@ -37,13 +37,7 @@ from ragen_pl.modules.preparation import add_scores, prepare_batch
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
-from ragen_pl.optimizers import (
-    MasterWeights,
-    OptimizerFactory,
-    build_optimizer,
-    parameter_groups,
-    schedule_by_iteration,
-)
+from ragen_pl.optimizers import MasterWeights, OptimizerFactory, schedule_by_iteration
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -293,16 +287,17 @@ class AgentModule(GuardedModule):
         self.statistics.update(sums)
         return loss
 
+    def schedule_settings(self) -> dict[str, float]:
+        """Return the settings of the schedule."""
+        return {
+            "learning_rate_warm_up": self.optimization.learning_rate_warm_up,
+            "learning_rate_end": self.optimization.learning_rate_end,
+            "trainer.max_epochs": self.trainer.max_epochs,
+        }
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return one optimizer with the groups `policy` and `critic`, and its schedule."""
-        rate = self.critic_learning_rate
-        groups = parameter_groups(self.policy, self.critic, critic_learning_rate=rate)
-        optimizer = build_optimizer(
-            self.optimizer_factory,
-            groups,
-            master_weights=self.optimization.master_weights,
-            decay_vectors=self.optimization.decay_vectors,
-        )
+        optimizer = self.build_optimizer()
         schedule = schedule_by_iteration(
             optimizer,
             iterations=self.trainer.max_epochs,

@@ -23,10 +23,10 @@ from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, whole
 from ragen_pl.finite import NonFiniteError, largest
+from ragen_pl.modules.optimized import OptimizedModule
 from ragen_pl.modules.recording import (
     UPDATE,
     Finding,
-    Recordable,
     find,
     minibatches_of_step,
     present_step,
@@ -101,7 +101,7 @@ class SkippedStepsError(NonFiniteError):
         self.record = record
 
 
-class GuardedModule(Recordable):
+class GuardedModule(OptimizedModule):
     """A training module whose optimizer takes no step with a gradient or a loss that is not finite.
 
     The optimizer is called without gradients then, so neither weights nor moments change. All ranks skip the same
