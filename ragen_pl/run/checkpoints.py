@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.run.folder import Run, last_whole, run_of, time_of
+from ragen_pl.run.start_settings import newest_settings
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ class Checkpoint:
 
     @property
     def settings_file(self) -> Path:
-        """File of the run's config, which need not exist."""
-        return self.path / EXPORTED if self.is_folder else (self.run or self.path) / "config.yaml"
+        """File of the config of the run's last start, which need not exist."""
+        return self.path / EXPORTED if self.is_folder else newest_settings(self.run or self.path)
 
     def settings(self) -> dict[str, Any]:
         """Return the run's config, empty if the run is unknown."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
 from ragen_pl.callbacks.summary import RunSummary
@@ -64,9 +64,9 @@ from ragen_pl.run.reports import report_accelerator, report_template, report_vie
 from ragen_pl.run.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.run.start_check import TrainerCheck
+from ragen_pl.run.start_settings import keep_settings
 from ragen_pl.run.starts import counted_start
 from ragen_pl.run.trainer import LIMITS, build_trainer
-from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 from ragen_pl.stop_signals import Stopped, ending
@@ -172,13 +172,14 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
     with hold(run.folder):
         remove_leftovers(run.folder)
         remove_leftovers(run.checkpoints)
-        config = run.folder / "config.yaml"
-        if not run.resumed or not config.exists():
-            write_settings(config, OmegaConf.to_yaml(cfg, resolve=True))
+        kept, difference = keep_settings(cfg, run.folder, resumed=run.resumed)
+        if difference is not None:
+            log.warning(difference)
         if run.passed_over is not None:
             log.warning(f"{run.passed_over}; the run continues from {run.checkpoint}")
         start = {"begins": beginning_of(run), "config": config_digest(cfg)}
-        with counted_start(run.folder, **start, max_failures=cfg.trainer.get("max_starts")):
+        failures = cfg.trainer.get("max_starts")
+        with counted_start(run.folder, **start, settings=kept.name, max_failures=failures):
             yield
 
 
