@@ -65,8 +65,8 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a validation set's episodes; groups are the samples of one initial state.
 
-    Failed episodes are counted and enter no other metric; pass@k is that of the groups with k others. Metrics of no
-    responses at all are left out.
+    Failed episodes are counted and enter no other metric. pass@k is that of the groups with k others, each weighted by
+    its number of others, so that pass@1 is the success. Metrics of no responses at all are left out.
 
     Raises:
         ValueError: every episode failed.
@@ -79,13 +79,14 @@ def validation_metrics(
     metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
     failed = rollout["failed_episodes"] > 0
     for k in pass_ks:
-        rates = [
-            pass_at(k, samples=len(samples), successes=sum(samples))
-            for samples in groups
-            if len(samples) >= k or not failed
-        ]
-        if rates:
-            interval = wilson(math.fsum(rates) / len(rates), count=len(rates))
+        counted = [samples for samples in groups if len(samples) >= k or not failed]
+        if counted:
+            rates = [
+                pass_at(k, samples=len(samples), successes=sum(samples)) for samples in counted
+            ]
+            weighted = math.fsum(len(one) * rate for one, rate in zip(counted, rates, strict=True))
+            mean = weighted / sum(map(len, counted))
+            interval = wilson(mean, count=len(rates))
             metrics |= interval.metrics(f"pass@{k}")
     return metrics
 

@@ -7,6 +7,7 @@ import logging
 import peft
 import pytest
 import torch
+from composing import composed
 from family_models import TEXT, tiny
 from safetensors.torch import save_file
 from torch import nn
@@ -18,6 +19,7 @@ from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.merging import _log_rounding, check_merging
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import AdaptersOff, InitialPolicy, WithoutAdapters
+from ragen_pl.run import build
 
 # peft advises on many kinds
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -182,6 +184,14 @@ def test_a_trained_weight_that_no_checkpoint_has_is_refused():
         check_merging(model)
     model.extra.shift.requires_grad_(False)
     check_merging(model)
+
+
+def test_a_run_checks_the_model_that_it_builds(monkeypatch):
+    bundle = tiny("qwen3")
+    bundle.model.add_adapter(peft.PolyConfig(target_modules=["q_proj"]))
+    monkeypatch.setattr(build, "build_bundle", lambda cfg: bundle)
+    with pytest.raises(ValueError, match=r"^model\.build: Linear on .* can't be merged"):
+        build.assemble(composed("env=bandit", "logger=none"))
 
 
 def test_an_adapter_that_a_merge_leaves_out_is_found():
