@@ -166,8 +166,19 @@ class WarmStart(TypedDict, total=False):
 
 
 class ValidationSet(TypedDict, total=False):
-    """One of `validation_sets`: its own keys, and changes to the environment's."""
+    """One of `validation_sets`: its own keys, and changes to the environment's.
 
+    Attributes:
+        command: command line of another agent program.
+        function: import path of another function in place of a command.
+        tasks: other tasks of the program.
+        verifier: another command that prints the result.
+    """
+
+    command: list[str] | None
+    function: str | None
+    tasks: str | None
+    verifier: list[str] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target", "env.target")]
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ def load_tasks(source: str) -> Sequence[Any]:
         ValueError: there are no tasks, or one is no JSON value.
     """
     path = Path(source).expanduser()
+    if not path.exists() and not _is_importable(source):
+        raise ValueError(
+            f"env.tasks={source}: no such file or folder, and no such module; give a file or folder of JSON lines or "
+            "Parquet, or the import path of an iterable"
+        )
     try:
         rows = _rows(path) if path.exists() else _imported(source)
         tasks = [json.loads(json.dumps(row, sort_keys=True)) for row in rows]
@@ -56,8 +62,17 @@ def _parquet(file: Path) -> Iterable[Any]:
 
 def _imported(source: str) -> Iterable[Any]:
     module, _, name = source.rpartition(".")
-    if not module:
-        raise FileNotFoundError("no such file or folder")
     tasks = getattr(importlib.import_module(module), name)
     rows: Iterable[Any] = tasks() if callable(tasks) else tasks
     return rows
+
+
+def _is_importable(source: str) -> bool:
+    """Return whether a text is a name in a module that is there."""
+    module, _, _ = source.rpartition(".")
+    try:
+        is_path = all(part.isidentifier() for part in source.split("."))
+        return is_path and bool(module) and find_spec(module) is not None
+    # of a package above the module
+    except ImportError:
+        return False
