@@ -32,6 +32,7 @@ OTHER = {
     "command": ["python", "other.py"],
     "function": "other_module.play",
     "tasks": "other.jsonl",
+    "validation_tasks": "held_out.jsonl",
     "verifier": ["python", "check.py"],
     "max_turns": 9,
 }
