@@ -211,10 +211,11 @@ def annotation_at(cfg: DictConfig, key: str) -> Any:
         key: the setting's full name.
     """
     root = plain_values(cfg)
-    node, annotation, parent = root, Settings, {}
+    node, parent, annotation = root, dict[str, Any](), Settings
     for name in key.split("."):
         annotation = _annotation_in(node, name, annotation, parent=parent, root=root)
-        parent, node = node, node.get(name) if isinstance(node.get(name), dict) else {}
+        child = node.get(name)
+        parent, node = node, child if isinstance(child, dict) else {}
     return annotation
 
 

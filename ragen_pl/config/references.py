@@ -87,16 +87,17 @@ def _with_bases(file: Path, groups: Sequence[Path]) -> DictConfig:
     return OmegaConf.merge(*found, own)  # type: ignore[return-value]
 
 
-def _node(cfg: DictConfig, place: Place) -> DictConfig | ListConfig | None:
+def _node(cfg: DictConfig, place: Place) -> Any:
+    """Return the mapping or list at a place, None where there is none."""
     node: Any = cfg
     for name in place:
-        if not isinstance(node, DictConfig | ListConfig) or not _has(node, name):
+        if not OmegaConf.is_config(node) or not _has(node, name):
             return None
         node = node[name]
-    return node if isinstance(node, DictConfig | ListConfig) else None
+    return node if OmegaConf.is_config(node) else None
 
 
-def _value(node: DictConfig | ListConfig, name: str | int) -> Any:
+def _value(node: Any, name: str | int) -> Any:
     """Return a setting as a plain value, references resolved."""
     value = node[name]
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -126,7 +126,7 @@ class ProgramLauncher:
         with its_end:
             process = subprocess.Popen(
                 [sys.executable, str(_SUPERVISOR), *named],
-                stdin=its_end,
+                stdin=its_end.fileno(),
                 stdout=subprocess.PIPE,
                 env=program_variables(),
                 start_new_session=True,

@@ -59,13 +59,13 @@ def main() -> None:
     kept = set(_children())
     print("ready", flush=True)
     while True:
-        ready, _, _ = select.select([owner, ended], [], [])
+        ready, _, _ = select.select([owner.fileno(), ended], [], [])
         if ended in ready:
             os.read(ended, 1 << 12)
             kept -= _reaped()
             for orphan in set(_children()) - kept:
                 _kill(orphan)
-        if owner not in ready:
+        if owner.fileno() not in ready:
             continue
         data, descriptors, _, _ = socket.recv_fds(owner, 1, 1)
         if not data:

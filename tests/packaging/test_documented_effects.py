@@ -32,6 +32,11 @@ from ragen_pl.programs.tasks import load_tasks
 OF_A_RUN = ("evaluate", "play", "serve", "export")
 COMPOSED = ("fit", *OF_A_RUN)
 GROUPS = group_names(config_dir())
+# nodes of a training run
+ROOTS = (
+    "env", "rollout", "context", "validation", "warm_start", "trainer", "optimizer", "algorithm", "learning_rate",
+    "model",
+)  # fmt: skip
 _PLACES = ("env", "ckpt", "to")
 
 
@@ -193,17 +198,23 @@ INLINE = re.compile(r"`'?((?:[+~]?[a-z_][\w./]*=[^`\s]+(?: |$)?)+[^`']*)'?`")
 
 
 def test_settings_in_the_text_of_a_page_have_their_effect() -> None:
-    """Those of agent programs, each by itself: they are not in a block that is run."""
+    """Those of agent programs, which are not in a block that is run. Many are composed at once."""
     text = re.sub(r"```.*?```", "", (ROOT / "docs" / "agents.md").read_text(), flags=re.S)
     lines = [match[1].replace("\n", " ").replace("…", "x") for match in INLINE.finditer(text)]
     assert any(line.startswith("env.kwargs.variables={") for line in lines)
     assert any("warm_start.weights=" in line for line in lines)
-    program = ["env=program", "env.command=[a]"]
+    together: list[dict[str, str]] = []
     for line in dict.fromkeys(lines):
-        words = shlex.split(line) if "{" not in line else [line]
-        given = tuple(word for word in words if "=" in word)
-        base = [one for one in program if key_of(one) not in map(key_of, given)]
-        cfg = composed("fit", (*base, *given), None)
-        assert all(has_value(cfg, one) for one in given), line
-        assert list(unread_overrides(cfg, given)) == [], line
-        check_groups((*base, *given))
+        words = [line] if "{" in line else [word for word in shlex.split(line) if "=" in word]
+        # others are parameters of requests
+        given = {key_of(word): word for word in words if key_of(word).split(".")[0] in ROOTS}
+        place = next((one for one in together if not one.keys() & given.keys()), None)
+        if place is None:
+            together.append(place := {"env": "env=program", "env.command": "env.command=[a]"})
+        place |= {key: word for key, word in given.items() if key not in ("env", "env.command")}
+    assert len(together) < 8
+    for found in together:
+        cfg = composed("fit", tuple(found.values()), None)
+        assert [word for word in found.values() if not has_value(cfg, word)] == []
+        assert list(unread_overrides(cfg, list(found.values()))) == []
+        check_groups([*found.values()])
