@@ -64,6 +64,9 @@ class FailureCause(StrEnum):
 REWARD_PART = "environment/"
 """Prefix of the reward terms that are named parts of the environment's reward."""
 
+MAX_REWARD = 1e30
+"""Bound of a reward: a larger one is infinite once returns are summed in float32."""
+
 JOINED, FIRST = "joined", "first"
 """Values of `Turn.history`: a prompt that continues a response, and the first one of an episode."""
 DIFFERENCES = (

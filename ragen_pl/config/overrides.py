@@ -40,6 +40,15 @@ def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
     return choices + values
 
 
+def key_of(line: str) -> str:
+    """Return the full name of the key that an override sets.
+
+    >>> key_of("+env.kwargs/size=3")
+    'env.kwargs.size'
+    """
+    return line.partition("=")[0].lstrip("+~").partition("@")[0].replace("/", ".")
+
+
 def _flattened(settings: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

@@ -16,10 +16,8 @@ import numpy as np
 from PIL import Image
 
 from ragen_pl.rgb import rgb_array
-from ragen_pl.trajectory import REWARD_PART, ChatRequest, Observation
+from ragen_pl.trajectory import MAX_REWARD, REWARD_PART, ChatRequest, Observation
 
-# a larger reward is infinite once returns are summed in float32
-_MAX_REWARD = 1e30
 # of a declared range of rewards, for rounding
 _TOLERANCE = 1e-6
 _GRAY = 128
@@ -154,7 +152,7 @@ class AnswerReader:
     ) -> dict[str, float]:
         """Return the reward by its named parts, or whole without any."""
         reward = _number(value)
-        if reward is None or not abs(reward) < _MAX_REWARD:
+        if reward is None or not abs(reward) < MAX_REWARD:
             found = shortened(value) if reward is None else f"{reward:g}"
             raise ValueError(f"{self.target} returned reward {found}; expected a finite number")
         low, high = reward_range or (-math.inf, math.inf)

@@ -109,6 +109,7 @@ class _Check:
         self.calls.call("", self._check_actions)
         slot = self._reset()
         if slot.observation is None or slot.observation.request is not None:
+            self._warn_of_training_tasks()
             return  # a program waits for its policy
         shows = bool(slot.observation.images)
         content, model = ("an image", "small_vlm") if shows else ("no image", "small_lm")
@@ -127,6 +128,15 @@ class _Check:
             self._check_episodes()
         self._check_stages()
         self._warn_of_garbage()
+
+    def _warn_of_training_tasks(self) -> None:
+        env = self.cfg.env
+        held_out = (env.get("validation_tasks"), env.get("held_out_fraction"))
+        if env.get("tasks") and held_out == (None, None):
+            log.warning(
+                "env.validation_tasks=null: validation plays the tasks of training; set a fraction of them that "
+                "training leaves out, such as 0.2, or the file of other tasks"
+            )
 
     def _require(self, holds: bool, otherwise: str) -> None:
         if not holds:

@@ -250,6 +250,8 @@ class EnvironmentManager:
         """Begin an episode in a state that it may begin in; return how many others were drawn before."""
         spec = slot.spec
         options = dict(spec.options) if spec.options else None
+        if spec.held_out is not None and slot.members.draws_held_out:
+            options = {**(options or {}), "held_out": spec.held_out}
         answer = slot.env.reset(seed=spec.seed, options=options)
         draw = 0
         while self._is_barred(slot):

@@ -87,6 +87,11 @@ class EnvironmentMembers:
             f"found reward_range={shortened(declared)}, expected the lowest and the highest reward of a step"
         )
 
+    @property
+    def draws_held_out(self) -> bool:
+        """Whether `reset` takes the option `held_out`: true for an episode of validation, false for one of training."""
+        return bool(getattr(self._environment, "draws_held_out", False))
+
     def state_key(self) -> str | None:
         """Return text that two states share exactly when they are equal."""
         return self._call("state_key", str)

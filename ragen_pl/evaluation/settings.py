@@ -26,6 +26,11 @@ from ragen_pl.checked import checked
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir, searched
+from ragen_pl.config.references import (
+    references_in,
+    references_of_environment,
+    with_references,
+)
 from ragen_pl.config.settings import keys_of
 from ragen_pl.constraints import CountOrZero
 from ragen_pl.evaluation.validation_sets import environment_key
@@ -84,7 +89,7 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
         raise ConfigError(translated(error)) from error
     overrides = {override.key_or_group: override for override in parsed}
     trained = _trained_settings(overrides, args=args)
-    ConfigStore.instance().store(name="trained", node=OmegaConf.create(trained))
+    ConfigStore.instance().store(name="trained", node=trained)
     remaining = [_line(override) for override in parsed if override.key_or_group not in _RESOLVED]
     ckpt = _value(overrides, "ckpt")
     if ckpt is not None:
@@ -94,10 +99,13 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
     return remaining
 
 
-def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> Settings:
+def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> DictConfig:
     env, model, ckpt = (_value(overrides, name) for name in ("env", "model", "ckpt"))
     engine = _value(overrides, _ENGINE)
-    shipped = _shipped([f"env={env}"] if env else [], args=args)
+    chosen = [f"env={env}"] if env else []
+    composed = _composed(chosen, args=args)
+    shipped = _plain(composed)
+    references = references_in(composed, "env", "context", "rollout")
     settings = _default_settings(shipped)
     settings["source"]["untrained"] = model is not None
     root = _value(overrides, "paths.root") or shipped["paths"]["root"]
@@ -115,22 +123,29 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
             )
         _apply_checkpoint(settings, checkpoint, keep_env=env is not None)
     if model:
-        settings["model"] = _shipped([f"model={model}"], args=args)["model"]
+        with_model = _composed([*chosen, f"model={model}"], args=args)
+        settings["model"] = _plain(with_model)["model"]
+        references |= references_in(with_model, "model")
     if (ckpt or model) and not env and not has_run:
         raise ConfigError("env has no value, and the weights name no environment; set env=…")
     if has_run and not (_is_true(overrides, "trust") or is_own(checkpoint.settings_file)):
         _check_foreign(settings, overrides, file=checkpoint.settings_file)
+    if has_run and not env:
+        references |= references_of_environment(
+            settings["env"].get("target"), _folders(overrides, args=args)
+        )
     if engine:
-        settings["rollout"]["engine"] = _shipped_engine(engine, args=args)
+        with_engine = _composed([f"{_ENGINE}={engine}"], args=args)
+        settings["rollout"]["engine"] = _plain(with_engine)["rollout"]["engine"]
+        references |= references_in(with_engine, "rollout.engine")
     if baselines := _value(overrides, _BASELINES):
-        chosen = [f"env={env}"] if env else []
-        with_baselines = _shipped([*chosen, f"{_BASELINES}={baselines}"], args=args)
+        with_baselines = _plain(_composed([*chosen, f"{_BASELINES}={baselines}"], args=args))
         settings["validation"]["baselines"] = with_baselines["validation"]["baselines"]
     build = settings["model"]["build"]
     if "max_tokens" in build and (model or (ckpt and checkpoint.is_folder)):
         # other policies keep the positions of their run
         build["max_tokens"] = "${context.max_tokens}"
-    return settings
+    return with_references(settings, references)
 
 
 def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, file: Path) -> None:
@@ -231,9 +246,9 @@ def _of_episodes(rollout: Settings) -> Settings:
     }
 
 
-def _shipped(overrides: list[str], *, args: argparse.Namespace) -> Settings:
-    """Return the training config with these overrides as plain settings."""
-    settings = OmegaConf.to_container(_composed(overrides, args=args), resolve=True)
+def _plain(cfg: DictConfig) -> Settings:
+    """Return a composed configuration as plain settings."""
+    settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
     return {str(key): value for key, value in settings.items()}
 
@@ -254,12 +269,15 @@ def _composed(overrides: list[str], *, args: argparse.Namespace) -> DictConfig:
             raise ConfigError(translated(error)) from error
 
 
-def _shipped_engine(name: str, *, args: argparse.Namespace) -> Settings:
-    """Return the settings of a rollout engine, which refer to those of the context."""
-    cfg = _composed([f"{_ENGINE}={name}"], args=args)
-    engine = OmegaConf.to_container(cfg.rollout.engine, resolve=False)
-    assert isinstance(engine, dict)
-    return {str(key): value for key, value in engine.items()}
+def _folders(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> list[Path]:
+    """Return the folders of configurations that the command line adds to the shipped one."""
+    given = [folder for folder in (args.config_dir, args.config_path) if folder]
+    searched_too = overrides.get("hydra.searchpath")
+    places = searched_too.value() if searched_too is not None else None
+    for place in places if isinstance(places, list) else []:
+        kind, _, folder = str(place).partition("://")
+        given += [folder] if kind == "file" else []
+    return [Path(folder).resolve() for folder in given]
 
 
 def _line(override: Override) -> str:

@@ -326,10 +326,11 @@ def reinforce(
     if trainer.is_global_zero:
         write_metrics(metrics, run)
     # the first rank plays alone, with weights of all ranks
-    engine = agent.rollout_engine() if cfg.validation.blank else None
+    validates = cfg.trainer.get("limit_val_batches") != 0
+    engine = agent.rollout_engine() if validates and cfg.validation.blank else None
     baselines: dict[str, dict[str, float]] = {}
     with nullcontext() if engine is None else collective_rollout(engine):
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and validates:
             device = trainer.strategy.root_device
             baselines = baseline_metrics(cfg.validation.baselines, components.validation_sets[0])
             if engine is not None:

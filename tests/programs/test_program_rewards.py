@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from ragen_pl.trajectory import EpisodeStatus
 
 
@@ -98,3 +100,59 @@ def test_a_verifier_judges_in_the_programs_folder(play, script, tmp_path):
 def test_a_crash_costs_its_reward_where_one_is_set(play, script):
     (episode,) = play(script("ask('a'); sys.exit(3)"), crash_reward=-1.0)
     assert episode.status is EpisodeStatus.TERMINATED and episode.reward == -1.0
+
+
+def test_a_verifier_gets_the_variables_of_a_program_and_a_home_of_its_own(
+    play, script, tmp_path, monkeypatch
+):
+    """Not the trainer's, nor the folder in which the program may leave modules for it."""
+    monkeypatch.setenv("WANDB_API_KEY", "trainers")
+    monkeypatch.setenv("SHOP_KEY", "shops")
+    verifier = tmp_path / "verify.py"
+    verifier.write_text(
+        "import json, os\n"
+        "names = ('WANDB_API_KEY', 'SHOP_KEY', 'SHOP', 'OPENAI_API_KEY')\n"
+        "found = {name: os.environ.get(name, '') != '' for name in names}\n"
+        "home = os.environ['HOME']\n"
+        "print(json.dumps({'reward': 1, 'info': {**found, 'home': os.listdir(home), 'here': os.listdir()}}))"
+    )
+    (episode,) = play(
+        script("ask('a')\nopen('made', 'w').close()"),
+        verifier=[sys.executable, str(verifier)],
+        variables={"SHOP": "north"},
+        variables_env=["SHOP_KEY"],
+    )
+    assert episode.error is None
+    found = episode.turns[-1].info["program"]
+    assert [found[name] for name in ("WANDB_API_KEY", "SHOP_KEY", "SHOP", "OPENAI_API_KEY")] == [
+        False, True, True, False,
+    ]  # fmt: skip
+    assert found["home"] == [] and found["here"] == ["made"]
+
+
+def test_variables_that_are_passed_on_stand_in_nothing_that_is_kept(play, script, monkeypatch):
+    monkeypatch.setenv("SHOP_KEY", "very-secret")
+    body = """
+key = os.environ["SHOP_KEY"]
+print("the key is", key)
+ask("a")
+if SEED == 0:
+    sys.exit("no shop with " + key)
+report(reward=1, info={"key": key, "length": len(key)})
+"""
+    episodes = play(script(body), episodes=3, variables_env=["SHOP_KEY"])
+    assert "no shop with $SHOP_KEY" in episodes[0].error
+    kept = episodes[2].turns[-1].info["program"]
+    assert (kept["output"], kept["key"], kept["length"]) == (
+        "the key is $SHOP_KEY\n",
+        "$SHOP_KEY",
+        11,
+    )
+    assert not any("very-secret" in repr(episode) for episode in episodes)
+
+
+def test_a_variable_that_is_not_set_is_an_error():
+    from ragen_pl.programs.environment import ProgramEnvironment
+
+    with pytest.raises(ValueError, match="variables_env has NO_SUCH_KEY: no such environment"):
+        ProgramEnvironment(command=["a"], variables_env=["NO_SUCH_KEY"])
