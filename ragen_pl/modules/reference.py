@@ -227,6 +227,8 @@ class InitialPolicy:
     `AdaptersOff` if only fresh adapters are trained, else a `FrozenCopy`.
     """
 
+    needs_trust = ()
+
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference."""
         model = policy.bundle.model

@@ -78,6 +78,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         ValueError: there is no program, or both a command and a function.
     """
 
+    needs_trust = ("command", "function", "tasks", "verifier", "models", "variables", "host")
+
     action_space: spaces.Space[Any]
 
     @checked
