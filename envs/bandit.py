@@ -90,6 +90,8 @@ class Bandit(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     instructions = (
         "There are two arms and you pull one of them, once. One arm is safe: it always pays the "
         "same small amount. The other is risky: it pays a large amount now and then, and nothing "

@@ -56,6 +56,8 @@ class BanditMemory(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     @checked_arguments
     def __init__(
         self,

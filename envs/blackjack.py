@@ -48,6 +48,8 @@ class Blackjack(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     action_names = ("Hit", "Stand")
     frequent_words = ("you", "hard", "soft", "dealer", "ace", "of", "lose", *action_names)
     instructions = (

@@ -55,6 +55,8 @@ class Code(Environment):
     - `described_fraction`: fraction of functions described in words; others have to be found from the examples.
     """
 
+    needs_trust = ()
+
     instructions = (
         "You write a Python function f(x) of one argument. You are told what it does with x, step by step, and see "
         "examples. Divide rounds down, at least and at most give the larger and the smaller of two numbers, keep "

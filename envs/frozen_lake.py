@@ -101,6 +101,8 @@ class FrozenLake(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     action_names = MOVES
     option_names = ("size", "min_distance", "max_distance", "min_detour", "layout")
     relation_names = ("goal", "hole")

@@ -53,6 +53,8 @@ class Game2048(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     action_names = MOVES
     option_names = ("target",)
 

@@ -68,6 +68,8 @@ class Invoice(ToolEnvironment):
     - `false_accept`, `read_cost`: see Rewards.
     """
 
+    needs_trust = ()
+
     rules = (
         "You check an invoice. Open the order, the delivery note and the invoice. The invoice is right if it bills "
         "the count that was delivered, at the price of the order, with sums that are count times price, and no item "

@@ -49,6 +49,8 @@ class KnowledgeBase(ToolEnvironment):
     - `results`: number of pages that a search shows.
     """
 
+    needs_trust = ()
+
     rules = (
         "You answer a question from a company's wiki. It has a page for each person, team, project and contract "
         "with a client, and notes of meetings. Search for pages by their words, read them by their id, and answer "

@@ -59,6 +59,8 @@ class PocketCube(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     action_names = TURNS
     frequent_words = (
         "up", "down", "left", "right", "front", "back", "whole", "U2", "U-", "R2", "R-", "F2", "F-",

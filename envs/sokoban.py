@@ -93,6 +93,8 @@ class Sokoban(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     action_names = MOVES
     option_names = ("size", "min_pushes", "max_pushes", "layout")
     relation_names = ("box", "target")

@@ -63,6 +63,8 @@ class SupportDesk(ToolEnvironment):
     - `lie_fraction`: fraction of requests in which the customer gives a day, which may be wrong.
     """
 
+    needs_trust = ()
+
     rules = (
         "You work at a support desk. The policy comes first, then the customer's request. Find the order, check "
         "the policy, and change the database only as it allows. Then tell the customer the outcome with say: the "

@@ -39,6 +39,8 @@ class Verdict(StrEnum):
 class NoAnswer:
     """Policy whose responses have no valid action."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Return an empty answer."""
         return ""
@@ -51,6 +53,8 @@ class Constant:
         action: name or index of an action, or a free text. Its fields in braces are numbers of the question: for
             `reach 8 with 2 3 3`, `{1} + {2}` stands for `2 + 3`.
     """
+
+    needs_trust = ()
 
     def __init__(self, *, action: str | int) -> None:
         self.action = action
@@ -69,6 +73,8 @@ class Cycle:
             nevertheless.
     """
 
+    needs_trust = ()
+
     def __init__(self, *, actions: Sequence[str], otherwise: Sequence[str] | None = None) -> None:
         self.actions, self.otherwise = list(actions), otherwise
 
@@ -85,6 +91,8 @@ class Cycle:
 
 class GrantAll:
     """Clerk at the support desk who grants every request, whatever the policy forbids."""
+
+    needs_trust = ()
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Find the order, ask for a code that the policy names, change the database, and tell the outcome."""
@@ -109,6 +117,8 @@ class GrantAll:
 class RefuseAll:
     """Clerk at the support desk who refuses every request by the first rule of the policy that concerns it."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Find the order, ask for a code that the policy names, and refuse."""
         desk: Any = env.unwrapped
@@ -128,6 +138,8 @@ class Buy:
     Args:
         choice: result to buy: the cheapest, the dearest, the best rated or the first one below the advertisement.
     """
+
+    needs_trust = ()
 
     @checked_arguments
     def __init__(self, *, choice: Choice = Choice.CHEAPEST) -> None:
@@ -161,6 +173,8 @@ class Decide:
         field: the wrong field to name in a refusal, of the first item of the invoice.
     """
 
+    needs_trust = ()
+
     @checked_arguments
     def __init__(self, *, verdict: Verdict, field: str = "count") -> None:
         self.verdict, self.field = verdict, field
@@ -178,6 +192,8 @@ class Decide:
 class ReadOne:
     """Reader of the knowledge base who opens the first result of one search, and answers from it."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Search for the entity, read the first result, and answer with its value of the relation asked for."""
         reader: Any = env.unwrapped
@@ -193,6 +209,8 @@ class ReadOne:
 
 class CountUp:
     """Policy that guesses the numbers 1, 2, 3 and so on."""
+
+    needs_trust = ()
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Return the next number."""

@@ -106,6 +106,8 @@ class WebShop(ToolEnvironment):
     - `wrong_cost`, `partial`: see Rewards.
     """
 
+    needs_trust = ()
+
     rules = (
         "You buy one product in a web shop for a customer, who says what it has to be. Search for it by words: its "
         "kind, material, color and size. A result shows the product's id, material, kind, price and stars. The "

@@ -66,6 +66,8 @@ class FrozenLakeVisual(TileImages, FrozenLake):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     task_text = "reach the goal"
 
     @checked_arguments

@@ -59,6 +59,8 @@ class SokobanVisual(TileImages, Sokoban):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     task_text = "push the boxes onto the targets"
 
     @checked_arguments

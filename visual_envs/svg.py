@@ -97,6 +97,8 @@ class Svg(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     option_names = ("min_shapes", "max_shapes")
     reward_range = (-0.5, 1.0)

@@ -161,6 +161,8 @@ class Gym(Environment):
     - `rules`: instructions in full sentences; null for those of the family.
     """
 
+    needs_trust = ("id", "settings")
+
     @checked_arguments
     def __init__(
         self,

@@ -67,6 +67,8 @@ class MiniGrid(Environment):
     - `plans`: whether `plan()` tells where the mission's thing is, with which demonstrations then reason.
     """
 
+    needs_trust = ("id", "settings")
+
     frequent_words = (
         "go to", "the", "a", "red", "green", "blue", "purple", "yellow", "grey", "ball", "box", "key", "ahead", "left",
         "right", "free", "carrying", "Left", "Right", "Forward", "Pickup", "Drop",

@@ -74,6 +74,8 @@ class OpenEnv(Environment):
     - `example_actions`: actions from which a random policy chooses.
     """
 
+    needs_trust = ("urls",)
+
     relations: Callable[[], list[tuple[str, int, int]]]
     """Positions of things relative to the player, where the server gives them."""
 

@@ -79,6 +79,8 @@ class ReasoningGym(Environment):
     - `difficulty_key`: number or list in the metadata that says how hard an item is; null for difficulty 1.
     """
 
+    needs_trust = ("settings", "question", "form")
+
     @checked_arguments
     def __init__(
         self,

@@ -172,6 +172,8 @@ class TextArena(Environment):
     - `settings`: the game's own arguments. `partial`: see above.
     """
 
+    needs_trust = ("settings",)
+
     frequent_words = ("The target number is", "higher", "lower", "move")
 
     @checked_arguments

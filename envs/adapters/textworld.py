@@ -54,6 +54,8 @@ class TextWorld(Environment):
     - `games`: number of games. `first_game`: number of the first one; other numbers give other games.
     """
 
+    needs_trust = ()
+
     @checked_arguments
     def __init__(
         self,

@@ -73,6 +73,8 @@ class Normalizer(Protocol):
 class Raw(Normalizer):
     """Leave returns as they are (the first step of RAGEN's ladder, ARPO)."""
 
+    needs_trust = ()
+
     scope: ClassVar[StandardizationScope | None] = None
 
     def __call__(
@@ -215,6 +217,8 @@ class RewardNormalizer:
         clip_low: lowest normalized return, None for no bound.
         clip_high: highest normalized return, None for no bound; need not mirror `clip_low`.
     """
+
+    needs_trust = ()
 
     by: Normalizer = field(default_factory=Raw)
     clip_low: float | None = None

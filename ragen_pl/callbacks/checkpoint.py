@@ -155,6 +155,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         settings: keyword arguments of Lightning's ModelCheckpoint.
     """
 
+    needs_trust = ()
+
     @checked
     def __init__(
         self, *, grace_seconds: Positive = 25.0, **settings: Unpack[CheckpointSettings]
@@ -311,6 +313,8 @@ class BestCheckpoint(ModelCheckpoint):
     Args:
         monitor: metric to maximize.
     """
+
+    needs_trust = ()
 
     @checked
     def __init__(

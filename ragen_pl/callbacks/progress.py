@@ -52,6 +52,8 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         lines: number of log lines of a phase that counts steps.
     """
 
+    needs_trust = ()
+
     # The run's warm start is shown too.
     in_warm_start = True
 

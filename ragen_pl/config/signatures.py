@@ -32,6 +32,7 @@ _LIGHT = {
     "ragen_pl.constraints": constraints,
 }
 _BUILTINS = ("bool", "int", "float", "str", "dict", "list", "tuple", "object")
+_TRUST = "needs_trust"
 _NO_BASES = ("object", "Protocol", "Generic", "ABC", "TypedDict")
 
 
@@ -131,6 +132,28 @@ def class_that_defines(method: str, target: str) -> str | None:
     return next(filter(None, (class_that_defines(method, base) for base in _bases(cls))), None)
 
 
+def declared_trust(target: str) -> tuple[str, ...] | None:
+    """Return the arguments that a class or function declares as in need of trust; see `ragen_pl.checked.needs_trust`.
+
+    Nothing is imported. It is None where it declares nothing; bases do not count.
+
+    Args:
+        target: class path.
+    """
+    found = definition_at(target)
+    if isinstance(found, griffe.Function):
+        values = [mark.value for mark in found.decorators if str(mark.value).startswith(_TRUST)]
+    else:
+        attribute = found.members.get(_TRUST) if found is not None else None
+        values = [attribute.value] if isinstance(attribute, griffe.Attribute) else []
+    for value in values:
+        read = ast.parse(str(value), mode="eval").body
+        if isinstance(read, ast.Call | ast.Tuple):
+            items = read.args if isinstance(read, ast.Call) else read.elts
+            return tuple(str(ast.literal_eval(item)) for item in items)
+    return None
+
+
 def type_at(target: str) -> Any:
     """Return the object that annotations in source files name by a dotted path.
 
@@ -207,7 +230,8 @@ def _bases(cls: griffe.Class) -> list[str]:
 def _of_function(function: griffe.Function, *, skip: int = 0) -> Signature:
     scope = _Scope(function.module.path)
     parameters: dict[str, Parameter] = {}
-    closed = all("checked" in str(mark.value) for mark in function.decorators)
+    marks = [str(mark.value) for mark in function.decorators]
+    closed = all("checked" in mark or mark.startswith(_TRUST) for mark in marks)
     for one in [*function.parameters][skip:]:
         annotation = scope.evaluate(one.annotation)
         if one.kind is griffe.ParameterKind.var_keyword:

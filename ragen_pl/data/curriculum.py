@@ -28,6 +28,8 @@ class Curriculum:
         ValueError: there are fewer than two stages.
     """
 
+    needs_trust = ()
+
     stages: Sequence[Mapping[str, object]]
     above: Fraction
     fraction: Fraction

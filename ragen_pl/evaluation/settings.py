@@ -9,8 +9,9 @@ checked (`ragen_pl.run.trust`).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from ragen_pl.constraints import CountOrZero
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
-from ragen_pl.run.trust import check_settings, is_own
+from ragen_pl.run.trust import check_folder, check_settings, is_own, replaced_by
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
 _ENGINE, _BASELINES = "rollout/engine", "validation/baselines"
@@ -128,8 +129,10 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         references |= references_in(with_model, "model")
     if (ckpt or model) and not env and not has_run:
         raise ConfigError("env has no value, and the weights name no environment; set env=…")
-    if has_run and not (_is_true(overrides, "trust") or is_own(checkpoint.settings_file)):
-        _check_foreign(settings, overrides, file=checkpoint.settings_file)
+    if ckpt and not (_is_true(overrides, "trust") or is_own(checkpoint.settings_file)):
+        check_folder(checkpoint.folder, key=f"ckpt={ckpt}", is_model=checkpoint.is_folder)
+        if has_run:
+            _check_foreign(settings, overrides, checkpoint)
     if has_run and not env:
         references |= references_of_environment(
             settings["env"].get("target"), _folders(overrides, args=args)
@@ -148,7 +151,9 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
     return with_references(settings, references)
 
 
-def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, file: Path) -> None:
+def _check_foreign(
+    settings: Settings, overrides: Mapping[str, Override], checkpoint: Checkpoint
+) -> None:
     """Check the settings that come from a file of somebody else: those that the command line did not choose.
 
     Raises:
@@ -162,18 +167,10 @@ def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, fil
         taken["rollout"] = {
             key: value for key, value in taken["rollout"].items() if key != "engine"
         }
-    named = {text for override in overrides.values() for text in _texts(override.value())}
-    check_settings(taken, file=file, named=named, keys=overrides)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for child in value:
-            yield from _texts(child)
-    else:
-        yield str(value)
+    given = [replaced_by(key, override.value()) for key, override in overrides.items()]
+    if checkpoint.is_folder:
+        given.append(iter([("model.build.path", str(checkpoint.path))]))
+    check_settings(taken, file=checkpoint.settings_file, given=dict(chain.from_iterable(given)))
 
 
 def _default_settings(shipped: Settings) -> Settings:

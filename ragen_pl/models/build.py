@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from ragen_pl.checked import checked
+from ragen_pl.checked import checked, needs_trust
 from ragen_pl.constraints import Count, Open, Seed, TextOnly
 from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
 from ragen_pl.models.bundle import ModelBundle
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@needs_trust("text")
 @checked
 def build_small_vlm(
     *,
@@ -86,6 +87,7 @@ def build_small_vlm(
     return ModelBundle(model.eval(), tokenizer, processor, token_pass=last_states)
 
 
+@needs_trust("text")
 @checked
 def build_small_lm(
     *,
@@ -138,6 +140,7 @@ def _weights_from(seed: int) -> Iterator[None]:
         yield
 
 
+@needs_trust("path", "revision", "lora.*_config", "lora.megatron_core")
 @checked
 def load_pretrained(
     path: str,

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragen_pl.foreign_files import model_folder_problem
 from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
+    if Path(path).is_dir() and (problem := model_folder_problem(Path(path))) is not None:
+        raise ValueError(f"model.build.path={path}: {problem}")
     # registers the small model with the Auto classes
     import_module("ragen_pl.models.small_vlm")
     try:

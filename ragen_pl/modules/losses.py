@@ -58,6 +58,8 @@ class ReferenceKL:
         ValueError: the penalty is in the reward with another estimator than k1.
     """
 
+    needs_trust = ()
+
     coefficient: NonNegative
     estimator: KLEstimator = KLEstimator.FULL
     mask: Mask = all_but_action
@@ -104,6 +106,8 @@ class UpdateLoss:
         mismatch: correction of the engine's distribution to the trainer's; None for none, auto for `TruncatedWeights`
             unless compute is in float32 and the weights are the same, where both agree.
     """
+
+    needs_trust = ()
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
     kl: ReferenceKL | None = None

@@ -235,6 +235,8 @@ class InitialPolicy:
     `AdaptersOff` if only fresh adapters are trained and the weights under them are as loaded, else a `FrozenCopy`.
     """
 
+    needs_trust = ()
+
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference."""
         model = policy.bundle.model

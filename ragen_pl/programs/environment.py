@@ -83,6 +83,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         ValueError: there is no program, or both a command and a function; or a variable of `variables_env` is not set.
     """
 
+    needs_trust = ("command", "function", "tasks", "verifier", "models", "variables", "host")
+
     action_space: spaces.Space[Any]
     draws_held_out = True
     """Whether `reset` takes the option `held_out`."""

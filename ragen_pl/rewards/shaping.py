@@ -69,6 +69,8 @@ class WeightTerms:
         format: weight of the `format` term (`env.format_penalty`).
     """
 
+    needs_trust = ()
+
     turn: float = 1.0
     final: float = 1.0
     format: NonNegative = 1.0
@@ -99,6 +101,8 @@ class ThinkLength:
     Raises:
         ValueError: `low` is not below `high`.
     """
+
+    needs_trust = ()
 
     amount: float = 0.0
     low: CountOrZero = 0
@@ -161,6 +165,8 @@ class TurnPenalty(ABC):
 class ActionEfficiency(TurnPenalty):
     """Penalize valid actions that change nothing: term `action_efficiency`."""
 
+    needs_trust = ()
+
     term: ClassVar[str] = "action_efficiency"
 
     def applies(self, turn: Turn) -> bool:
@@ -172,6 +178,8 @@ class ActionEfficiency(TurnPenalty):
 @dataclass(frozen=True, kw_only=True)
 class OverlongPenalty(TurnPenalty):
     """Penalize responses that hit their length limit: term `overlong`."""
+
+    needs_trust = ()
 
     term: ClassVar[str] = "overlong"
 
@@ -195,6 +203,8 @@ class RewardPlacement:
     Attributes:
         place: `turn` leaves terms where they are; `end` adds up each term in the episode's last turn.
     """
+
+    needs_trust = ()
 
     place: RewardPlace = RewardPlace.TURN
 

@@ -5,8 +5,10 @@ No weights are loaded here, and neither torch nor transformers is imported.
 
 from __future__ import annotations
 
+import io
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.foreign_files import settings_text
 from ragen_pl.run.folder import Run, last_whole, run_of, time_of
 from ragen_pl.run.start_settings import newest_settings
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
+from ragen_pl.run.trust import is_own
 
 log = logging.getLogger(__name__)
 
 EXPORTED = "ragen_pl.yaml"
 """Settings and origin of the weights, next to them in a folder that `ragen_pl.export` wrote."""
 
+_REQUIRED = ("env", "model", "model.build")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _CHOICES = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
 
@@ -41,6 +46,11 @@ class Checkpoint:
         return self.path.is_dir()
 
     @property
+    def folder(self) -> Path | None:
+        """Folder that the weights come with: the model's or the run's; None for a file without."""
+        return self.path if self.is_folder else self.run
+
+    @property
     def settings_file(self) -> Path:
         """File of the config of the run's last start, which need not exist."""
         return self.path / EXPORTED if self.is_folder else newest_settings(self.run or self.path)
@@ -48,8 +58,12 @@ class Checkpoint:
     def settings(self) -> dict[str, Any]:
         """Return the run's config, empty if the run is unknown."""
         if self.is_folder:
-            return dict(exported(self.path).get("settings", {}))
-        return _load(self.settings_file) if self.run is not None else {}
+            settings = exported(self.path).get("settings", {})
+        else:
+            settings = run_settings(self.settings_file) if self.run is not None else {}
+        if settings:
+            _check_groups(settings, self.settings_file)
+        return dict(settings)
 
 
 def find_checkpoint(
@@ -109,18 +123,39 @@ def newest_run(root: str, *, name: str | None, file: str) -> Path:
 def exported(folder: Path) -> dict[str, Any]:
     """Return the settings that `ragen_pl.export` wrote next to the weights, empty in another folder."""
     file = folder / EXPORTED
-    return _load(file) if file.exists() else {}
+    return run_settings(file) if file.exists() else {}
 
 
-def _load(file: Path) -> dict[str, Any]:
+def run_settings(file: Path) -> dict[str, Any]:
+    """Return the settings in a file; one of somebody else is read within limits.
+
+    Raises:
+        ConfigError: it cannot be read, or holds none.
+    """
     try:
-        settings = OmegaConf.to_container(OmegaConf.load(file))
+        # OmegaConf copies what an alias stands for
+        source = file if is_own(file) else io.StringIO(settings_text(file))
+        settings = OmegaConf.to_container(OmegaConf.load(source))
     except Exception as error:
         # YAML errors have no common base class that omegaconf exports
         raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file}: expected settings, found {type(settings).__name__}")
     return {str(key): value for key, value in settings.items()}
+
+
+def _check_groups(settings: Mapping[str, Any], file: Path) -> None:
+    """Check that a run's config has the groups that a checkpoint is used with.
+
+    Raises:
+        ConfigError: one is missing or no group.
+    """
+    for name in ("env", "model", "model.build", "context", "rollout", "validation"):
+        first, _, inner = name.partition(".")
+        found = settings.get(first, None if name in _REQUIRED else {})
+        found = found.get(inner) if inner else found
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{file}: {name}={found}: expected a group of settings of a run")
 
 
 def _folder(run_dir: str) -> Path:
@@ -144,7 +179,8 @@ def _in_run(run: Path, *, which: str) -> Path:
 
 
 def _origin(folder: Path) -> Path | None:
-    run = exported(folder).get("run_dir")
+    """Return the run that an exported folder names; somebody else's names none."""
+    run = exported(folder).get("run_dir") if is_own(folder / EXPORTED) else None
     return Path(run) if run and (Path(run) / "config.yaml").exists() else None
 
 

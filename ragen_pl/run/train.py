@@ -66,7 +66,9 @@ from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.run.start_check import TrainerCheck
 from ragen_pl.run.start_settings import keep_settings
 from ragen_pl.run.starts import counted_start
+from ragen_pl.run.tracking import check_address
 from ragen_pl.run.trainer import LIMITS, build_trainer
+from ragen_pl.run.trust import check_folder, is_own
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 from ragen_pl.stop_signals import Stopped, ending
@@ -168,6 +170,11 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
     Raises:
         ConfigError: Another process trains in the folder, or the run has failed at the same place again and again.
     """
+    config = run.folder / "config.yaml"
+    if run.resumed and not (cfg.trust or is_own(config)):
+        check_folder(run.folder, key=f"paths.run_dir={run.folder}")
+        if cfg.logger and not cfg.logger.get("uri"):
+            check_address(run.folder, cfg.paths.root)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     with hold(run.folder):
         remove_leftovers(run.folder)

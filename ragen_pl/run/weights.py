@@ -27,6 +27,7 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import build_bundle
 from ragen_pl.run.checkpoint_check import changed_entry
 from ragen_pl.run.sharded_checkpoint import non_finite_entry, read_apart
+from ragen_pl.tensor_files import load_plain
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -231,7 +232,11 @@ def read_checkpoint(
     """
     with config_errors(source, hint=hint):
         try:
-            saved = torch.load(file, mmap=True, map_location="cpu", weights_only=not trusted)
+            saved = (
+                torch.load(file, mmap=True, map_location="cpu", weights_only=False)
+                if trusted
+                else load_plain(file)
+            )
         except pickle.UnpicklingError as error:
             raise _described(error, source, hint) from error
         if not isinstance(saved, dict):

@@ -28,6 +28,7 @@ from ragen_pl.rollout.temperature import AdaptiveTemperature
 from ragen_pl.run.build import episode_settings
 from ragen_pl.run.checkpoints import find_checkpoint
 from ragen_pl.run.replaying import read_settings
+from ragen_pl.run.trust import write_settings
 
 RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 
@@ -106,7 +107,11 @@ def test_exported_folder_has_its_run_and_works_without_it(root: Path, tmp_path: 
         "run_dir": str(run),
         "settings": {"env": env, "model": {"build": {"dtype": "bfloat16"}}},
     }
-    (folder / "ragen_pl.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(exported)))
+    text = OmegaConf.to_yaml(OmegaConf.create(exported))
+    # somebody else's names no folder outside of it
+    (folder / "ragen_pl.yaml").write_text(text)
+    assert evaluation_config(f"ckpt={folder}").source.run is None
+    write_settings(folder / "ragen_pl.yaml", text)
     cfg = evaluation_config(f"ckpt={folder}")
     assert cfg.source.run == str(run) and cfg.env.name == "mine"
     assert cfg.model.build == {
@@ -192,8 +197,12 @@ def test_code_of_a_models_repository_is_run_for_the_command_line_only(root: Path
         evaluation_config(*arguments)
     with pytest.raises(ConfigError, match=r"trust_remote_code=true runs .*; .*, set trust=true$"):
         read_settings(run / "config.yaml", trusted=False)
-    for chosen in ("model.build.trust_remote_code=true", "trust=true"):
-        assert evaluation_config(*arguments, chosen).model.build.trust_remote_code is True
+    # the path is the run's word too
+    named = ("model.build.path=.", "model.build.trust_remote_code=true")
+    for chosen in (named, ("trust=true",)):
+        assert evaluation_config(*arguments, *chosen).model.build.trust_remote_code is True
+    with pytest.raises(ConfigError, match=r"model\.build\.path=\.: by it .*load_pretrained may"):
+        evaluation_config(*arguments, named[1])
 
 
 def test_a_pretrained_models_positions_are_those_of_the_context(root: Path, tmp_path: Path) -> None:

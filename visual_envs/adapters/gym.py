@@ -39,6 +39,8 @@ class GymVisual(Gym):
     Those of `Gym`, and `height` and `width` in pixels.
     """
 
+    needs_trust = ("id", "settings")
+
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
 
     @checked_arguments

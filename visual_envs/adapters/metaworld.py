@@ -74,6 +74,8 @@ class MetaWorld(Environment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     action_names = (*MOVES, *_GRIPS)
     reward_range = (0.0, 1.0)

@@ -63,6 +63,8 @@ class MiniGridVisual(MiniGrid):
     - `tile`: pixels along a cell's side.
     """
 
+    needs_trust = ("id", "settings")
+
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
 
     @checked_arguments

@@ -77,6 +77,8 @@ class MiniWoB(ToolEnvironment):
     - v0: first version.
     """
 
+    needs_trust = ()
+
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     reward_range = (0.0, 1.0)
     frequent_words = (

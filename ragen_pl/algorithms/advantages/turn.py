@@ -89,6 +89,8 @@ class TurnGAE(Estimator):
         baseline: token of a turn before which its value is read.
     """
 
+    needs_trust = ()
+
     needs_values: ClassVar[bool] = True
     gamma: Fraction = 1.0
     lam: Fraction = 1.0

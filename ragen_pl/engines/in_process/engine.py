@@ -65,6 +65,8 @@ class TransformersEngine(InProcessRules):
         ValueError: The model's attention takes no masks, which padded prompts need.
     """
 
+    needs_trust = ()
+
     @checked
     def __init__(
         self,
