@@ -22,10 +22,11 @@ def main() -> None:
         @early_end_heard
         @hydra_main("fit")
         def run(cfg: DictConfig) -> float | None:
-            """Run the job of the config and return the success on the validation set, the objective of sweeps."""
+            """Run the job of the config and return its objective, the success on the validation set."""
             from ragen_pl.api import train_config
+            from ragen_pl.metrics.proportions import objective
 
-            return train_config(cfg).metrics.get("val/success")
+            return objective(train_config(cfg).metrics, "val/")
 
         run()
 

@@ -294,6 +294,12 @@ class Trajectory:
             setattr(self, name, value)
 
     @property
+    def says_success(self) -> bool | None:
+        """Whether a step said whether the task is solved, in `info["success"]`; None without steps."""
+        acted = [turn for turn in self.turns if turn.actions]
+        return any("success" in turn.info for turn in acted) if acted else None
+
+    @property
     def reward(self) -> float:
         """Undiscounted return: the sum of the turns' rewards."""
         return float(sum(turn.reward for turn in self.turns))

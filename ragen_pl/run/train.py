@@ -21,7 +21,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
+from ragen_pl.callbacks.checkpoint import RunCheckpoint
+from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
