@@ -24,9 +24,8 @@ def main() -> None:
         def run(cfg: DictConfig) -> float | None:
             """Run the job of the config and return its objective, the success on the validation set."""
             from ragen_pl.api import train_config
-            from ragen_pl.metrics.proportions import objective
 
-            return objective(train_config(cfg).metrics, "val/")
+            return train_config(cfg).objective
 
         run()
 

@@ -71,7 +71,8 @@ class Curriculum:
         """
         if says_success and self.says_success is False:
             self.history = []
-        self.says_success = self.says_success or says_success
+        if says_success is not None and not self.says_success:
+            self.says_success = says_success
         value = mean_return if self.says_success is False else success
         self.history = [*self.history, value][-self.window :]
         last = len(self.starts) == len(self.stages) - 1

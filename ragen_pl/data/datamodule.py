@@ -29,7 +29,8 @@ from ragen_pl.distributed import (
     sum_over_ranks,
     world_size,
 )
-from ragen_pl.engines.protocol import RolloutEngine, resent_by
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import RolloutEngine, kept_ids_problem, resent_by
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.metrics.failures import FailureStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
@@ -237,6 +238,10 @@ class RolloutDataModule(MinibatchDataModule):
                 "iterations_ahead=0"
             )
         self._ahead.drop()
+        truncation = self.proxy.truncation
+        if truncation is not None and batch.kept is None and len(batch.samples):
+            name = type(self._engine).__name__
+            raise RolloutError(kept_ids_problem(name, truncation))
         if not self._is_last(iteration):
             engine = module.async_rollout_engine(wait_for_rollout=self._ahead.wait)
             rollout = BackgroundRollout(

@@ -319,7 +319,7 @@ class _Check:
                 break
         honest, turns = float(np.mean(returns)), self.manager.max_turns
         turns = 1 if self.manager.invalid_ends else turns
-        garbage = -self.manager.format_penalty * turns
+        garbage = -self.manager.penalty(EnvironmentMembers(self.env)) * turns
         if garbage > honest:
             log.warning(
                 "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an "

@@ -157,10 +157,15 @@ def _cut(generation: Generation, length: int) -> Generation:
     """Return the first tokens of a response. The mean entropy of these is not known."""
     if length >= len(generation.ids):
         return generation
+    kept: dict[str, np.ndarray] = {}
+    if generation.kept_ids is not None and generation.kept_counts is not None:
+        counts = generation.kept_counts[:length]
+        kept = {"kept_counts": counts, "kept_ids": generation.kept_ids[: counts.sum()]}
     return replace(
         generation,
         ids=generation.ids[:length],
         logprobs=generation.logprobs[:length],
         entropy=None,
         hit_length_limit=False,
+        **kept,
     )

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
-    "checked", "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states",
-    "rgb", "run_facts", "seeding", "stop_signals", "trajectory",
+    "checked", "constraints", "distributed", "error_text", "files", "finite", "json_text", "known_pickle", "phases",
+    "rank_states", "rgb", "run_facts", "seeding", "stop_signals", "trajectory",
 }  # fmt: skip
 # of a rollout, from below
 ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "checked": {"constraints"},
     "constraints": set(),
     "data_url": set(),
-    "distributed": set(),
+    "distributed": {"error_text"},
+    "error_text": set(),
     "files": set(),
     "finite": set(),
     "json_text": set(),
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "prompt_formats": {"trajectory"},
     "rank_states": {"distributed", "files"},
     "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
-    "config": {"constraints", "run_facts"},
+    "config": {"constraints", "error_text", "run_facts"},
     "lock": {"config"},
     "models": {"checked", "constraints", "prompt_formats", "rgb", "run_facts"},
     "engines": BASE | {"data_url", "models"},
