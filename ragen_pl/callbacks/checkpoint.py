@@ -354,7 +354,9 @@ class BestCheckpoint(ModelCheckpoint):
             return True
         equal = current is not None and bool(current == self.best_model_score)
         present = _return_of(trainer)
-        return equal and None not in (present, self.best_return) and present > self.best_return
+        if not equal or present is None or self.best_return is None:
+            return False
+        return present > self.best_return
 
     def _update_best_and_save(
         self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]

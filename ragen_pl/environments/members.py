@@ -93,7 +93,7 @@ class EnvironmentMembers:
         declared = getattr(self._environment, "format_penalty", None)
         if declared is None:
             return None
-        if isinstance(declared, Real) and not isinstance(declared, bool) and 0 <= declared < 1e30:
+        if isinstance(declared, int | float | np.number) and 0 <= float(declared) < 1e30:
             return float(declared)
         raise TypeError(
             f"found format_penalty={shortened(declared)}, expected a number, at least 0"

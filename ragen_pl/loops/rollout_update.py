@@ -335,7 +335,7 @@ def is_last_iteration(trainer: pl.Trainer) -> bool:
     """Return whether the run ends with the present iteration, as far as is known before its end."""
     limit = trainer.max_epochs
     by_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-    by_epochs = limit not in (None, -1) and trainer.current_epoch + 1 >= cast(int, limit)
+    by_epochs = limit not in (None, -1) and trainer.current_epoch + 1 >= limit
     return bool(trainer.should_stop or by_steps or by_epochs)
 
 

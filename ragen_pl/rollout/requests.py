@@ -157,15 +157,16 @@ def _cut(generation: Generation, length: int) -> Generation:
     """Return the first tokens of a response. The mean entropy of these is not known."""
     if length >= len(generation.ids):
         return generation
-    kept: dict[str, np.ndarray] = {}
-    if generation.kept_ids is not None and generation.kept_counts is not None:
-        counts = generation.kept_counts[:length]
-        kept = {"kept_counts": counts, "kept_ids": generation.kept_ids[: counts.sum()]}
+    kept_ids, kept_counts = generation.kept_ids, generation.kept_counts
+    if kept_ids is not None and kept_counts is not None:
+        kept_counts = kept_counts[:length]
+        kept_ids = kept_ids[: kept_counts.sum()]
     return replace(
         generation,
         ids=generation.ids[:length],
         logprobs=generation.logprobs[:length],
         entropy=None,
         hit_length_limit=False,
-        **kept,
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )
