@@ -308,7 +308,7 @@ def _dealt(order: Tensor, kinds: Tensor, firsts: Sequence[int], minibatches: int
     """Split rows into minibatches; each kind of row is dealt in turn, from its first place on.
 
     >>> _dealt(torch.arange(5), torch.tensor([0, 2, 0, 2, 2]), [0, 2, 2], 3)
-    [tensor([0, 3]), tensor([2, 4]), tensor([1])]
+    [tensor([0, 1]), tensor([2, 3]), tensor([4])]
     """
     parts: list[list[Tensor]] = [[] for _ in range(minibatches)]
     for kind, first in enumerate(firsts):
