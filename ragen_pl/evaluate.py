@@ -13,13 +13,13 @@ from ragen_pl.evaluation.settings import resolve_settings
 
 @hydra_main("evaluate", prepare=resolve_settings)
 def main(cfg: DictConfig) -> float:
-    """Play the validation sets and return the policy's success on the first one, for sweeps."""
+    """Play the validation sets and return the policy's success on the first one, or its return, for sweeps."""
     from ragen_pl.evaluation.checks import check_evaluation
 
     check_evaluation(cfg)
     from ragen_pl.evaluation.evaluator import evaluate
 
-    return evaluate(cfg).first_success
+    return evaluate(cfg).objective
 
 
 if __name__ == "__main__":

@@ -210,6 +210,9 @@ class Turn:
         trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
             context only.
         call_id: id of the response to a program's request; None in other environments.
+        kept_ids: int32 `[kept]`, ids that truncated sampling (top-p, top-k, min-p) kept at each token of the response,
+            one token after the other; None where the engine gives none.
+        kept_counts: int32 `[response]`, number of these ids of each token, 0 for all ids.
         history: for a program's request, how its messages became the prompt: `JOINED`, `FIRST`, or, where they were
             rendered as a whole, one of `DIFFERENCES`.
     """
@@ -239,11 +242,14 @@ class Turn:
     trained: bool = True
     call_id: str | None = None
     history: str | None = None
+    kept_ids: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         added = {"advances": True, "trained": True, "call_id": None, "history": None}
-        for name, value in (added | state[1]).items():
+        kept = {"kept_ids": None, "kept_counts": None}
+        for name, value in (added | kept | state[1]).items():
             setattr(self, name, value)
 
     @property
@@ -295,6 +301,12 @@ class Trajectory:
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
+
+    @property
+    def says_success(self) -> bool | None:
+        """Whether a step said whether the task is solved, in `info["success"]`; None without steps."""
+        acted = [turn for turn in self.turns if turn.actions]
+        return any("success" in turn.info for turn in acted) if acted else None
 
     @property
     def reward(self) -> float:

@@ -217,7 +217,7 @@ class Trainer(TypedDict, total=False):
         max_epochs: number of iterations; -1 for no limit.
         gradient_clip_val: largest norm of the gradient of the policy, and of the critic; null for no limit.
         accumulate_grad_batches: forward and backward passes that an optimizer step adds up.
-        check_val_every_n_epoch: iterations between two validations.
+        check_val_every_n_epoch: iterations between two validations; `auto` for a quarter of `max_epochs`, else 20.
         limit_val_batches: batches, or fraction of the batches, of a validation.
     """
 
@@ -248,7 +248,7 @@ class Trainer(TypedDict, total=False):
     max_time: Duration | None
     limit_train_batches: _Limit | None
     limit_val_batches: _Limit | None
-    check_val_every_n_epoch: Count | None
+    check_val_every_n_epoch: Count | Literal["auto"] | None
     accumulate_grad_batches: Count
     gradient_clip_val: Positive | None
     gradient_clip_algorithm: Literal["norm"] | None

@@ -152,9 +152,10 @@ class AnswerReader:
     ) -> dict[str, float]:
         """Return the reward by its named parts, or whole without any."""
         reward = _number(value)
-        if reward is None or not abs(reward) < MAX_REWARD:
+        if (problem := _reward_problem(reward)) is not None:
             found = shortened(value) if reward is None else f"{reward:g}"
-            raise ValueError(f"{self.target} returned reward {found}; expected a finite number")
+            raise ValueError(f"{self.target} returned reward {found}; {problem}")
+        assert reward is not None
         low, high = reward_range or (-math.inf, math.inf)
         if not low - _TOLERANCE <= reward <= high + _TOLERANCE:
             raise ValueError(
@@ -164,6 +165,11 @@ class AnswerReader:
         if parts is None:
             return {"environment": reward}
         amounts = self._amounts(parts)
+        for name, amount in (amounts or {}).items():
+            if (problem := _reward_problem(amount)) is not None:
+                raise ValueError(
+                    f"{self.target} returned info['reward_parts'][{shortened(name)}]={amount:g}; {problem}"
+                )
         if amounts is None or not math.isclose(
             sum(amounts.values()), reward, rel_tol=1e-6, abs_tol=1e-6
         ):
@@ -193,6 +199,17 @@ def _number(value: object) -> float | None:
     except ValueError:
         return None
     return float(array) if array.ndim == 0 and array.dtype.kind in _NUMBERS else None
+
+
+def _reward_problem(amount: float | None) -> str | None:
+    """Return what is expected of a reward or a part of one that can't be taken, None for one that can."""
+    if amount is None or not math.isfinite(amount):
+        return "expected a finite number"
+    if abs(amount) >= MAX_REWARD:
+        return (
+            f"expected a number below {MAX_REWARD:g}, so that sums of rewards stay finite; scale it"
+        )
+    return None
 
 
 def _encodable(text: str) -> str:

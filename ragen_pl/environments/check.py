@@ -95,6 +95,7 @@ class _Check:
         record_states = bool(OmegaConf.select(cfg, "validation.held_out"))
         settings = manager_settings(cfg.env) | {"record_states": record_states}
         self.manager = EnvironmentManager(**settings)
+        self._says_success = False
 
     def run(self) -> None:
         """Play and compare.
@@ -128,6 +129,12 @@ class _Check:
             self._check_episodes()
         self._check_stages()
         self._warn_of_garbage()
+        if not self._says_success:
+            log.warning(
+                "%s: no step of its random episodes sets info['success'], so success is 0 everywhere; best.ckpt, the "
+                "curriculum and sweeps go by the return; set it to true or false in each step",
+                self.calls.place,
+            )
 
     def _warn_of_training_tasks(self) -> None:
         env = self.cfg.env
@@ -187,6 +194,7 @@ class _Check:
         """Take a step and return its reward and whether the episode has ended."""
         answer = self.calls.call(f"step({action!r})", partial(self.env.step, action))
         step = self.calls.call("", partial(self.manager.reader.take, slot, answer))
+        self._says_success |= "success" in step.info
         return sum(step.reward_terms.values()), step.terminated or step.truncated
 
     def _played(self, seed: int, *, steps: int) -> list[_Moment]:
@@ -321,7 +329,7 @@ class _Check:
                 break
         honest, turns = float(np.mean(returns)), self.manager.max_turns
         turns = 1 if self.manager.invalid_ends else turns
-        garbage = -self.manager.format_penalty * turns
+        garbage = -self.manager.penalty(EnvironmentMembers(self.env)) * turns
         if garbage > honest:
             log.warning(
                 "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an "

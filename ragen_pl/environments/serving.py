@@ -29,6 +29,7 @@ from ragen_pl.environments.hosted import (
     SessionBroken,
     error_message,
 )
+from ragen_pl.error_text import named_error
 
 log = logging.getLogger(__name__)
 KEY = "RAGEN_PL_ENVIRONMENT_KEY"
@@ -229,8 +230,8 @@ class EnvironmentServer:
             await self.say(session, error_message("SESSION_ERROR", str(error)))
             await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
         except Exception as error:  # of a constructor
-            log.warning("an environment cannot be made: %s: %s", type(error).__name__, error)
-            text = f"{type(error).__name__}: {error}"
+            text = named_error(error)
+            log.warning("an environment cannot be made: %s", text)
             await self.say(session, error_message("FACTORY_ERROR", text))
             await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
         finally:

@@ -77,6 +77,8 @@ def validation_metrics(
     rollout = rollout_metrics(trajectories)
     metrics = {"episodes": rollout["episodes"]} | clustered(groups).metrics("success")
     metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
+    if "success_reported" in rollout:
+        metrics["success_reported"] = rollout["success_reported"]
     failed = rollout["failed_episodes"] > 0
     for k in pass_ks:
         counted = [samples for samples in groups if len(samples) >= k or not failed]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.vision_parts import vision_weights
+from ragen_pl.modules.empty_steps import LeavesEmptySteps
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
     Readout,
@@ -60,7 +60,7 @@ class TokenScores(NamedTuple):
     """Ids that the engine kept, by `samples.token`; None unless they were asked for."""
 
 
-class PolicyModule(pl.LightningModule):
+class PolicyModule(LeavesEmptySteps):
     """A model that acts.
 
     Every use of the model in training and scoring is a call of the module, because DDP and FSDP hook that call.
@@ -159,6 +159,10 @@ class PolicyModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
+
+    def has_tokens(self, batch: Minibatch) -> dict[str, Tensor]:
+        """Return whether the step has a token in M_loss."""
+        return {"policy": batch.counted[0]}
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Learn the batch's responses."""

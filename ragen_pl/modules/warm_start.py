@@ -7,6 +7,7 @@ critic learns the demonstrator's returns.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -75,6 +76,11 @@ class WarmStartModule(GuardedModule):
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
+
+    def has_tokens(self, batch: Minibatch) -> Mapping[str, Tensor]:
+        """Return whether the step has a token in M_loss: policy and critic learn at the same ones."""
+        names = ("policy",) if self.critic is None else ("policy", "critic")
+        return dict.fromkeys(names, batch.counted[0])
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the joint loss of a minibatch, scaled by `batch.scale`, and its terms.

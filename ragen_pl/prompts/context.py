@@ -104,7 +104,7 @@ class ContextManager(ContextRules):
                 "whole image, no part of it can be left out; set context.leave_out.patches=0 and "
                 "context.leave_out.turns=0"
             )
-        self._encoder = TextEncoder(bundle, bos_token_id=self.template.bos_token_id)
+        self._encoder = TextEncoder(bundle, max_tokens, bos_token_id=self.template.bos_token_id)
         self._requests = RequestPrompts(
             bundle, self._encoder, template_kwargs, max_tokens=max_tokens
         )
@@ -187,7 +187,9 @@ class ContextManager(ContextRules):
         if observation.request is not None:
             return self._requests.observe(conversation, observation)
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
-        conversation.exchanges.append(Exchange.of(observation, text))
+        exchange = Exchange.of(observation, self._encoder.bounded(text))
+        exchange.results = [*map(self._encoder.bounded, exchange.results)]
+        conversation.exchanges.append(exchange)
         return self.prompt(conversation)
 
     def prompt(self, conversation: Conversation, *, left_out: Collection[int] = ()) -> Prompt:

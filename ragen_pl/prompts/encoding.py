@@ -19,6 +19,8 @@ _PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
 _LONGEST_KEPT = 10_000
 # characters of a rendering that are encoded first to see how long it is, for each token that it may have
 _FIRST_LOOK = 8
+# characters that a tokenizer may drop or join before it makes tokens
+_MARGIN = 4
 # an added token that a chat template uses as a mark, such as <tool_call>
 _MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
@@ -28,6 +30,7 @@ class TextEncoder:
 
     Args:
         bundle: tokenizer of the model.
+        max_tokens: length of the context.
         bos_token_id: id that precedes a prompt; None for none.
 
     Attributes:
@@ -37,8 +40,9 @@ class TextEncoder:
         ValueError: the tokenizer does not read that text as one token.
     """
 
-    def __init__(self, bundle: ModelBundle, *, bos_token_id: int | None) -> None:
+    def __init__(self, bundle: ModelBundle, max_tokens: int, *, bos_token_id: int | None) -> None:
         self._bundle, self._bos_token_id = bundle, bos_token_id
+        self._max_characters = _MARGIN * max_tokens * max(map(len, bundle.tokenizer.get_vocab()))
         self._ends = frozenset(bundle.eos_token_ids)
         self._encoded: dict[tuple[str, str], np.ndarray] = {}
         self._splits: dict[str, tuple[str, str]] = {}
@@ -59,6 +63,10 @@ class TextEncoder:
                 f"the tokenizer does not read {self.end!r}, which ends a response, as one token; set its eos_token "
                 "to the token that ends a response and save it"
             )
+
+    def bounded(self, text: str) -> str:
+        """Return a text, or a part of it that fills the context by itself: the rest would be encoded for nothing."""
+        return text[: self._max_characters]
 
     def plain(self, text: str) -> str:
         """Return a text without the tokenizer's control tokens."""

@@ -216,8 +216,8 @@ class RewardPlacement:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[Turn]:
-    """Return all turns, trajectory after trajectory."""
-    return [turn for trajectory in trajectories for turn in trajectory.turns]
+    """Return the turns that are trained on, trajectory after trajectory; the form of others earns nothing."""
+    return [turn for trajectory in trajectories for turn in trajectory.turns if turn.trained]
 
 
 def _move_to_last(turns: Sequence[Turn]) -> None:

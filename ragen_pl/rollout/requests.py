@@ -157,10 +157,16 @@ def _cut(generation: Generation, length: int) -> Generation:
     """Return the first tokens of a response. The mean entropy of these is not known."""
     if length >= len(generation.ids):
         return generation
+    kept_ids, kept_counts = generation.kept_ids, generation.kept_counts
+    if kept_ids is not None and kept_counts is not None:
+        kept_counts = kept_counts[:length]
+        kept_ids = kept_ids[: kept_counts.sum()]
     return replace(
         generation,
         ids=generation.ids[:length],
         logprobs=generation.logprobs[:length],
         entropy=None,
         hit_length_limit=False,
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )

@@ -81,7 +81,7 @@ def find_checkpoint(
         ConfigError: there is no such checkpoint.
     """
     if ckpt in ("best", "last"):
-        run = _folder(run_dir) if run_dir else newest_run(root, name=name, file=f"{ckpt}.ckpt")
+        run = _folder(run_dir) if run_dir else newest_run(root, name=name, which=ckpt)
         return Checkpoint(_in_run(run, which=ckpt), run)
     path = Path(ckpt).expanduser()
     if path.is_dir():
@@ -102,22 +102,22 @@ def find_checkpoint(
     raise ConfigError(f"ckpt={ckpt}: there is no such file or folder; give {_CHOICES}")
 
 
-def newest_run(root: str, *, name: str | None, file: str) -> Path:
-    """Return the newest run of an environment with a checkpoint file of this name.
+def newest_run(root: str, *, name: str | None, which: str) -> Path:
+    """Return the newest run of an environment with a checkpoint `best` or `last`; without a best one, any with a last.
 
     Raises:
         ConfigError: there is no such run.
     """
-    pattern = f"{name or '*'}/*/checkpoints/{file}"
-    runs = [path.parent.parent for path in Path(root).absolute().glob(pattern)]
-    runs = [run for run in runs if (run / "config.yaml").exists()]
-    if not runs:
-        place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
-        raise ConfigError(
-            f"ckpt={file.removesuffix('.ckpt')}: no run in {place} has a {file}; train one, set "
-            "paths.root=…, or give a checkpoint's path"
-        )
-    return max(runs, key=lambda run: time_of(run / "config.yaml"))
+    for file in (f"{which}.ckpt", "last.ckpt"):
+        found = Path(root).absolute().glob(f"{name or '*'}/*/checkpoints/{file}")
+        runs = [path.parent.parent for path in found]
+        runs = [run for run in runs if (run / "config.yaml").exists()]
+        if runs:
+            return max(runs, key=lambda run: time_of(run / "config.yaml"))
+    place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
+    raise ConfigError(
+        f"ckpt={which}: no run in {place} has a {which}.ckpt; train one, set paths.root=…, or give a checkpoint's path"
+    )
 
 
 def exported(folder: Path) -> dict[str, Any]:
@@ -173,9 +173,14 @@ def _in_run(run: Path, *, which: str) -> Path:
         if problem is not None:
             log.warning(f"{problem}; {whole.name}, the newest whole checkpoint, is used instead")
         return whole
-    hint = "use ckpt=last" if which == "best" else "train it further, or give another run"
-    why = ": no validation of it ended" if which == "best" else ""
-    raise ConfigError(f"the run {run} has no {which} checkpoint{why}; {hint}")
+    if which == "best" and (run / "checkpoints" / "last.ckpt").exists():
+        log.warning(
+            f"the run {run} has no best.ckpt: no validation of it ended; its last.ckpt is used"
+        )
+        return _in_run(run, which="last")
+    raise ConfigError(
+        f"the run {run} has no {which} checkpoint; train it further, or give another run"
+    )
 
 
 def _origin(folder: Path) -> Path | None:

@@ -21,7 +21,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
+from ragen_pl.callbacks.checkpoint import RunCheckpoint
+from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
@@ -36,6 +37,7 @@ from ragen_pl.json_text import json_text
 from ragen_pl.lock import hold
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
+from ragen_pl.metrics.proportions import objective
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
@@ -97,6 +99,11 @@ class TrainedRun:
     metrics: dict[str, float]
     folder: Path
     policy: PolicyModule
+
+    @property
+    def objective(self) -> float | None:
+        """The success on the held-out validation set, or the return where the environment reports no success."""
+        return objective(self.metrics, "val/")
 
     @property
     def checkpoint(self) -> Path:

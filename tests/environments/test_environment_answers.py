@@ -35,6 +35,21 @@ def read(*, reward_range=None, **changes):
         ({"reward": 1.1, "reward_range": (0.0, 1.0)}, "reward 1.1, outside of its reward_range=(0, 1)"),
         ({"info": {"reward_parts": {"a": "1.0"}}}, "expected named numbers that sum to the reward"),
         ({"info": {"reward_parts": {"a": 0.5}}}, "expected named numbers that sum to the reward"),
+        ({"reward": 1e30}, "reward 1e+30; expected a number below 1e+30, so that sums of rewards stay finite"),
+        ({"reward": -1e300}, "reward -1e+300; expected a number below 1e+30"),
+        (
+            {"reward": 0.0, "info": {"reward_parts": {"a": 1e300, "b": -1e300}}},
+            "info['reward_parts']['a']=1e+300; expected a number below 1e+30",
+        ),
+        (
+            {"reward": 1.0, "info": {"reward_parts": {"a": 1.0, "b": 1e30, "c": -1e30}}},
+            "info['reward_parts']['b']=1e+30; expected a number below",
+        ),
+        (
+            {"info": {"reward_parts": {"a": float("inf"), "b": -float("inf")}}},
+            "info['reward_parts']['a']=inf; expected a finite number",
+        ),
+        ({"info": {"reward_parts": {"a": np.float32("nan")}}}, "['a']=nan; expected a finite number"),
         ({"info": None}, "step returned (str, float, bool, bool, NoneType), expected (observation"),
     ],
 )  # fmt: skip

@@ -85,6 +85,22 @@ def test_ckpt_finds_its_run(root: Path) -> None:
     assert find_checkpoint("last", root="nowhere", run_dir=str(old)).run == old
 
 
+def test_best_is_the_last_checkpoint_where_no_validation_ended(root: Path, caplog) -> None:
+    run = root / "frozenlake" / "2026-01-02_10-00-00"
+    assert find_checkpoint("best", root=str(root), run_dir=str(run)).path.name == "last.ckpt"
+    assert (
+        f"{run} has no best.ckpt: no validation of it ended; its last.ckpt is used" in caplog.text
+    )
+    own = root / "mine" / "2026-01-03_10-00-00"
+    found = find_checkpoint("best", root=str(root), name="mine")
+    assert found.path == own / "checkpoints" / "last.ckpt"
+    found.path.unlink()
+    with pytest.raises(ConfigError, match=r"ckpt=best: no run in .*/mine has a best\.ckpt"):
+        find_checkpoint("best", root=str(root), name="mine")
+    with pytest.raises(ConfigError, match="has no best checkpoint; train it further"):
+        find_checkpoint("best", root=str(root), run_dir=str(own))
+
+
 @pytest.mark.parametrize("ckpt", ["last", "best"])
 def test_a_damaged_checkpoint_is_passed_over(root: Path, ckpt: str, caplog) -> None:
     run = root / "frozenlake" / "2026-01-01_10-00-00"
@@ -267,7 +283,6 @@ def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
         ([], "ckpt has no value; give a checkpoint"),
         (["ckpt=gone.ckpt"], "ckpt=gone.ckpt: there is no such file or folder; give a checkpoint"),
         (["ckpt=best", "env=sokoban"], "ckpt=best: no run in .*/sokoban has a best.ckpt"),
-        (["ckpt=best", "paths.run_dir={run}"], "has no best checkpoint: no validation"),
         (["ckpt=last", "paths.run_dir={root}"], "paths.run_dir=.*: expected a run's folder"),
         (["ckpt={root}/frozenlake"], "holds no model .config.json. and no run"),
         (["ckpt={root}/alone.ckpt"], "no run's config.yaml next to it; set paths.run_dir"),

@@ -9,8 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
-    "access", "checked", "constraints", "distributed", "files", "finite", "foreign_files", "json_text", "known_pickle",
-    "phases", "rank_states", "rgb", "run_facts", "seeding", "stop_signals", "tensor_files", "trajectory",
+    "access", "checked", "constraints", "distributed", "error_text", "files", "finite", "foreign_files", "json_text",
+    "known_pickle", "phases", "rank_states", "rgb", "run_facts", "seeding", "stop_signals", "tensor_files",
+    "trajectory",
 }  # fmt: skip
 # of a rollout, from below
 ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
@@ -21,7 +22,8 @@ MAY_IMPORT = {
     "checked": {"constraints"},
     "constraints": set(),
     "data_url": set(),
-    "distributed": set(),
+    "distributed": {"error_text"},
+    "error_text": set(),
     "files": set(),
     "finite": set(),
     "foreign_files": set(),
@@ -40,7 +42,7 @@ MAY_IMPORT = {
     "rank_states": {"distributed", "files", "tensor_files"},
     "tensor_files": {"foreign_files"},
     "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
-    "config": {"constraints", "run_facts"},
+    "config": {"constraints", "error_text", "run_facts"},
     "lock": {"config"},
     "models": {"checked", "constraints", "foreign_files", "prompt_formats", "rgb", "run_facts"},
     "engines": BASE | {"data_url", "models"},

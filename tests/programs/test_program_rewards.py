@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ragen_pl.data.collate import collate
 from ragen_pl.trajectory import EpisodeStatus
 
 
@@ -39,6 +40,27 @@ report(reward=1, invalid=[answer["id"]])
     (turn,) = episode.turns
     assert not turn.action_is_valid
     assert turn.reward_terms == {"environment/program": 1.0, "format": -0.05}
+
+
+def test_trained_responses_do_not_pay_for_the_form_of_others(play, script, native_lm):
+    """The response of a judge is malformed, and called invalid too; the first one is trained on."""
+    body = """
+tools = [{"type": "function", "function": {"name": "price"}}]
+ask("a")
+judge = ask("b", tools=tools, metadata={"train": "false"})
+other = ask("c", metadata={"train": "false"})
+ask("d", tools=tools)
+report(reward=1, invalid=[judge["id"], other["id"]])
+"""
+    write = lambda _, turn: '<tool_call>{"name": 3}</tool_call>' if turn in (1, 3) else "good"  # noqa: E731
+    (episode,) = play(script(body), write)
+    assert [turn.trained for turn in episode.turns] == [True, False, False, True]
+    assert [turn.action_is_valid for turn in episode.turns] == [True, False, False, False]
+    assert [turn.reward_terms for turn in episode.turns] == [
+        {}, {}, {}, {"format": -0.05, "environment/program": 1.0},
+    ]  # fmt: skip
+    rewards = collate([episode], native_lm).episodes.turn_rewards
+    assert rewards.tolist() == [[0.0, pytest.approx(0.95)]]
 
 
 def test_a_part_of_a_response_has_one_reward(play, script):

@@ -308,8 +308,8 @@ class TransformersEngine(InProcessRules):
         full = bool(held.valid.all())
         valid = None if full else functional.pad(held.valid, (0, max(limits)), value=True)
         for step in range(max(limits)):
-            token, *statistics = sampling.sample(bundle.lm_head(hidden), step)
-            unfinished = responses.add(rows, token, *statistics)
+            token, logprobs, entropies, kept = sampling.sample(bundle.lm_head(hidden), step)
+            unfinished = responses.add(rows, token, logprobs, entropies, kept)
             count = int(unfinished.sum())
             if count == 0:
                 break
