@@ -25,11 +25,11 @@ from ragen_pl.memory.named import named_config
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.facts import image_features_of
+from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.images import (
     PIXELS_PER_CALL,
     HeldFeatures,
     ImageEncoder,
-    ImageFeatures,
     encoder_outputs,
     joined,
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.models.images import ImageFeatures
+    from ragen_pl.models.image_features import ImageFeatures
 
 Mask = Tensor | dict[str, Tensor]
 

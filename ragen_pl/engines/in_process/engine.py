@@ -38,7 +38,8 @@ from ragen_pl.engines.protocol import (
     Prompt,
     RolloutSizes,
 )
-from ragen_pl.models.images import ImageFeatures, content_key
+from ragen_pl.models.image_features import ImageFeatures
+from ragen_pl.models.images import content_key
 from ragen_pl.models.inputs import (
     DecoderInputs,
     continued_inputs,
