@@ -124,8 +124,9 @@ def _logit(model: PreTrainedModel, decoder: nn.Module, value: float) -> float:
             raise ValueError("the states are scaled before a head with a bias")
         return torch.full((1, 1, vocabulary), value * ratio, **_REAL)
 
-    # some heads call the decoder itself (BART)
-    decoders = [part for part in {decoder, model.get_decoder()} if part is not model]
+    # some models call the decoder itself (BART); that of Llama 4 has the head
+    parts = {decoder, model.get_decoder()}
+    decoders = [part for part in parts if all(inner is not head for inner in part.modules())]
     with ExitStack() as stack:
         for part in decoders:
             stack.enter_context(_computing(part, lambda *_, **__: _States(states)))
