@@ -158,7 +158,7 @@ class GenerationCheck:
     @classmethod
     def of(cls, bundle: ModelBundle) -> GenerationCheck:
         """Return the check of a model's responses."""
-        rows = bundle.model.get_output_embeddings().weight.shape[0]
+        rows = bundle.logit_count
         allowed, ends = np.ones(rows, dtype=bool), np.zeros(rows, dtype=bool)
         allowed[list(bundle.banned_token_ids)] = False
         ends[[token for token in bundle.eos_token_ids if token < rows]] = True

@@ -216,7 +216,7 @@ def load_pretrained(
             shows_images=shows_images,
         )
     bundle = ModelBundle(model.eval(), tokenizer, processor, image_processor or {}, source=path)
-    _check_family(bundle)
+    _check_family(bundle, shows_images=shows_images)
     for note in notes:
         _log_once(path, note)
     return bundle
@@ -245,13 +245,15 @@ def _switched_off(values: Mapping[str, float]) -> list[str]:
     return [f"dropout and noise are off, as in rollouts: 0 instead of {named}"]
 
 
-def _check_family(bundle: ModelBundle) -> None:
+def _check_family(bundle: ModelBundle, *, shows_images: bool) -> None:
     """Check that conversations of several turns can be computed with a family's attention and images.
 
     Raises:
         ValueError: They can't.
     """
     facts = bundle.facts
+    # a ValueError where they are not known
+    _ = bundle.layers
     if facts.attends_both_ways:
         raise ValueError(
             f"model.build.path={bundle.source}: in {facts.family} the tokens of a prompt, or of its images and what "
@@ -263,10 +265,26 @@ def _check_family(bundle: ModelBundle) -> None:
             f"model.build.attn_implementation: in {type(bundle.model).__name__} the tokens of an image attend to each "
             "other, which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
         )
-    if bundle.processor is not None and not facts.takes_features:
+    if bundle.processor is not None and shows_images:
+        _check_images(bundle)
+
+
+def _check_images(bundle: ModelBundle) -> None:
+    """Check that images are encoded once and are read in whichever turn they are shown.
+
+    Raises:
+        ValueError: They can't.
+    """
+    facts = bundle.facts
+    if not facts.takes_features:
         raise ValueError(
             f"model.build.path={bundle.source}: transformers' {facts.family} takes no encoded images, and every turn "
             "would encode all of them again; choose another family"
+        )
+    if facts.position_axes > 3:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} positions have {facts.position_axes} axes, one of "
+            "which numbers the images of all rows, so a turn can't be computed by itself; choose another family"
         )
 
 

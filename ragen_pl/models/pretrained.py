@@ -54,17 +54,21 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def sees_images(config: PretrainedConfig) -> bool:
-    """Return whether transformers has a model with images for a config."""
+    """Return whether transformers has a model with images for a config.
+
+    A config without parts is that of a text model, of whichever Auto class (Mistral 4).
+    """
     from transformers import AutoModelForImageTextToText
 
-    return type(config) in AutoModelForImageTextToText._model_mapping
+    return model_class(config) is AutoModelForImageTextToText and bool(config.sub_configs_defaults)
 
 
 def model_class(config: PretrainedConfig) -> Any:
     """Return the Auto class of a config's models."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    known = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if known else AutoModelForCausalLM
 
 
 def read_model(

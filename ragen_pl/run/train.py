@@ -65,7 +65,7 @@ from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_c
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
 from ragen_pl.run.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
-from ragen_pl.run.start_check import TrainerCheck
+from ragen_pl.run.start_check import TrainerCheck, check_images
 from ragen_pl.run.start_settings import keep_settings
 from ragen_pl.run.starts import counted_start
 from ragen_pl.run.tracking import check_address
@@ -243,6 +243,7 @@ def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponent
 def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) -> None:
     """Train policy and critic on demonstrations and write their weights into the run's folder."""
     cfg = components.cfg
+    check_images(components.policy, components.proxy.environments)
     module, demonstrations = build_warm_start(components)
     checkpoint = run.warm_start_checkpoint
     resumed = run.resumed and checkpoint.exists()
