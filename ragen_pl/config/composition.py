@@ -10,10 +10,10 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.check import check_config, leaves, unknown_key
+from ragen_pl.config.check import check_config, leaves, takes_argument, unknown_key
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import missing_key, translated
-from ragen_pl.config.overrides import overrides_of
+from ragen_pl.config.overrides import overrides_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.constraints import did_you_mean
 
@@ -53,11 +53,30 @@ def compose_overrides(
     Raises:
         ConfigError: Hydra, OmegaConf or YAML does not accept them.
     """
-    folder = folder or config_dir()
+    overrides = with_environment(overrides, command=name)
+    return compose_completed(name, overrides, directory=directory, folder=folder)[0]
+
+
+def compose_completed(
+    name: str, overrides: list[str], *, directory: str | None = None, folder: Path | None = None
+) -> tuple[DictConfig, list[str]]:
+    """Compose a configuration; return it with the overrides, `++` before those that add an argument of a class.
+
+    Args:
+        name: The file in `folder`, without `.yaml`.
+        overrides: As on the command line. An argument that no file has needs no `+` where the environment's class
+            takes it.
+        directory: Folder with YAML files of your own (`--config-dir`).
+        folder: The folder of the configuration; None for `config_dir()`.
+
+    Raises:
+        ConfigError: Hydra, OmegaConf or YAML does not accept them.
+    """
+    folder, first = folder or config_dir(), searched(directory)
     with initialize_config_dir(str(folder), version_base="1.3"):
-        cfg = _composed(name, [*searched(directory), *overrides], folder=folder)
+        cfg, completed = _composed(name, [*first, *overrides], folder=folder)
     _check_empty(cfg, overrides)
-    return cfg
+    return cfg, completed[len(first) :]
 
 
 def _check_empty(cfg: DictConfig, overrides: list[str]) -> None:
@@ -72,36 +91,43 @@ def _check_empty(cfg: DictConfig, overrides: list[str]) -> None:
             )
 
 
-def _composed(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
+def _composed(name: str, overrides: list[str], *, folder: Path) -> tuple[DictConfig, list[str]]:
     try:
-        return compose(name, overrides=overrides)
+        return compose(name, overrides=overrides), overrides
     except Exception as error:  # of Hydra, OmegaConf or YAML
         if key := missing_key(error):
-            _refuse_key(key, name, overrides, folder=folder)
+            added = _with_key(key, overrides)
+            if added != overrides:
+                cfg, completed = _composed(name, added, folder=folder)
+                if takes_argument(cfg, key):
+                    return cfg, completed
+                _refuse_key(key, cfg, is_new=len(added) == len(overrides))
         if "Config group override must be" in str(error):
             _check_group_options(overrides, folder=folder)
         raise ConfigError(translated(error)) from error
 
 
-def _refuse_key(key: str, name: str, overrides: list[str], *, folder: Path) -> None:
-    """Refuse a key of an override that no file has: its class may know it, or one like it.
-
-    Raises:
-        ConfigError: with the nearest key, or with the way to add it.
-    """
-    added, hint = [], ""
+def _with_key(key: str, overrides: list[str]) -> list[str]:
+    """Return overrides that add a key where they set it, and none that deletes it."""
+    added = []
     for line in overrides:
         place, _, value = line.partition("=")
         place = place.replace("/", ".")
         is_above = f"{key}.".startswith(f"{place}.") and value.startswith("{")
         if is_above or f"{place}.".startswith(f"{key}."):
             added.append(f"++{place}={value}")
-            hint = f"; a new one needs +{key}=…"
         elif place != f"~{key}":
             added.append(line)
-    if added == overrides:
-        return
-    cfg = _composed(name, added, folder=folder)
+    return added
+
+
+def _refuse_key(key: str, cfg: DictConfig, *, is_new: bool) -> None:
+    """Refuse a key of an override that no file has: its class may know it, or one like it.
+
+    Raises:
+        ConfigError: with the nearest key, or with the way to add it.
+    """
+    hint = f"; a new one needs +{key}=…" if is_new else ""
     parent, _, own = key.rpartition(".")
     names = [str(other) for other in OmegaConf.select(cfg, parent) or cfg if other != own]
     if did_you_mean(own, names):

@@ -22,10 +22,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config, leaves
-from ragen_pl.config.composition import compose_overrides
+from ragen_pl.config.composition import compose_completed, compose_overrides
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
+from ragen_pl.config.overrides import with_environment
 from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.constraints import did_you_mean
@@ -60,17 +61,18 @@ def hydra_main(
             debug = wants_traceback(args.overrides)
 
             def before_hydra() -> None:
+                name = args.config_name or config_name
+                _replace_overrides(args, with_environment(args.overrides, command=name))
                 if prepare is not None:
                     _replace_overrides(args, prepare(args))
-                if not debug:
-                    precheck(args, config_name=config_name)
+                _replace_overrides(args, precheck(args, config_name=name))
 
             @functools.wraps(task)
             def job(cfg: DictConfig) -> object:
                 for name in _OWN_HANDLERS:
                     logging.getLogger(name).propagate = False
                 # values that a sweeper draws are known here only
-                if debug or args.multirun:
+                if args.multirun:
                     check_config(cfg)
                 return task(cfg)
 
@@ -148,22 +150,24 @@ def wants_traceback(overrides: Sequence[str]) -> bool:
     ]
 
 
-def precheck(args: argparse.Namespace, *, config_name: str) -> None:
-    """Compose and check the configuration of the command line.
+def precheck(args: argparse.Namespace, *, config_name: str) -> list[str]:
+    """Compose and check the configuration of the command line, and return the overrides to use.
 
     Raises:
         ConfigError: with the first problem.
     """
     check_packages()
     if args.help or args.hydra_help or args.info or args.shell_completion:
-        return
+        return list(args.overrides)
+    added: set[str] = set()
     for overrides in combinations(args.overrides) if args.multirun else [args.overrides]:
-        cfg = compose_overrides(
-            args.config_name or config_name,
+        cfg, completed = compose_completed(
+            config_name,
             overrides,
             directory=args.config_dir,
             folder=Path(args.config_path).resolve() if args.config_path else None,
         )
+        added |= {line.partition("=")[0].lstrip("+") for line in set(completed) - set(overrides)}
         if args.cfg is None:
             check_config(cfg)
         if args.multirun and ranks_asked_for(cfg) > 1:
@@ -171,6 +175,7 @@ def precheck(args: argparse.Namespace, *, config_name: str) -> None:
                 f"--multirun with {ranks_asked_for(cfg)} ranks: the runs of a sweep share a process, and each would "
                 "start ranks that sweep again; start the runs one by one"
             )
+    return [f"++{line}" if line.partition("=")[0] in added else line for line in args.overrides]
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
