@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, checked_arguments
+from .base import TEXT_CHARSET, Environment, Observation, checked_arguments
 
 HIT, STAND = 0, 1
 # an endless deck: ace to nine once in thirteen each, ten four times

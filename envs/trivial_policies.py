@@ -15,9 +15,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from envs.base import checked_arguments
-from envs.support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
-from envs.tools import call_text
+from .base import checked_arguments
+from .support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
+from .tools import call_text
 
 
 class Choice(StrEnum):

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.adapters.expressions import evaluate
-from envs.adapters.optional import optional_import
-from envs.base import Count, Environment, Observation, Probability, checked_arguments
+from ..adapters.expressions import evaluate
+from ..adapters.optional import optional_import
+from ..base import Count, Environment, Observation, Probability, checked_arguments
 
 _DATA_SEED = 0
 # Their scorers run the answer as a program. Only an answer equal to the known one is right.

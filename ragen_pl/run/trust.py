@@ -24,6 +24,7 @@ from typing import Any
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.paths import config_dir
+from ragen_pl.former_names import current
 
 _SIGNATURE = "# signature of ragen_pl: "
 # settings whose texts are for a model
@@ -122,7 +123,8 @@ def check_settings(
                 "write must not; set trust=true if you trust its author"
             )
         is_name = key.endswith(_NAMED) or (_NAME.fullmatch(value) and not key.startswith(_TEXTS))
-        if is_name and value not in (named or ()) and value not in _shipped_names(shipped):
+        is_shipped = current(value) in _shipped_names(shipped)
+        if is_name and value not in (named or ()) and not is_shipped:
             repeat = "" if named is None else f"repeat {key}={value} on the command line, or "
             raise ConfigError(
                 f"{file}: {key}={value} names code or an address, and nothing shows that this account wrote the file; "

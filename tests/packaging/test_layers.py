@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "distributed": set(),
     "files": set(),
     "finite": set(),
+    "former_names": set(),
     "json_text": set(),
     "known_pickle": set(),
     "machine": set(),
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "prompt_formats": {"trajectory"},
     "rank_states": {"distributed", "files"},
     "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
-    "config": {"constraints", "run_facts"},
+    "config": {"constraints", "former_names", "run_facts"},
     "lock": {"config"},
     "models": {"checked", "constraints", "prompt_formats", "rgb", "run_facts"},
     "engines": BASE | {"data_url", "models"},
@@ -54,7 +55,9 @@ MAY_IMPORT = {
     "viewing": BASE | {"data", "lock", "metrics"},
     "callbacks": BASE
     | {"algorithms", "data", "loops", "machine", "metrics", "models", "modules", "viewing"},
-    "run": BASE | LEARNING | {"callbacks", "config", "lock", "machine", "optimizers", "viewing"},
+    "run": BASE
+    | LEARNING
+    | {"callbacks", "config", "former_names", "lock", "machine", "optimizers", "viewing"},
     "memory": BASE | LEARNING | {"callbacks", "config", "machine", "optimizers", "run"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
@@ -67,6 +70,7 @@ MAY_IMPORT = {
     "import_gguf": {"config", "models", "run"},
     "install_vllm": set(),
     "keys": {"config"},
+    "new_environment": {"config"},
     "page": {"config", "viewing"},
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
