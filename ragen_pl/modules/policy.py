@@ -14,7 +14,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.loader import whole_minibatch
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
@@ -160,8 +161,16 @@ class PolicyModule(pl.LightningModule):
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
 
-    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Learn the batch's responses."""
+    def training_step(self, batch: Minibatch | TrajectoryBatch, batch_idx: int) -> Tensor:
+        """Learn the batch's responses.
+
+        Args:
+            batch: A minibatch of a `MinibatchLoader`, or a whole batch of a `DataLoader` whose `collate_fn` makes it,
+                such as `conversation_batch`.
+            batch_idx: Number of the batch.
+        """
+        if isinstance(batch, TrajectoryBatch):
+            batch = whole_minibatch(batch)
         loss = self.supervised_loss(batch)
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
@@ -169,7 +178,7 @@ class PolicyModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a policy that is trained alone."""
         factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
-        return build_optimizer(factory, module_groups(self, "policy"))
+        return build_optimizer(factory, module_groups(self))
 
 
 class ReadsValues(Protocol):

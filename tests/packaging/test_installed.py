@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,8 @@ def installed(tmp_path_factory) -> Path:
         "--no-index",
     )
     subprocess.run([*pip, str(wheel)], capture_output=True, check=True)
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    others = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "dependencies.pth").write_text("\n".join(others))
     return python.parent
 
 
