@@ -72,5 +72,5 @@ def test_gray_images_have_three_equal_channels(bundle):
 
 
 def test_images_without_pixels_are_refused(bundle):
-    with pytest.raises(ValueError, match=r"\(0, 16, 3\).*expected uint8"):
+    with pytest.raises(ValueError, match=r"\(0, 16, 3\).*expected one shape"):
         bundle.processor.image_processor([np.zeros((0, 16, 3), dtype=np.uint8)])
