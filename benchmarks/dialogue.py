@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from timing import Stopwatch
 
-import envs  # noqa: F401 - registers the environments
-import visual_envs  # noqa: F401
+import ragen_pl.envs
+import ragen_pl.visual_envs  # noqa: F401
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
 from ragen_pl.engines.vllm.engine import VLLMEngine

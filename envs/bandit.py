@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, Probability, Reward, checked_arguments
+from .base import TEXT_CHARSET, Environment, Observation, Probability, Reward, checked_arguments
 
 
 class BanditNames(StrEnum):

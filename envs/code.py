@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import (
+from .base import (
     PRINTABLE,
     Count,
     Environment,
@@ -20,8 +20,8 @@ from envs.base import (
     Reward,
     checked_arguments,
 )
-from envs.sandbox.client import ENDINGS, SANDBOX, check_sandbox
-from envs.specifications import Kind, Specification, Value, draw_specification, draw_task
+from .sandbox.client import ENDINGS, SANDBOX, check_sandbox
+from .specifications import Kind, Specification, Value, draw_specification, draw_task
 
 _FENCED = re.compile(r"\s*```(?:python)?\n(.*?)```\s*", re.DOTALL)
 # of a result that is shown

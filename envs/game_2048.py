@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import MOVES, TEXT_CHARSET, Environment, Observation, Reward, checked_arguments
+from .base import MOVES, TEXT_CHARSET, Environment, Observation, Reward, checked_arguments
 
 Rows = tuple[tuple[int, ...], ...]
 """Exponents of the tiles, row by row; 0 is an empty cell."""

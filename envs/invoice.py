@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, Reward, checked_arguments
-from envs.tools import CALL_WORDS, ToolEnvironment, call_text, tool
+from .base import Probability, Reward, checked_arguments
+from .tools import CALL_WORDS, ToolEnvironment, call_text, tool
 
 ITEMS = ("lamp", "desk", "chair", "book", "shirt", "cable")
 FIELDS = ("count", "price", "sum", "item")

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, checked_arguments
-from envs.tools import CALL_WORDS, ToolEnvironment, ToolError, call_text, tool
-from envs.wiki import (
+from .base import Probability, checked_arguments
+from .tools import CALL_WORDS, ToolEnvironment, ToolError, call_text, tool
+from .wiki import (
     AMENDABLE,
     AMOUNTS,
     CITIES,

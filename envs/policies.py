@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
-from envs.base import Probability, checked_arguments
+from .base import Probability, checked_arguments
 
 
 class ScriptedPolicy(Protocol):

@@ -7,6 +7,7 @@ every request. The class docstring of each environment says what they earn at mo
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -15,9 +16,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from envs.base import checked_arguments
-from envs.support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
-from envs.tools import call_text
+from .base import checked_arguments
+from .blackjack import HIT, STAND, total
+from .support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
+from .tools import call_text
 
 
 class Choice(StrEnum):
@@ -216,6 +218,62 @@ class CountUp:
         """Return the next number."""
         environment: Any = env.unwrapped
         return f"[{environment.steps + 1}]"
+
+
+class HitBelow:
+    """Blackjack player who draws below a sum and stands from it on, whatever the dealer shows.
+
+    Args:
+        total: the sum.
+    """
+
+    needs_trust = ()
+
+    def __init__(self, *, total: int) -> None:
+        self.total = total
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
+        """Return Hit or Stand."""
+        game: Any = env.unwrapped
+        return HIT if total(game.card_sum, game.has_ace) < self.total else STAND
+
+
+class FillRows:
+    """Player of a small Sudoku who writes the numbers that a row lacks into its empty cells, in ascending order.
+
+    Columns and blocks are not looked at. A row with one empty cell is right.
+    """
+
+    needs_trust = ()
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return the grid."""
+        environment: Any = env.unwrapped
+        rows = re.findall(r"[0-4](?: [0-4]){3}", environment.render())
+        return "\n".join(map(self._filled, rows))
+
+    @staticmethod
+    def _filled(row: str) -> str:
+        missing = iter(number for number in "1234" if number not in row)
+        return " ".join(next(missing, "1") if cell == "0" else cell for cell in row.split())
+
+
+class ProductAndRest:
+    """Player of Countdown who multiplies two numbers, then adds or subtracts the third, if that reaches the target."""
+
+    needs_trust = ()
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return the first such expression that reaches the target, or else the first one."""
+        environment: Any = env.unwrapped
+        target, *numbers = map(int, re.findall(r"\d+", environment.render()))
+        expressions = [
+            (f"{a} * {b} {'+' if sign > 0 else '-'} {c}", a * b + sign * c)
+            for a, b, c in itertools.permutations(numbers, 3)
+            for sign in (1, -1)
+        ]
+        found = (text for text, value in expressions if value == target)
+        return next(found, expressions[0][0])
 
 
 def _order(desk: Any, request: Any) -> Any:

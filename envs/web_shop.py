@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, Reward, checked_arguments
-from envs.tools import ToolEnvironment, ToolError, call_text, tool
-from envs.wiki import words
+from .base import Probability, Reward, checked_arguments
+from .tools import ToolEnvironment, ToolError, call_text, tool
+from .wiki import words
 
 T = TypeVar("T")
 KINDS = ("shirt", "coat", "hat", "belt", "shoes", "gloves")

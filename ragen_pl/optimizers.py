@@ -174,9 +174,16 @@ def parameter_groups(
     return groups
 
 
-def module_groups(module: nn.Module, name: str) -> list[ParameterGroup]:
-    """Return a module's parameters as one group of this name, with its hidden matrices as `HIDDEN`."""
-    return [{"params": module.parameters(), "name": name, HIDDEN: hidden_matrices(module)}]
+def module_groups(module: nn.Module, name: str | None = None) -> list[ParameterGroup]:
+    """Return a module's parameters as one group, with its hidden matrices as `HIDDEN`.
+
+    Args:
+        module: Module.
+        name: Name of the group and of all groups that it is split into; None for a module that is trained alone, whose
+            groups Lightning's callbacks name by number.
+    """
+    named = {} if name is None else {"name": name}
+    return [{"params": module.parameters(), HIDDEN: hidden_matrices(module), **named}]
 
 
 def build_optimizer(

@@ -10,9 +10,9 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.adapters.optional import optional_import
-from envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
-from visual_envs.svg_images import (
+from ..envs.adapters.optional import optional_import
+from ..envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
+from .svg_images import (
     Drawing,
     RGBImage,
     SvgError,

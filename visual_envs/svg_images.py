@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from envs.adapters.pictures import on_white
+from ..envs.adapters.pictures import on_white
 
 RGBImage = NDArray[np.uint8]
 """RGB, `[side, side, 3]`."""

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import Error
 
-from envs.base import Environment, Observation, checked_arguments
+from ..base import Environment, Observation, checked_arguments
 
 _ESCAPE = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.DOTALL)
 _RESET = "\x1b[0m"

@@ -11,8 +11,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from envs.adapters.optional import optional_import
-from envs.base import Environment, Observation, checked_arguments
+from ..adapters.optional import optional_import
+from ..base import Environment, Observation, checked_arguments
 
 ACTIONS = ("Left", "Right", "Forward", "Pickup", "Drop", "Toggle", "Done")
 _DOES = {

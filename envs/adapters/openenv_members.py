@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 from PIL import Image
 
-from envs.adapters.pictures import on_white
+from .pictures import on_white
 
 _TEXT_LENGTH = 4000
 

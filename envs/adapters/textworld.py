@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.adapters.optional import optional_import
-from envs.base import Count, CountOrZero, Environment, Observation, checked_arguments
+from ..adapters.optional import optional_import
+from ..base import Count, CountOrZero, Environment, Observation, checked_arguments
 
 # The generator is not made for several threads.
 _GENERATOR = threading.Lock()

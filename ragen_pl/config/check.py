@@ -71,6 +71,26 @@ def check_config(cfg: DictConfig) -> None:
     _check_images(cfg)
 
 
+def takes_argument(cfg: DictConfig, key: str) -> bool:
+    """Return whether a setting is an argument that the class in a sibling setting takes, or a part of one.
+
+    Args:
+        cfg: the configuration, which has the setting.
+        key: its full name, such as `env.kwargs.size`.
+    """
+    # values are checked later
+    values = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(values, dict)
+    walk = _Walk({str(name): value for name, value in values.items()})
+    for _ in walk.problems(walk.root, Settings, key="", parent={}):
+        pass
+    if key in walk.unknown or not any(key.startswith(f"{node}.") for node in walk.arguments):
+        return False
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, parent)
+    return isinstance(node, DictConfig) and name in node
+
+
 def plain_values(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration as plain values.
 
@@ -114,11 +134,15 @@ class _Walk:
 
     Attributes:
         classes: paths of the classes that it has passed, each with the key that names it.
+        arguments: keys of the nodes with arguments of a class that a sibling names.
+        unknown: keys that no class and no description has.
     """
 
     def __init__(self, root: _Node) -> None:
         self.root = root
         self.classes: dict[str, str] = {}
+        self.arguments: list[str] = []
+        self.unknown: list[str] = []
 
     def problems(self, value: Any, annotation: Any, *, key: str, parent: _Node) -> _Problems:
         """Yield the key and one line for each wrong setting in a node or leaf.
@@ -151,6 +175,9 @@ class _Walk:
             yield key, message
             return
         self.classes |= dict.fromkeys(_arguments_in(annotation), key or "the configuration")
+        marks = [mark for option in options(annotation) for mark in unwrapped(option)[1]]
+        if any(isinstance(mark, ArgumentsOf) for mark in marks):
+            self.arguments.append(key)
         try:
             fields = fields_of_node(node, annotation, parent=parent, root=self.root)
         except SignatureError as error:
@@ -163,6 +190,7 @@ class _Walk:
                 continue
             known = HYDRA.get(name) or fields.parameters.get(name)
             if known is None and fields.closed:
+                self.unknown.append(place)
                 others = () if fields.name else leaves(self.root)
                 keys = [other for other, _ in others if other != place and "._" not in other]
                 yield place, unknown_key(place, fields.parameters, owner=fields.name, keys=keys)

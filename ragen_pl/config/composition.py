@@ -11,10 +11,17 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.config.check import annotation_at, check_config, leaves, takes_any_key, unknown_key
+from ragen_pl.config.check import (
+    annotation_at,
+    check_config,
+    leaves,
+    takes_any_key,
+    takes_argument,
+    unknown_key,
+)
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import missing_key, translated
-from ragen_pl.config.overrides import key_of, overrides_of
+from ragen_pl.config.overrides import key_of, overrides_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.config.relations import unread_overrides
 from ragen_pl.constraints import did_you_mean, problem
@@ -71,7 +78,7 @@ def compose_accepted(
     Raises:
         ConfigError: Hydra, OmegaConf or YAML does not accept them.
     """
-    folder = folder or config_dir()
+    folder, overrides = folder or config_dir(), with_environment(overrides, command=name)
     replaced: dict[str, str] = {}
     with initialize_config_dir(str(folder), version_base="1.3"):
         while True:
@@ -113,7 +120,7 @@ def _composed(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
 def _with_new_key(
     missing: _MissingKey, name: str, lines: list[str], *, folder: Path
 ) -> dict[str, str]:
-    """Return overrides that add a key that no file has, where it is one of a mapping whose keys are the user's.
+    """Return overrides that add a key that no file has, where a class takes it or a mapping whose keys are the user's.
 
     Raises:
         ConfigError: it is not; with the nearest key, or with the way to add it.
@@ -135,6 +142,8 @@ def _with_new_key(
         return _with_new_key(other, name, [*others, *added.values()], folder=folder)
     parent, _, own = key.rpartition(".")
     names = [str(one) for one in OmegaConf.select(cfg, parent) or cfg if one != own]
+    if takes_argument(cfg, key):
+        return added
     if takes_any_key(cfg, key):
         before = OmegaConf.select(_composed(name, others, folder=folder), parent) or {}
         if not did_you_mean(own, map(str, before)):

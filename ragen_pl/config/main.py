@@ -27,7 +27,7 @@ from ragen_pl.config.composition import compose_accepted, compose_overrides
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
-from ragen_pl.config.overrides import key_of
+from ragen_pl.config.overrides import key_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for, unread_overrides
 from ragen_pl.constraints import did_you_mean
@@ -64,6 +64,8 @@ def hydra_main(
             debug = wants_traceback(args.overrides)
 
             def before_hydra() -> None:
+                name = args.config_name or config_name
+                _replace_overrides(args, with_environment(args.overrides, command=name))
                 if prepare is not None:
                     _replace_overrides(args, prepare(args))
                 replaced = precheck(args, config_name=config_name, composed_only=debug)

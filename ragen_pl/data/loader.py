@@ -320,6 +320,19 @@ def _dealt(order: Tensor, kinds: Tensor, firsts: Sequence[int], minibatches: int
     return [torch.cat(part) for part in parts]
 
 
+def whole_minibatch(batch: TrajectoryBatch) -> Minibatch:
+    """Return all samples of a batch as the input of one training step. All ranks must call it."""
+    (minibatch,) = MinibatchLoader(
+        batch,
+        epochs=1,
+        minibatches=1,
+        world_size=world_size(),
+        sum_over_ranks=sum_over_ranks,
+        max_over_ranks=max_over_ranks,
+    )
+    return minibatch
+
+
 def _episode_tokens(samples: Samples) -> Tensor:
     """Return the tokens in M_loss of each row's whole episode by their weights, float32 `[rows]`."""
     of_row = samples.loss_weight.sum(1) * (samples.weight > 0)

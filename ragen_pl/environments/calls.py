@@ -159,7 +159,7 @@ def _refusal(error: Exception, *, target: str) -> str:
     # the name of the environment is wrong
     if isinstance(error, Error | ModuleNotFoundError):
         return (
-            f"{place}: {text}; give a gymnasium id such as envs:ragen/FrozenLake-v0, or a class path such as "
+            f"{place}: {text}; give a gymnasium id such as ragen_pl.envs:ragen/FrozenLake-v0, or a class path such as "
             "my_package.my_module.MyEnv"
         )
     if text.startswith(f"{place}: "):

@@ -56,7 +56,7 @@ def environment_maker(
     except Exception as error:
         raise ValueError(
             f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
-            "'envs.frozen_lake.FrozenLake'"
+            "'ragen_pl.envs.frozen_lake.FrozenLake'"
         ) from error
     if process and target.rpartition(".")[0] == "__main__":
         raise ValueError(

@@ -124,7 +124,9 @@ class Evaluator:
     def _validation_set(
         self, settings: ValidationSettings, *, context: Context, blank: bool = False, **changes: Any
     ) -> ValidationSet:
-        environments = build_environments(OmegaConf.create(settings.env), blank_images=blank)
+        environments = build_environments(
+            OmegaConf.create(settings.env), blank_images=blank, record_states=True
+        )
         return ValidationSet(
             settings.name,
             build_proxy(self.cfg.rollout, environments=environments, context=context, **changes),

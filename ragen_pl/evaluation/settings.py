@@ -75,6 +75,26 @@ class Source:
     environment: str | None = None
 
 
+def resolve_evaluation(args: argparse.Namespace) -> list[str]:
+    """Return the overrides of an evaluation as `resolve_settings` does, with `logger=none` as `mlflow=false`.
+
+    Raises:
+        ConfigError: as `resolve_settings`, or another logger than MLflow is given.
+    """
+    overrides = []
+    for line in args.overrides:
+        key, _, value = line.partition("=")
+        if key.lstrip("+") != "logger":
+            overrides.append(line)
+        elif value in ("none", "null"):
+            overrides.append("mlflow=false")
+        elif value != "mlflow":
+            raise ConfigError(
+                f"{line}: an evaluation is logged to MLflow, under its run, or nowhere; set logger=none or mlflow=true"
+            )
+    return resolve_settings(argparse.Namespace(**vars(args) | {"overrides": overrides}))
+
+
 def resolve_settings(args: argparse.Namespace) -> list[str]:
     """Store the config `trained` and return the remaining overrides for Hydra.
 

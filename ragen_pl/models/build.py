@@ -82,7 +82,9 @@ def build_small_vlm(
     )
     with _weights_from(seed):
         model = SmallVLMForConditionalGeneration(config).to(getattr(torch, dtype))
-    images = SmallVLMImageProcessor(patch_size=config.vision["patch_size"])
+    images = SmallVLMImageProcessor(
+        patch_size=config.vision["patch_size"], max_cells=config.vision["max_cells"]
+    )
     processor = SmallVLMProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
     return ModelBundle(model.eval(), tokenizer, processor, token_pass=last_states)
 

@@ -134,7 +134,7 @@ class CriticModule(LeavesEmptySteps):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a critic that is trained alone."""
         factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
-        return build_optimizer(factory, module_groups(self, "critic"))
+        return build_optimizer(factory, module_groups(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ragen_pl.data.batch import Minibatch
+from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 
 
 class LeavesEmptySteps(pl.LightningModule):
@@ -36,7 +36,12 @@ class LeavesEmptySteps(pl.LightningModule):
         """Return whether a minibatch's optimizer step trains a group of the optimizer, bool `[]`, by its name."""
         raise NotImplementedError
 
-    def on_train_batch_start(self, batch: Minibatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Minibatch | TrajectoryBatch, batch_idx: int) -> None:
+        """Keep which groups the minibatch's step trains. `training_step` does for a batch that it makes one of."""
+        if isinstance(batch, Minibatch):
+            self.note_tokens(batch)
+
+    def note_tokens(self, batch: Minibatch) -> None:
         """Keep which groups the minibatch's step trains."""
         self._has_tokens = self.has_tokens(batch)
 
@@ -47,7 +52,9 @@ class LeavesEmptySteps(pl.LightningModule):
         flags = torch.stack([self._has_tokens[name] for name in names]).tolist() if names else []
         trained = dict(zip(names, flags, strict=True))
         for group in optimizer.param_groups:
-            if not trained.get(group["name"], True):
+            # the groups of a module that is trained alone have no names
+            name = group.get("name", next(iter(trained), ""))
+            if not trained.get(name, True):
                 for weight in group["params"]:
                     weight.grad = None
         for name, is_trained in trained.items():

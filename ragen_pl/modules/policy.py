@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.loader import whole_minibatch
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
@@ -164,8 +165,17 @@ class PolicyModule(LeavesEmptySteps):
         """Return whether the step has a token in M_loss."""
         return {"policy": batch.counted[0]}
 
-    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Learn the batch's responses."""
+    def training_step(self, batch: Minibatch | TrajectoryBatch, batch_idx: int) -> Tensor:
+        """Learn the batch's responses.
+
+        Args:
+            batch: A minibatch of a `MinibatchLoader`, or a whole batch of a `DataLoader` whose `collate_fn` makes it,
+                such as `conversation_batch`.
+            batch_idx: Number of the batch.
+        """
+        if isinstance(batch, TrajectoryBatch):
+            batch = whole_minibatch(batch)
+            self.note_tokens(batch)
         loss = self.supervised_loss(batch)
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
@@ -173,7 +183,7 @@ class PolicyModule(LeavesEmptySteps):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a policy that is trained alone."""
         factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
-        return build_optimizer(factory, module_groups(self, "policy"))
+        return build_optimizer(factory, module_groups(self))
 
 
 class ReadsValues(Protocol):

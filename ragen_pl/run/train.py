@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,9 +96,9 @@ class TrainedRun:
         policy: The policy with the last weights.
     """
 
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(repr=False)
     folder: Path
-    policy: PolicyModule
+    policy: PolicyModule = field(repr=False)
 
     @property
     def objective(self) -> float | None:

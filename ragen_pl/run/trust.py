@@ -31,6 +31,7 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.paths import config_dir
 from ragen_pl.config.signatures import declared_trust
 from ragen_pl.foreign_files import link_in, model_folder_problem
+from ragen_pl.former_names import current
 
 _SIGNATURE = "# signature of ragen_pl: "
 # settings whose texts are for a model
@@ -47,7 +48,7 @@ _RUNS_CODE = "trust_remote_code"
 # keys of Hydra's own that say how an object is built
 _HYDRA = ("_target_", "_partial_", "_recursive_", "_convert_")
 # packages whose classes declare what they need trust for, modules of ids, and classes of others without a text
-_PACKAGES, _ID_MODULES = ("ragen_pl.", "envs.", "visual_envs."), ("envs:", "visual_envs:")
+_PACKAGE, _ID_MODULES = "ragen_pl.", ("ragen_pl.envs:", "ragen_pl.visual_envs:")
 _OTHERS = ("torch.optim.AdamW",)
 _WHOLE = "*"
 # of a file that may be signed
@@ -190,7 +191,7 @@ def _problems(
         if "${" in value:
             yield shown, ": refers to another value"
         is_name = key.endswith(_NAMED) or (_NAME.fullmatch(value) and not key.startswith(_TEXTS))
-        if is_name and value not in _shipped_names(shipped):
+        if is_name and current(value) not in _shipped_names(shipped):
             yield shown, " names code or an address"
     texts = _shipped_texts(shipped)
     for key, in_file, arguments in _components(settings):
@@ -246,13 +247,14 @@ def _is_set(key: str, given: Mapping[str, Any]) -> bool:
 
 def _declared(target: str) -> tuple[str, ...] | None:
     """Return what a class declares as in need of trust; None for one that is not shipped or declares nothing."""
+    target = current(target)
     if target in _OTHERS:
         return ()
     # a gymnasium id is looked up by an import of its module
     if ":" in target and not target.startswith(_ID_MODULES):
         return None
     path = class_path(target)
-    return declared_trust(path) if path and path.startswith(_PACKAGES) else None
+    return declared_trust(path) if path and path.startswith(_PACKAGE) else None
 
 
 def _leaves(value: Any, *, key: str = "") -> Iterator[tuple[str, Any]]:

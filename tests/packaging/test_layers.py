@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "files": set(),
     "finite": set(),
     "foreign_files": set(),
+    "former_names": set(),
     "json_text": set(),
     "known_pickle": set(),
     "machine": set(),
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "rank_states": {"distributed", "files", "tensor_files"},
     "tensor_files": {"foreign_files"},
     "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
-    "config": {"constraints", "error_text", "run_facts"},
+    "config": {"constraints", "error_text", "former_names", "run_facts"},
     "lock": {"config"},
     "models": {"checked", "constraints", "foreign_files", "prompt_formats", "rgb", "run_facts"},
     "engines": BASE | {"data_url", "models"},
@@ -59,7 +60,9 @@ MAY_IMPORT = {
     "viewing": BASE | {"data", "lock", "metrics"},
     "callbacks": BASE
     | {"algorithms", "data", "loops", "machine", "metrics", "models", "modules", "viewing"},
-    "run": BASE | LEARNING | {"callbacks", "config", "lock", "machine", "optimizers", "viewing"},
+    "run": BASE
+    | LEARNING
+    | {"callbacks", "config", "former_names", "lock", "machine", "optimizers", "viewing"},
     "memory": BASE | LEARNING | {"callbacks", "config", "machine", "optimizers", "run"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
@@ -72,6 +75,7 @@ MAY_IMPORT = {
     "import_gguf": {"config", "models", "run"},
     "install_vllm": set(),
     "keys": {"config"},
+    "new_environment": {"config"},
     "page": {"config", "foreign_files", "viewing"},
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},

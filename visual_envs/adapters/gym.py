@@ -12,9 +12,9 @@ from gymnasium import spaces
 from gymnasium.error import DependencyNotInstalled
 from PIL import Image
 
-from envs.adapters.gym import Gym
-from envs.adapters.pictures import on_white
-from envs.base import TEXT_CHARSET, Observation, checked_arguments
+from ...envs.adapters.gym import Gym
+from ...envs.adapters.pictures import on_white
+from ...envs.base import TEXT_CHARSET, Observation, checked_arguments
 
 Side = Annotated[int, Interval(ge=16, le=1024)]
 _TEXT = "choose an action"

@@ -12,8 +12,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.adapters.optional import optional_import
-from envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
+from ...envs.adapters.optional import optional_import
+from ...envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
 
 MOVES = {
     "Right": (1.0, 0.0, 0.0),

@@ -10,8 +10,8 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.adapters.minigrid import ACTIONS, MiniGrid
-from envs.base import TEXT_CHARSET, Observation, checked_arguments
+from ...envs.adapters.minigrid import ACTIONS, MiniGrid
+from ...envs.base import TEXT_CHARSET, Observation, checked_arguments
 
 
 class View(StrEnum):

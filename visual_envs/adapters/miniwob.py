@@ -13,12 +13,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from PIL import Image
 
-from envs.adapters.optional import optional_import
-from envs.adapters.pictures import on_white
-from envs.base import Observation
-from envs.tools import ToolEnvironment, ToolError, tool
-from visual_envs.adapters.miniwob_pages import CLICK, READ, SELECT, TYPE, Page, read_page
-from visual_envs.adapters.miniwob_policies import POLICIES, search
+from ...envs.adapters.optional import optional_import
+from ...envs.adapters.pictures import on_white
+from ...envs.base import Observation
+from ...envs.tools import ToolEnvironment, ToolError, tool
+from ..adapters.miniwob_pages import CLICK, READ, SELECT, TYPE, Page, read_page
+from ..adapters.miniwob_policies import POLICIES, search
 
 # a task ends after this many milliseconds of real time: never
 _NO_LIMIT = "core.EPISODE_MAX_TIME = 1e9;"
