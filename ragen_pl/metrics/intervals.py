@@ -66,8 +66,9 @@ def validation_metrics(
     """Return the metrics of a validation set's episodes; groups are the samples of one initial state.
 
     Failed episodes are counted and enter no other metric. pass@k is that of the groups with k others, each weighted by
-    its number of others, so that pass@1 is the success. Metrics of no responses at all are left out. `distinct_states` is the number of initial states that differ, where turns record
-    them; the interval of success takes episodes from equal ones as samples of a group.
+    its number of others, so that pass@1 is the success. Metrics of no responses at all are left out. `distinct_states`
+    is the number of initial states that differ, where turns record them; the interval of success takes episodes from
+    equal ones as samples of a group.
 
     Raises:
         ValueError: every episode failed.

@@ -83,7 +83,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         ValueError: there is no program, or both a command and a function; or a variable of `variables_env` is not set.
     """
 
-    needs_trust = ("command", "function", "tasks", "verifier", "models", "variables", "host")
+    needs_trust = (
+        "command", "function", "tasks", "validation_tasks", "verifier", "models", "variables", "variables_env", "host",
+    )  # fmt: skip
 
     action_space: spaces.Space[Any]
     draws_held_out = True
