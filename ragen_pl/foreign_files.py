@@ -173,7 +173,7 @@ def pickle_problem(file: Path) -> str | None:
     return None
 
 
-class _Measure(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Measure(pickle._Unpickler):
     """Reads a pickle without its calls, and counts what they would copy or make room for.
 
     It is the one in Python: that in C makes room for as many objects as a file says.

@@ -142,12 +142,13 @@ def declared_trust(target: str) -> tuple[str, ...] | None:
     """
     found = definition_at(target)
     if isinstance(found, griffe.Function):
-        values = [mark.value for mark in found.decorators if str(mark.value).startswith(_TRUST)]
+        values = [str(mark.value) for mark in found.decorators]
+        values = [value for value in values if value.startswith(_TRUST)]
     else:
         attribute = found.members.get(_TRUST) if found is not None else None
-        values = [attribute.value] if isinstance(attribute, griffe.Attribute) else []
+        values = [str(attribute.value)] if isinstance(attribute, griffe.Attribute) else []
     for value in values:
-        read = ast.parse(str(value), mode="eval").body
+        read = ast.parse(value, mode="eval").body
         if isinstance(read, ast.Call | ast.Tuple):
             items = read.args if isinstance(read, ast.Call) else read.elts
             return tuple(str(ast.literal_eval(item)) for item in items)
@@ -204,7 +205,11 @@ def _module(name: str) -> griffe.Module | None:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not file.is_file():
         return None
-    return griffe.visit(name, filepath=file, code=file.read_text(encoding="utf-8"))
+    package, _, own = name.rpartition(".")
+    # relative imports of a module that is no package start from the one around it
+    parent = griffe.Module(package) if package and not path.is_dir() else None
+    code = file.read_text(encoding="utf-8")
+    return griffe.visit(own if parent else name, filepath=file, code=code, parent=parent)
 
 
 def _member(target: str) -> griffe.Object | griffe.Alias | None:
@@ -278,6 +283,7 @@ def _fields(cls: griffe.Class) -> dict[str, Parameter]:
         if isinstance(one, griffe.Attribute)
         and not name.startswith("_")
         # others are class variables
+        and one.annotation is not None
         and "instance-attribute" in one.labels
         and "init=False" not in str(one.value)
     }

@@ -140,7 +140,7 @@ def backbone_of(model: PreTrainedModel) -> Any:
 
 def image_features_of(model: PreTrainedModel) -> Callable[..., Any]:
     """Return what encodes images: the model's own `get_image_features`, or that of the model without its head."""
-    owner = model if hasattr(model, "get_image_features") else backbone_of(model)
+    owner: Any = model if hasattr(model, "get_image_features") else backbone_of(model)
     features: Callable[..., Any] = owner.get_image_features
     return features
 

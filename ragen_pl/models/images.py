@@ -304,7 +304,8 @@ class ImageEncoder:
     def token_types(self, ids: Tensor, *, shown: bool) -> dict[str, Tensor]:
         """Return the types of tokens that the model's forward takes; see `TokenTypes`."""
         if self._types is None:
-            count = len(self.model.get_input_embeddings().weight)
+            embeddings: Any = self.model.get_input_embeddings()
+            count = len(embeddings.weight)
             slot = self.replacement(EXAMPLE)
             self._types = TokenTypes.of(
                 self.processor, slot, facts=self.facts, vocabulary=count

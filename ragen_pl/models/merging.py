@@ -226,7 +226,7 @@ def _disturb(layer: nn.Module, names: Iterable[str], generator: torch.Generator)
     for name in names:
         weight = layer.get_parameter(name)
         noise = torch.randn(weight.shape, generator=generator)
-        weight += 0.1 * noise.to(weight.device, weight.dtype)
+        weight.add_(0.1 * noise.to(weight.device, weight.dtype))
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:

@@ -73,7 +73,7 @@ def own_inputs(
         settings: Keyword arguments of the processor's calls.
     """
     reader: Any = copy.copy(processor)
-    reader.tokenizer = _GivenIds(processor.tokenizer, ids)  # type: ignore[attr-defined]
+    reader.tokenizer = _GivenIds(processor.tokenizer, ids)
     text = [processor.image_token * len(images)]  # type: ignore[attr-defined]
     shown = {"images": [list(images)]} if images else {}
     return dict(processed(reader, text=text, return_tensors="pt", **shown, **settings))
@@ -188,7 +188,7 @@ class TokenTypes:
         """
         if not facts.type_arguments:
             return cls()
-        tokenizer: Any = processor.tokenizer  # type: ignore[attr-defined]
+        tokenizer: Any = processor.tokenizer
         slot_ids = tokenizer(slot, add_special_tokens=False)["input_ids"]
         every = processor.image_token_ids + processor.video_token_ids + processor.audio_token_ids
         media = [token for token in every if token is not None]

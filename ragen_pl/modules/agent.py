@@ -286,10 +286,11 @@ class AgentModule(GuardedModule):
 
     def schedule_settings(self) -> dict[str, float]:
         """Return the settings of the schedule."""
+        iterations = self.trainer.max_epochs
         return {
             "learning_rate_warm_up": self.optimization.learning_rate_warm_up,
             "learning_rate_end": self.optimization.learning_rate_end,
-            "trainer.max_epochs": self.trainer.max_epochs,
+            "trainer.max_epochs": -1 if iterations is None else iterations,
         }
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

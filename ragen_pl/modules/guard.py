@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
-from ragen_pl.data.batch import Minibatch
+from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, whole
 from ragen_pl.finite import NonFiniteError, largest
 from ragen_pl.modules.empty_steps import LeavesEmptySteps
@@ -145,7 +145,7 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
 
     # ---- Lightning's hooks
 
-    def on_train_batch_start(self, batch: Minibatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Minibatch | TrajectoryBatch, batch_idx: int) -> None:
         """Keep the random state, with which the minibatch can be repeated."""
         super().on_train_batch_start(batch, batch_idx)
         self._random[batch_idx] = random_state()
