@@ -205,11 +205,12 @@ def _module(name: str) -> griffe.Module | None:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not file.is_file():
         return None
-    package, _, own = name.rpartition(".")
-    # relative imports of a module that is no package start from the one around it
-    parent = griffe.Module(package) if package and not path.is_dir() else None
+    # relative imports start from the packages around the module
+    parent = None
+    for package in name.split(".")[:-1]:
+        parent = griffe.Module(package, parent=parent)
     code = file.read_text(encoding="utf-8")
-    return griffe.visit(own if parent else name, filepath=file, code=code, parent=parent)
+    return griffe.visit(name.rpartition(".")[2], filepath=file, code=code, parent=parent)
 
 
 def _member(target: str) -> griffe.Object | griffe.Alias | None:
